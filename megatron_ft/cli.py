@@ -1,0 +1,150 @@
+"""``megatron-ft``: prepare | launch | report | doctor. Parses, checks, calls; prints a user's mistake as one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ft import __version__
+from megatron_ft.errors import FTError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    # Before torch is imported: its sockets' retries are not for the user's eyes.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except FTError as error:
+        print(f"megatron-ft {options.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-ft", description="Fault-tolerant LLM pre-training.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
+    _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
+    _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
+    _add_doctor(commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it"))
+    return parser
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="directory of the prepared dataset")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="own txt, jsonl or parquet files")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the BPE vocabulary (default: 4096)")
+    parser.set_defaults(run=_prepare)
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from megatron_ft import data
+
+    data.prepare(options.out, options.text, vocab_size=options.vocab_size)
+    return 0
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--groups", type=int, required=True, help="replica groups to start with (N)")
+    parser.add_argument("--ranks-per-group", type=int, default=1, help="ranks of one group (default: 1)")
+    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON")
+    parser.add_argument("--run-dir", type=Path, required=True, help="where the run record goes")
+    parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")
+    parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs="*", help="its arguments, after --")
+    parser.set_defaults(run=_launch)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from megatron_ft.launch.agent import Agent, LaunchOptions
+    from megatron_ft.report import follow, tracker
+
+    tracker.check_trackers(options.track)
+    agent = Agent(
+        LaunchOptions(
+            groups=options.groups,
+            ranks_per_group=options.ranks_per_group,
+            config=options.config,
+            run_dir=options.run_dir,
+            script=options.script,
+            arguments=options.arguments,
+            port=options.port,
+            track=options.track,
+            overwrite=options.overwrite,
+        )
+    )
+    done = threading.Event()
+
+    def display() -> None:
+        try:
+            with follow.ProgressView(None, options.groups) as view:
+                for event in follow.follow(options.run_dir / "history.jsonl", done.is_set):
+                    view.update(event)
+        except OSError:
+            return  # a terminal that goes away must not end the run
+
+    watching = threading.Thread(target=display, name="megatron_ft-display", daemon=True)
+    watching.start()
+    try:
+        return agent.run()
+    finally:
+        done.set()
+        watching.join(timeout=5.0)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="run directory")
+    parser.add_argument("--reference", type=Path, help="run directory of a failure-free run to compare with")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_ft.report import plots, tables
+    from megatron_ft.report.record import RunRecord
+
+    record = RunRecord.load(options.run_dir)
+    reference = RunRecord.load(options.reference) if options.reference else None
+    console = Console()
+    console.print(tables.failures_table(record))
+    console.print(tables.summary_table(record, reference))
+    for name, plot in (("loss.png", lambda path: plots.loss_plot(record, reference, path)),
+                       ("timeline.png", lambda path: plots.timeline_plot(record, path))):
+        path = options.run_dir / name
+        plot(path)
+        console.print(f"picture: {path}")
+    return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_ft.doctor import run_doctor
+
+    return run_doctor(Console(), as_json=options.json)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

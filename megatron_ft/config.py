@@ -1,0 +1,242 @@
+"""The ``"fault_tolerance"`` section of a DeepSpeed-style JSON config: typed, frozen, validated once, before any process.
+
+An explicit value beats the environment, always. Keys outside the section belong to the engine; those that DeepSpeed
+knows and this version does not act on are named in a warning instead of being ignored in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+
+USED_ENGINE_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fault_tolerance",
+    }
+)
+IGNORED_ENGINE_KEYS = frozenset(
+    """optimizer scheduler fp16 bf16 amp zero_optimization zero_allow_untested_optimizer steps_per_print
+    wall_clock_breakdown dump_state prescale_gradients gradient_predivide_factor sparse_gradients communication_data_type
+    activation_checkpointing flops_profiler comms_logger tensorboard wandb csv_monitor monitor_config aio autotuning
+    data_types data_efficiency curriculum_learning elasticity pipeline compression_training checkpoint
+    tensor_parallel memory_breakdown seed disable_allgather sparse_attention""".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorConfig:
+    """When a survivor gives up waiting. Deaths that an agent sees need none of these: they are known at once."""
+
+    collective_timeout_s: float = 1800.0
+    """A collective of the outer communicator that takes longer ends its epoch."""
+    report_timeout_s: float = 60.0
+    """A live group whose report does not come in time at the end of an epoch is left out of the next view. Must be longer
+    than its longest microbatch: a group reports between two microbatches."""
+
+    def check(self) -> None:
+        _positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)
+        _positive("fault_tolerance.detector.report_timeout_s", self.report_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultToleranceConfig:
+    """What a user can set. Defaults are meant to be left alone."""
+
+    policy: str = "stacked_quota"
+    store: str = "embedded"
+    min_groups: int = 1
+    bucket_mb: float = 25.0
+    """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again."""
+    seed: int = 0
+    """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
+
+    def check(self) -> None:
+        _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
+        _one_of("fault_tolerance.store", self.store, ("embedded",))
+        _at_least("fault_tolerance.min_groups", self.min_groups, 1)
+        _positive("fault_tolerance.bucket_mb", self.bucket_mb)
+        _at_least("fault_tolerance.seed", self.seed, 0)
+        self.detector.check()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run: the section above plus the batch, resolved for a number of groups.
+
+    The global batch is ``groups * microbatches_per_group * samples_per_microbatch`` samples, in every step.
+    """
+
+    groups: int
+    ranks_per_group: int = 1
+    samples_per_microbatch: int = 1
+    microbatches_per_group: int = 1
+    gradient_clipping: float = 0.0
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+
+    @property
+    def microbatches(self) -> int:
+        """N*G, the number of microbatches in every step."""
+        return self.groups * self.microbatches_per_group
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> RunConfig:
+        """Inverse of :meth:`to_json` (what the launcher hands to its ranks)."""
+        section = dict(raw["fault_tolerance"])
+        section["detector"] = DetectorConfig(**section["detector"])
+        return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
+
+
+def load(path: str | Path, *, groups: int, ranks_per_group: int = 1) -> RunConfig:
+    """Read and resolve a config file. Raises ``ConfigError`` naming value, rule and remedy."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config {path} does not exist; give the path of a DeepSpeed-style JSON file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path} cannot be read: {error}") from None
+    try:
+        raw = json.loads(text, object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {path} holds a {type(raw).__name__}; it must be a JSON object {{...}}")
+    return resolve(raw, groups=groups, ranks_per_group=ranks_per_group)
+
+
+def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) -> RunConfig:
+    """Validate a config that is already a mapping, for a run of ``groups`` groups."""
+    _at_least("--groups", groups, 1)
+    _at_least("--ranks-per-group", ranks_per_group, 1)
+    known = USED_ENGINE_KEYS | IGNORED_ENGINE_KEYS
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"setting {key!r} is not known{_nearest(key, known)}")
+    ignored = sorted(set(raw) & IGNORED_ENGINE_KEYS)
+    if ignored:
+        warnings.warn(f"settings not used by the torch_native engine: {', '.join(ignored)}", stacklevel=2)
+    clipping = raw.get("gradient_clipping", 0.0)
+    if not _is_number(clipping) or clipping < 0:
+        raise ConfigError(f"gradient_clipping is {clipping!r}; it must be a number >= 0 (0 turns clipping off)")
+    section = _section(FaultToleranceConfig, raw.get("fault_tolerance", {}), "fault_tolerance")
+    section.check()
+    if section.min_groups > groups:
+        raise ConfigError(
+            f"fault_tolerance.min_groups is {section.min_groups} but the run starts with {groups} groups; "
+            f"lower it or start with more --groups"
+        )
+    samples, per_group = _batch(raw, groups)
+    return RunConfig(
+        groups=groups,
+        ranks_per_group=ranks_per_group,
+        samples_per_microbatch=samples,
+        microbatches_per_group=per_group,
+        gradient_clipping=float(clipping),
+        fault_tolerance=section,
+    )
+
+
+def _batch(raw: Mapping[str, Any], groups: int) -> tuple[int, int]:
+    """DeepSpeed's rule: train_batch_size = micro batch x accumulation steps x groups; any two give the third."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name in names:
+        if name in raw:
+            _at_least(name, raw[name], 1)
+    total, samples, per_group = (raw.get(name) for name in names)
+    if total is None:
+        return samples or 1, per_group or 1
+    if samples is not None and per_group is not None:
+        if total != samples * per_group * groups:
+            raise ConfigError(
+                f"train_batch_size is {total} but {samples} samples x {per_group} microbatches x {groups} groups are "
+                f"{samples * per_group * groups}; drop one of the three settings or correct it"
+            )
+        return samples, per_group
+    known = samples or per_group or 1
+    if total % (known * groups):
+        raise ConfigError(
+            f"train_batch_size {total} cannot be divided over {groups} groups"
+            + (f" x {known} {'samples per microbatch' if samples else 'microbatches per group'}" if known > 1 else "")
+            + f"; use a multiple of {known * groups} or another number of --groups"
+        )
+    rest = total // (known * groups)
+    return (samples, rest) if samples is not None else (rest, per_group or 1)
+
+
+def _section(cls: type, raw: Any, where: str) -> Any:
+    """Build a config dataclass from JSON, refusing unknown keys and wrong types."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where} is {raw!r}; it must be a JSON object {{...}}")
+    known = {f.name: f for f in fields(cls)}
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(f"setting {where}.{key} is not known{_nearest(key, known)}")
+        default = getattr(cls(), key)
+        if hasattr(default, "__dataclass_fields__"):
+            values[key] = _section(type(default), value, f"{where}.{key}")
+        else:
+            values[key] = _typed(f"{where}.{key}", value, default)
+    return cls(**values)
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    if isinstance(default, float):
+        if not _is_number(value):
+            raise ConfigError(f"{name} is {value!r}; it must be a number")
+        return float(value)
+    if isinstance(default, bool) or not isinstance(default, int):
+        if not isinstance(value, type(default)):
+            raise ConfigError(f"{name} is {value!r}; it must be a {type(default).__name__}")
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number >= {least}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0 or value == float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number > 0")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; this version knows: {', '.join(allowed)}")
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(known))}"
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigError(f"setting {key!r} is given twice; JSON would silently keep the last one, remove one")
+        seen[key] = value
+    return seen

@@ -1,0 +1,76 @@
+"""Fault detector: what a signal means.
+
+Intuition: a signal either names a culprit or only says that something is wrong. An agent that waited for a process
+knows who died and why, so its notice is a verdict. A reset connection, a collective's timeout or a peer's call for help
+names nobody: gloo's exception never says who is lost, and every survivor that gives up resets its neighbours in turn.
+Such a signal ends the epoch, and who is missing shows in who reports (``core.membership``).
+
+Assumes: agents tell the truth about their own children; a notice may arrive late, twice or about a group that is no
+longer a member, and is ignored then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.types import Exit, GroupId
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent saw one of its processes end. ``incarnation`` numbers the starts of that group."""
+
+    exit: Exit
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Reset:
+    """A collective of ``epoch`` failed at group ``by``: reset, timeout, or any other error of the network."""
+
+    epoch: int
+    by: GroupId
+    detail: str
+
+
+Signal = Ended | Reset
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Either ``dead`` names the group that is out, or ``broken`` names the epoch that cannot be finished."""
+
+    reason: str
+    dead: GroupId | None = None
+    broken: int | None = None
+
+
+def judge(signal: Signal) -> Verdict:
+    """The verdict a signal leads to. Whether it still concerns anybody is for ``core.recovery`` to say.
+
+    One dead rank takes its whole group out: its healthy ranks cannot go on without it (architecture.md, *group*).
+    """
+    match signal:
+        case Ended(exit=exit_):
+            return Verdict(str(exit_), dead=exit_.group)
+        case Reset(epoch=epoch, by=by, detail=detail):
+            return Verdict(f"group {by}: {detail}", broken=epoch)
+    raise TypeError(f"judge: {signal!r} is not a signal")
+
+
+def to_json(signal: Signal) -> dict[str, Any]:
+    """The wire form of a signal on the control store's notice log."""
+    if isinstance(signal, Ended):
+        return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
+    return {"kind": "reset", "epoch": signal.epoch, "by": signal.by, "detail": signal.detail}
+
+
+def from_json(raw: dict[str, Any]) -> Signal:
+    """Inverse of :func:`to_json`. Raises ``ValueError`` for a kind this version does not know."""
+    fields = {key: value for key, value in raw.items() if key not in ("kind", "incarnation")}
+    if raw["kind"] == "ended":
+        return Ended(Exit(**fields), raw["incarnation"])
+    if raw["kind"] == "reset":
+        return Reset(**fields)
+    raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")

@@ -1,0 +1,20 @@
+"""Corpus -> tokenizer -> packed dataset -> the samples of a microbatch id."""
+
+from megatron_ft.data.corpus import Corpus, default_corpus, read_documents
+from megatron_ft.data.dataset import DatasetMeta, PackedDataset, prepare, read_meta
+from megatron_ft.data.order import Permutation, sample_indices
+from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
+
+__all__ = [
+    "Corpus",
+    "DatasetMeta",
+    "PackedDataset",
+    "Permutation",
+    "Tokenizer",
+    "default_corpus",
+    "prepare",
+    "read_documents",
+    "read_meta",
+    "sample_indices",
+    "train_tokenizer",
+]

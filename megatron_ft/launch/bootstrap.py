@@ -1,0 +1,87 @@
+"""What a rank runs first: ``python -m megatron_ft.launch.bootstrap SCRIPT ARGUMENTS``.
+
+It ties the rank's life to its agent's, runs the script as ``__main__``, and turns whatever ends it into an exit code and
+a one-line error file that the agent reads. It leaves with ``os._exit``: torch's worker threads can abort at interpreter
+exit after success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from megatron_ft.errors import FTError
+
+AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
+ERROR_VARIABLE = "MEGATRON_FT_ERROR_FILE"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _die_with_agent()
+    # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    code = _run(script)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(script: str) -> int:
+    """Run the script; the outermost loop of a rank, so it converts every exception."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except FTError as error:
+        print(f"megatron_ft: {error}", file=sys.stderr)
+        _leave_error(str(error))
+        return error.exit_code
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        _leave_error(str(error.code))
+        return 1
+    except BaseException as error:
+        traceback.print_exc()
+        _leave_error(f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}")
+        return 1
+    return 0
+
+
+def _where(error: BaseException, script: str) -> str:
+    """The last line of the user's own script that led here."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+    if isinstance(error, SyntaxError):
+        return f" (line {error.lineno})"
+    return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _leave_error(message: str) -> None:
+    path = os.environ.get(ERROR_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": " ".join(message.split())}), encoding="utf-8")
+
+
+def _die_with_agent() -> None:
+    """Orphans would train on with nobody to report their deaths: the kernel ends this process with its agent."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    agent = os.environ.get(AGENT_VARIABLE)
+    if agent and os.getppid() != int(agent):
+        os._exit(1)  # it died before the line above
+
+
+if __name__ == "__main__":
+    main()

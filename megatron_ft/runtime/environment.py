@@ -1,0 +1,60 @@
+"""What the launcher tells a rank, as environment variables. One place for the names, used on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.config import RunConfig
+from megatron_ft.errors import LaunchError
+
+_PREFIX = "MEGATRON_FT_"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """One rank's place in the run. ``store`` is (host, port) of the control store."""
+
+    run_id: str
+    group: int
+    position: int
+    store: tuple[str, int]
+    run_dir: Path
+    config: RunConfig
+
+    def to_env(self) -> dict[str, str]:
+        """Our variables, plus the usual ones scoped to the group: to any engine the group is the world."""
+        ranks = self.config.ranks_per_group
+        return {
+            f"{_PREFIX}RUN_ID": self.run_id,
+            f"{_PREFIX}GROUP": str(self.group),
+            f"{_PREFIX}POSITION": str(self.position),
+            f"{_PREFIX}STORE": f"{self.store[0]}:{self.store[1]}",
+            f"{_PREFIX}RUN_DIR": str(self.run_dir),
+            f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
+            "RANK": str(self.position),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(self.position),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """Raises ``LaunchError`` outside of ``megatron-ft launch``."""
+        if f"{_PREFIX}RUN_ID" not in env:
+            raise LaunchError(
+                "this process was not started by the launcher; start the script with "
+                "`megatron-ft launch --groups N --config CONFIG --run-dir DIR SCRIPT -- ARGUMENTS`"
+            )
+        host, port = env[f"{_PREFIX}STORE"].rsplit(":", 1)
+        return cls(
+            run_id=env[f"{_PREFIX}RUN_ID"],
+            group=int(env[f"{_PREFIX}GROUP"]),
+            position=int(env[f"{_PREFIX}POSITION"]),
+            store=(host, int(port)),
+            run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
+            config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
+        )

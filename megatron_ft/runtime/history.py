@@ -1,0 +1,108 @@
+"""The run record's ``history.jsonl`` (docs/run-record.md): exactly one line per step, whoever of the groups dies.
+
+Every group keeps the last lines it *would* have written; only the lowest living group writes them. When that group
+dies, the next lowest reads what is in the file and adds what is missing. Lines are appended with one ``write`` each, by
+several processes. A writer killed inside that call can leave a torn line; nobody truncates (that could cut off another
+process's line), the next append starts on a new line and readers skip what is not JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+FILE = "history.jsonl"
+_IDENTITY = {"step": "step", "view": "epoch", "recovery": "epoch", "survivor": "group", "end": "event"}
+"""Which field makes a second line of an event the same line again."""
+_REMEMBERED = 64
+"""Lines a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""
+
+
+def append(run_dir: Path, event: str, **fields: Any) -> None:
+    """Append one line; used directly by whoever owns an event alone (agent, injector)."""
+    line = json.dumps({"t": round(time.time(), 6), "event": event, **fields}) + "\n"
+    _write(run_dir / FILE, line.encode())
+
+
+def _write(path: Path, line: bytes) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(fd, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes could be written to {path}")
+    finally:
+        os.close(fd)
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's history, oldest first; empty when there is none yet."""
+    try:
+        data = (run_dir / FILE).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [line for line in map(parse, data[: data.rfind(b"\n") + 1].splitlines()) if line is not None]
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """One line as an object; None for a torn or empty one."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and "event" in value else None
+
+
+class History:
+    """One group's access to the shared history.
+
+    A history that cannot be written (disk full, file system gone) never stops training: the lines are kept and
+    tried again with the next one.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._writer = False
+        self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._pending: list[dict[str, Any]] = []
+        self._present: set[tuple[str, Any]] = set()
+        self._warned = False
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Take in an event every group knows of; it reaches the file through the group that is the writer."""
+        line = {"t": round(time.time(), 6), "event": event, **fields}
+        if not self._writer:
+            self._remembered.append(line)
+        elif _key(line) not in self._present:
+            # A predecessor may have written the line of a step that its survivors then had to finish without it.
+            self._pending.append(line)
+            self._flush()
+
+    def set_writer(self, writer: bool) -> None:
+        """Say whether this group is the lowest living one. On becoming it, add what its predecessor left out."""
+        if writer and not self._writer:
+            self._present = {_key(line) for line in read(self._run_dir)}
+            self._pending = [line for line in self._remembered if _key(line) not in self._present]
+            self._flush()
+        self._writer = writer
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                _write(self._run_dir / FILE, (json.dumps(self._pending[0]) + "\n").encode())
+                del self._pending[0]
+        except OSError as error:
+            if not self._warned:
+                print(f"megatron_ft: history not written, training goes on: {error}", file=sys.stderr, flush=True)
+            self._warned = True
+
+
+def _key(line: dict[str, Any]) -> tuple[str, Any]:
+    return line["event"], line.get(_IDENTITY.get(line["event"], "t"))

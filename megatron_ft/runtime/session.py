@@ -1,0 +1,455 @@
+"""The session: one rank's part in the run, and the one loop that carries out what ``core.recovery`` decides.
+
+The training thread owns engine, history and protocol state. The watcher thread only puts verdicts into a queue and
+aborts the communicator they concern, so a training thread that waits in a collective returns within milliseconds. The
+queue is read between any two actions (a microbatch is the longest of them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_ft import config as config_module
+from megatron_ft.core import detector, recovery
+from megatron_ft.data.dataset import PackedDataset
+from megatron_ft.engines.base import Engine, Progress, StepResult
+from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
+from megatron_ft.errors import ConfigError, RunStopped, StoreError
+from megatron_ft.faults.points import Points
+from megatron_ft.runtime import transfer, watcher
+from megatron_ft.runtime.connect import Connector
+from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.runtime.history import History
+from megatron_ft.runtime.outer import Broken, OuterCommunicator
+from megatron_ft.runtime.store import ControlStore
+from megatron_ft.runtime.timeline import Timeline
+from megatron_ft.types import Microbatch, View
+
+_POLL_S = 0.001
+_STORE_TIMEOUT_S = 30.0
+_DRAIN_S = 5.0
+
+Dataset = Callable[[Microbatch], Any]
+"""Microbatch id -> whatever the engine's loss function takes. Must be a pure function of the id."""
+
+
+def init(config: str | Path | None = None, *, seed: int | None = None) -> Session:
+    """Join the run this process was started for.
+
+    Args:
+        config: path of the run's config; may be left out, the launcher has told. Given, it must say the same.
+        seed: of the order of the samples and of dropout; beats ``fault_tolerance.seed``. The same in every group.
+
+    Raises:
+        LaunchError: the process was not started by ``megatron-ft launch``.
+        ConfigError: ``config`` contradicts the one the run was launched with.
+        StoreError: the control store does not answer.
+    """
+    env = RankEnvironment.from_env()
+    if config is not None:
+        own = config_module.load(config, groups=env.config.groups, ranks_per_group=env.config.ranks_per_group)
+        if own != env.config:
+            raise ConfigError(
+                f"the script's config {config} differs from the one the run was launched with; pass the same file, or "
+                f"call megatron_ft.init() without one"
+            )
+    if seed is not None:
+        section = replace(env.config.fault_tolerance, seed=seed)
+        section.check()
+        env = replace(env, config=replace(env.config, fault_tolerance=section))
+    return Session(env)
+
+
+class Session:
+    """What a training script holds. Use :meth:`wrap`, :meth:`steps` and :meth:`train_step`; see README."""
+
+    def __init__(self, env: RankEnvironment) -> None:
+        self.env = env
+        self.config = env.config
+        self.group = env.group
+        self._points = Points.from_env(env.group)
+        self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
+        self._history = History(env.run_dir)
+        self._timeline = Timeline(env.run_dir, env.group, env.position)
+        self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
+        self._outer: OuterCommunicator | None = None
+        self._outer_lock = threading.Lock()
+        self._connector = Connector(env, self._store)
+        self._engine: Engine | None = None
+        self._state: recovery.GroupState | None = None
+        self._next: recovery.Action = recovery.Finish(0)
+        self._result: StepResult | None = None
+        self._total = 0
+        self._patched: frozenset[Microbatch] = frozenset()
+        self._interruption: _Interruption | None = None
+        first = self._store.get("view/0")
+        if first is None:
+            raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
+        self._first_view = View.from_json(first)
+        self._store.set(f"joined/{env.group}", True)
+        watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
+
+    # --- what a user touches ------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> TorchNativeEngine:
+        """Make an engine of a plain PyTorch model. Raises ``EngineError`` for a model it cannot train.
+
+        The optimizer, learning-rate scheduler and gradients belong to the engine from here on.
+        """
+        return TorchNativeEngine(
+            model,
+            optimizer,
+            loss_fn,
+            scheduler=scheduler,
+            bucket_mb=self.config.fault_tolerance.bucket_mb,
+            gradient_clipping=self.config.gradient_clipping,
+        )
+
+    def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
+        """The samples of every microbatch id, from a directory that ``megatron-ft prepare`` made.
+
+        Called with a microbatch id it returns ``input_ids`` and ``labels``, int64 [samples, seq_len]. Raises
+        ``DataError``. Any other pure function of the microbatch id can take its place.
+        """
+        return PackedDataset(
+            path,
+            seq_len=seq_len,
+            samples_per_microbatch=self.config.samples_per_microbatch,
+            groups=self.config.groups,
+            microbatches_per_group=self.config.microbatches_per_group,
+            seed=self.config.fault_tolerance.seed,
+        )
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps this group has to train, in order, up to ``total``; every group passes the same.
+
+        After the last one it waits until every live group is done, and the run record is complete.
+        """
+        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+            raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
+        step = -1
+        while step + 1 < total:
+            if self._state is not None and self._state.step <= step:
+                raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
+            step = self._state.step if self._state is not None else 0
+            self._total = total
+            yield step
+        self._finish()
+
+    def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
+        """Compute, reduce and commit one step, whatever dies meanwhile. Returns when this group has committed it.
+
+        Raises:
+            RunStopped: this group was left out of the run, or fewer than ``min_groups`` are alive.
+            StoreError: a recovery needed the control store and it is gone.
+        """
+        if self._state is None:
+            self._enter(engine)
+        started = time.monotonic()
+        step = self._state.step
+        engine.begin_step()
+        self._patched = frozenset()
+        self._points.reach("begin", step)
+        while self._state.step == step:
+            self._drain_verdicts()
+            self._perform(self._next, dataset)
+        self._record_step(time.monotonic() - started)
+        return self._result
+
+    # --- entering and leaving -----------------------------------------------------------------------------------------
+
+    def _enter(self, engine: Engine) -> None:
+        self._engine = engine
+        settings = self.config.fault_tolerance
+        job = recovery.Job(
+            shards=self.config.groups,
+            per_shard=self.config.microbatches_per_group,
+            buckets=engine.num_buckets,
+            steps=self._total,
+            min_groups=settings.min_groups,
+            report_timeout_s=settings.detector.report_timeout_s,
+        )
+        self._state = recovery.start(self.group, job, self._first_view)
+        self._next = recovery.next_action(self._state)
+        self._history.set_writer(self.group == min(self._first_view.live))
+        self._record_view(self._first_view)
+
+    def _finish(self) -> None:
+        """Stay reachable until every live group is done; the lowest of them completes the run record."""
+        norm, sha256 = self._engine.fingerprint()
+        self._store.set(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
+        self._points.reach("finish", self._state.step)
+        while self._store.get("ended") is None:
+            self._drain_verdicts()
+            if not isinstance(self._next, recovery.Finish):
+                self._perform(self._next, None)
+                continue
+            self._resume()
+            if self.group == min(self._state.view.live) and self._write_end():
+                break
+            time.sleep(5 * _POLL_S)
+
+    def _write_end(self) -> bool:
+        """As the lowest living group: once every live group is done, record it. False while one is not."""
+        done = {group: self._store.get(f"done/{group}") for group in self._state.view.live}
+        if any(value is None for value in done.values()):
+            return False
+        for group, value in done.items():
+            self._history.record("survivor", group=group, **value)
+        self._history.record("end", step=self._result.step, loss=self._result.loss, **done[self.group])
+        if len({value["params_sha256"] for value in done.values()}) > 1:
+            raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
+        self._store.set("ended", True)
+        return True
+
+    # --- hearing ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, verdict: detector.Verdict) -> None:
+        """Watcher thread: unblock the training thread at once, and let it decide."""
+        self._verdicts.put(verdict)
+        with self._outer_lock:
+            outer = self._outer
+            if outer is not None and (verdict.dead in outer.members or verdict.broken == outer.epoch):
+                outer.abort()
+
+    def _store_lost(self, error: StoreError) -> None:
+        print(f"megatron_ft: group {self.group}: {error}; fault-free steps go on without it", flush=True)
+
+    def _drain_verdicts(self) -> None:
+        while not self._verdicts.empty():
+            verdict = self._verdicts.get()
+            if verdict.dead is not None:
+                self._feed(recovery.Died(verdict.dead, verdict.reason))
+            else:
+                self._feed(recovery.Broke(verdict.broken, verdict.reason))
+
+    # --- doing --------------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: recovery.Event) -> None:
+        """Tell the core what happened; carry out at once what is not the training thread's next action."""
+        self._state, actions = recovery.step(self._state, event, time.monotonic())
+        self._next = actions[-1]
+        for action in actions[:-1]:
+            match action:
+                case recovery.Abort():
+                    self._close_epoch()
+                case recovery.Publish(report=report):
+                    self._store.set(f"report/{report.epoch}/{self.group}", report.to_json())
+                    self._points.reach("recover", self._state.step)
+                case recovery.Propose(view=view):
+                    standing = View.from_json(self._store.create(f"view/{view.epoch}", view.to_json()))
+                    self._adopt(standing)
+                    return
+
+    def _perform(self, action: recovery.Action, dataset: Dataset | None) -> None:
+        """Do the one thing the training thread has to do now, and report it to the core."""
+        match action:
+            case recovery.Compute(microbatch=microbatch, patch=patch):
+                self._compute(microbatch, patch, dataset)
+            case recovery.Reduce(buckets=buckets):
+                self._resume()
+                with self._timeline.span("reduce"):
+                    self._attempt(lambda: self._reduce(self._outer, buckets))
+            case recovery.Update(step=step):
+                self._resume()
+                self._update(step)
+            case recovery.Connect(view=view):
+                with self._timeline.span("recover"):
+                    self._attempt(lambda: self._connect(view))
+            case recovery.Transfer(view=view):
+                with self._timeline.span("recover"):
+                    self._attempt(lambda: self._transfer(self._outer, view))
+            case recovery.AwaitView(epoch=epoch, missing=missing):
+                with self._timeline.span("recover"):
+                    self._await_view(epoch, missing)
+            case recovery.Stop(reason=reason):
+                raise RunStopped(reason)
+            case _:
+                raise AssertionError(f"{action} is not for the training thread")
+
+    def _compute(self, microbatch: Microbatch, patch: bool, dataset: Dataset) -> None:
+        step = self._state.step
+        if patch:
+            self._points.reach("patch", step)
+        started = time.monotonic()
+        with self._timeline.span("patch" if patch else "compute"):
+            seed = microbatch_seed(self.config.fault_tolerance.seed, microbatch)
+            self._engine.compute(microbatch, dataset(microbatch), seed, self._progress(step))
+        if self._interruption is not None:
+            self._interruption.computing_s += time.monotonic() - started
+        self._feed(recovery.Computed(microbatch))
+
+    def _progress(self, step: int) -> Progress:
+        return lambda point: self._points.reach(point, step)
+
+    def _reduce(self, outer: OuterCommunicator, buckets: tuple[int, ...]) -> None:
+        """Start all reductions, then take them in order; a bucket counts when its completion is seen here."""
+        step = self._state.step
+        works = {}
+        try:
+            for bucket in buckets:
+                works[bucket] = outer.all_reduce(self._engine.load_reduced(bucket))
+                self._points.reach("reduce", step, bucket)
+            for bucket in buckets:
+                works[bucket].wait()
+                self._feed(recovery.Reduced(bucket))
+                self._points.reach("bucket", step, bucket)
+        except Broken:
+            outer.abort()
+            for bucket, work in works.items():
+                if not work.settles_within(_DRAIN_S):
+                    self._engine.replace_reduced(bucket)
+            raise
+        self._points.reach("gate", step)
+
+    def _update(self, step: int) -> None:
+        with self._timeline.span("update"):
+            self._result = self._engine.update(step, self.config.microbatches, self._progress(step))
+        self._feed(recovery.Updated(step))
+
+    def _connect(self, view: View) -> None:
+        self._points.reach("connect", self._state.step)
+        outer = self._connector.connect(view, lambda: not self._verdicts.empty())
+        if outer is None:
+            return  # a verdict came in; the next turn hears it
+        with self._outer_lock:
+            self._outer = outer
+        self._feed(recovery.Connected(view.epoch))
+
+    def _transfer(self, outer: OuterCommunicator, view: View) -> None:
+        """Hand over or take what the view says, in an order that cannot deadlock: state first, buckets ascending."""
+        received = None
+        if self.group == view.source:
+            for group in view.behind:
+                transfer.send_state(outer, self._full_state(), group)
+        elif self.group in view.behind:
+            received = transfer.receive_state(outer, view.source)
+        for bucket, lacking in view.missing.items():
+            if self.group == view.final[bucket]:
+                for group in lacking:
+                    outer.send(self._engine.reduced(bucket), group, bucket).wait()
+            elif self.group in lacking:
+                outer.receive(self._engine.reduced(bucket), view.final[bucket], bucket).wait()
+        if received is not None:
+            self._engine.load_state(received["engine"])
+            if received["result"] is not None:
+                self._result = StepResult(*received["result"])
+        self._feed(recovery.Transferred(view.epoch))
+
+    def _full_state(self) -> Mapping[str, Any]:
+        result = self._result
+        return {
+            "engine": self._engine.state(),
+            "result": None if result is None else [result.step, result.loss, result.microbatches, result.gradient_norm],
+        }
+
+    def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
+        """Look once for what the agreement waits for: the next view, else reports."""
+        standing = self._store.get(f"view/{epoch + 1}")
+        if standing is not None:
+            self._adopt(View.from_json(standing))
+            return
+        for group in missing:
+            report = self._store.get(f"report/{epoch}/{group}")
+            if report is not None:
+                self._feed(recovery.ReportSeen(recovery.Report.from_json(report)))
+                return
+        time.sleep(_POLL_S)
+        self._feed(recovery.Tick())
+
+    # --- interruptions ------------------------------------------------------------------------------------------------
+
+    def _attempt(self, operation: Callable[[], None]) -> None:
+        """Run an operation of the present epoch; if it breaks, tell the core, and the others who may not know."""
+        epoch = self._state.view.epoch
+        try:
+            operation()
+        except Broken as error:
+            reason = str(error)
+        else:
+            return
+        self._drain_verdicts()
+        if not self._state.reported and self._state.view.epoch == epoch:
+            watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
+            self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
+
+    def _close_epoch(self) -> None:
+        self._interruption = self._interruption or _Interruption(time.monotonic())
+        with self._outer_lock:
+            if self._outer is not None:
+                self._outer.abort()
+                self._outer = None
+
+    def _adopt(self, view: View) -> None:
+        if view.epoch <= self._state.view.epoch:
+            return
+        self._feed(recovery.ViewSeen(view))
+        if self.group in view.live:
+            self._history.set_writer(self.group == min(view.live))
+            self._record_view(view)
+            if self._interruption is not None:
+                self._interruption.view = view
+
+    def _resume(self) -> None:
+        """The interrupted step goes on; say what it cost."""
+        stopped, self._interruption = self._interruption, None
+        if stopped is None or stopped.view is None:
+            return
+        plan, view = self._state.plan, stopped.view
+        # With every bucket final nothing had to be taken over, whatever the plan would have been.
+        new = plan.patched - self._patched if self._state.unfinished else frozenset()
+        self._patched |= new
+        patched_by = {group: len(new.intersection(own)) for group, own in plan.assignment.items()}
+        self._history.record(
+            "recovery",
+            step=self._state.step,
+            epoch=view.epoch,
+            patched=len(new),
+            patched_by={str(group): count for group, count in patched_by.items() if count},
+            buckets_kept=len(self._state.final),
+            buckets_redone=len(self._state.unfinished),
+            state_from=view.source,
+            stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6),
+        )
+
+    def _record_view(self, view: View) -> None:
+        known = ("epoch", "live", "lost", "joined", "reason", "step")
+        self._history.record("view", **{name: value for name, value in view.to_json().items() if name in known})
+
+    def _record_step(self, duration_s: float) -> None:
+        view, result = self._state.view, self._result
+        self._history.record(
+            "step",
+            step=result.step,
+            loss=result.loss,
+            microbatches=result.microbatches,
+            epoch=view.epoch,
+            live=list(view.live),
+            duration_s=round(duration_s, 6),
+        )
+        self._timeline.write(result.step, view.epoch)
+
+
+@dataclass
+class _Interruption:
+    """An epoch that ended, from the moment this group noticed until it could go on."""
+
+    since: float
+    computing_s: float = 0.0
+    view: View | None = None
+
+
+def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:
+    """Seed of every random choice made while computing ``microbatch``; the same whoever computes it."""
+    digest = hashlib.blake2b(f"{run_seed}/{microbatch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

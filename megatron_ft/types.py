@@ -1,0 +1,138 @@
+"""The shared words (docs/architecture.md, *Words*) as plain, frozen values. No behaviour beyond conversion to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+GroupId = int
+Bucket = int
+
+
+class Microbatch(NamedTuple):
+    """The unit of work. Which samples it holds is a pure function of these three numbers (``data.order``)."""
+
+    step: int
+    shard: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.step}/{self.shard}.{self.index}"
+
+
+Assignment = Mapping[GroupId, tuple[Microbatch, ...]]
+"""Who computes *and contributes* which microbatches of one step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The assignment of one step, with the reason it looks like this.
+
+    ``patched`` are the microbatches that changed hands after the step began, because the group that had them was lost.
+    """
+
+    step: int
+    assignment: Assignment
+    reason: str
+    patched: frozenset[Microbatch] = frozenset()
+
+    def of(self, group: GroupId) -> tuple[Microbatch, ...]:
+        return self.assignment.get(group, ())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a survivor publishes when an epoch ends. After it, nothing of that epoch may finish at this group any more.
+
+    ``step`` is the step the group is working on, so ``step - 1`` is committed there. ``have`` are the buckets of
+    ``step`` whose reduction the host saw complete before the abort. ``synced`` is False until the group has received
+    the model state it starts from.
+    """
+
+    epoch: int
+    group: GroupId
+    step: int
+    have: tuple[Bucket, ...] = ()
+    synced: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "group": self.group,
+            "step": self.step,
+            "have": list(self.have),
+            "synced": self.synced,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Report:
+        return cls(raw["epoch"], raw["group"], raw["step"], tuple(raw["have"]), raw["synced"])
+
+
+@dataclass(frozen=True)
+class View:
+    """Numbered membership, and everything the survivors need to go on from it (architecture.md, step protocol 3-4).
+
+    ``step`` is the step that goes on. ``behind`` take the committed state from ``source`` first. ``final`` names, for
+    every bucket of ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says
+    who lacks it. All three are empty in a view where nothing was in flight.
+    """
+
+    epoch: int
+    live: tuple[GroupId, ...]
+    reason: str
+    step: int = 0
+    lost: Mapping[GroupId, str] = field(default_factory=dict)
+    joined: tuple[GroupId, ...] = ()
+    source: GroupId | None = None
+    behind: tuple[GroupId, ...] = ()
+    final: Mapping[Bucket, GroupId] = field(default_factory=dict)
+    missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "live": list(self.live),
+            "reason": self.reason,
+            "step": self.step,
+            "lost": {str(group): reason for group, reason in self.lost.items()},
+            "joined": list(self.joined),
+            "source": self.source,
+            "behind": list(self.behind),
+            "final": {str(bucket): owner for bucket, owner in self.final.items()},
+            "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> View:
+        return cls(
+            epoch=raw["epoch"],
+            live=tuple(raw["live"]),
+            reason=raw["reason"],
+            step=raw["step"],
+            lost={int(group): reason for group, reason in raw["lost"].items()},
+            joined=tuple(raw["joined"]),
+            source=raw["source"],
+            behind=tuple(raw["behind"]),
+            final={int(bucket): owner for bucket, owner in raw["final"].items()},
+            missing={int(bucket): tuple(groups) for bucket, groups in raw["missing"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A process that ended, as the agent that waited for it saw it."""
+
+    group: GroupId
+    position: int
+    pid: int
+    host: str
+    signal: str | None
+    code: int | None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        how = self.signal if self.signal else f"exit code {self.code}"
+        cause = f" ({self.detail})" if self.detail else ""
+        return f"rank {self.position} on {self.host} (pid {self.pid}) ended with {how}{cause}"

@@ -1,0 +1,40 @@
+"""Metadata, dependencies and extras. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_ft" / "__init__.py").read_text())[1]
+
+TRACK = ["tensorboard>=2.15", "wandb>=0.16"]
+
+setup(
+    name="megatron_ft",
+    version=VERSION,
+    description="Fault-tolerant LLM pre-training: lost groups do not lose the step",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_ft", "megatron_ft.*"]),
+    package_data={"megatron_ft.data": ["fallback.txt"]},
+    entry_points={"console_scripts": ["megatron-ft=megatron_ft.cli:main"]},
+    # Any torch >= 2.8 the user has is kept; tested with 2.13. NVIDIA's apex is optional and not on PyPI (README).
+    install_requires=[
+        "torch>=2.8",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "sentencepiece>=0.2",
+        "datasets>=3.0",
+        "matplotlib>=3.8",
+        "rich>=13.7",
+    ],
+    extras_require={
+        "deepspeed": ["deepspeed==0.19.8"],
+        "sim": ["ortools>=9.9", "networkx>=3.2"],
+        "track": TRACK,
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.6", *TRACK],
+    },
+)

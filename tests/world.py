@@ -1,0 +1,230 @@
+"""A world that tries to break the protocol core: no processes, no clock, every interleaving the seed asks for.
+
+Groups are :class:`GroupState` machines. The world plays store, network and agents, and it is malicious within the
+assumptions of ``core.recovery``: notices arrive at any time, a dead group's last all-reduce may have finished at some
+survivors and not at others, groups run at any relative speed, any group may die between any two actions.
+
+What it checks at every update: the value of each bucket is the sum over exactly the step's N*G microbatches, each once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megatron_ft.core import recovery
+from megatron_ft.core.membership import first_view
+from megatron_ft.core.recovery import GroupState, Job
+from megatron_ft.core.scheduler import microbatches_of_step
+from megatron_ft.types import Microbatch, Report, View
+
+Value = frozenset[Microbatch]
+
+
+@dataclass
+class Group:
+    state: GroupState
+    action: recovery.Action
+    local: list[set[Microbatch]]
+    reduced: dict[int, Value] = field(default_factory=dict)
+    committed: list[tuple[Value, ...]] = field(default_factory=list)
+    notices_seen: int = 0
+
+
+class World:
+    """Drive it with :meth:`run`, or by hand with :meth:`act`, :meth:`kill` and :meth:`notice` for a fixed story."""
+
+    def __init__(self, job: Job, seed: int = 0, log: list[str] | None = None) -> None:
+        self.job, self.rng, self.log = job, random.Random(seed), log
+        self.views: dict[int, View] = {0: first_view(job.shards)}
+        self.reports: dict[int, dict[int, Report]] = {}
+        self.notices: list[tuple[int | None, int | None, str]] = []  # (dead group, epoch, reason)
+        self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
+        self.connected: dict[int, set[int]] = {}
+        self.sent: dict[tuple[int, int], tuple[int, list, dict[int, Value]]] = {}
+        self.alive: dict[int, Group] = {}
+        for me in range(job.shards):
+            state = recovery.start(me, job, self.views[0])
+            self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(job.buckets)])
+        self.ended: dict[int, Group] = {}
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def kill(self, me: int) -> None:
+        """The process is gone. Its agent notices; who hears of it when is up to the schedule."""
+        self.say(f"{me} dies")
+        self.ended[me] = self.alive.pop(me)
+        self.notices.append((me, None, f"group {me} ended with SIGKILL"))
+
+    def notice(self, me: int) -> None:
+        """Deliver the next notice of the log to one group."""
+        group = self.alive[me]
+        dead, epoch, reason = self.notices[group.notices_seen]
+        group.notices_seen += 1
+        self.feed(me, recovery.Broke(epoch, reason) if dead is None else recovery.Died(dead, reason))
+
+    # --- the shell of one group ---------------------------------------------------------------------------------------
+
+    def feed(self, me: int, event: recovery.Event) -> None:
+        group = self.alive[me]
+        group.state, actions = recovery.step(group.state, event, now=0.0)
+        for action in actions:
+            if isinstance(action, recovery.Publish):
+                self.reports.setdefault(action.report.epoch, {})[me] = action.report
+                self.say(f"{me} reports step {action.report.step} have {list(action.report.have)}")
+            elif isinstance(action, recovery.Propose):
+                self.propose(me, action.view)
+                return
+        group.action = actions[-1]
+
+    def propose(self, me: int, view: View) -> None:
+        winner = self.views.setdefault(view.epoch, view)
+        if winner is view:
+            self.say(f"{me} writes view {view.epoch}: live {list(view.live)} lost {sorted(view.lost)}")
+        self.feed(me, recovery.ViewSeen(winner))
+
+    def act(self, me: int) -> bool:
+        """Let one group do its present action once; False when it can only wait."""
+        group = self.alive[me]
+        action = group.action
+        handler = getattr(self, f"_{type(action).__name__.lower()}")
+        return handler(me, group, action)
+
+    def _compute(self, me: int, group: Group, action: recovery.Compute) -> bool:
+        for bucket in group.local:
+            assert action.microbatch not in bucket
+            bucket.add(action.microbatch)
+        self.say(f"{me} computes {action.microbatch}{' (patch)' if action.patch else ''}")
+        self.feed(me, recovery.Computed(action.microbatch))
+        return True
+
+    def _connect(self, me: int, group: Group, action: recovery.Connect) -> bool:
+        epoch = action.view.epoch
+        present = self.connected.setdefault(epoch, set())
+        present.add(me)
+        if present >= set(action.view.live):
+            self.feed(me, recovery.Connected(epoch))
+            return True
+        return False
+
+    def _transfer(self, me: int, group: Group, action: recovery.Transfer) -> bool:
+        view = action.view
+        if me == view.source or me in view.final.values():
+            self.sent[view.epoch, me] = (group.state.step, list(group.committed), dict(group.reduced))
+        needs = {view.source} if me in view.behind else set()
+        needs |= {owner for bucket, owner in view.final.items() if me in view.missing.get(bucket, ())}
+        if any((view.epoch, owner) not in self.sent for owner in needs):
+            return False
+        if me in view.behind:
+            step, committed, _ = self.sent[view.epoch, view.source]
+            if step > group.state.step:
+                self.say(f"{me} takes the state of step {step - 1} from {view.source}")
+                self.reset_step(group)
+            group.committed = list(committed)
+        for bucket, owner in view.final.items():
+            if me in view.missing.get(bucket, ()):
+                self.say(f"{me} takes bucket {bucket} from {owner}")
+                group.reduced[bucket] = self.sent[view.epoch, owner][2][bucket]
+        self.feed(me, recovery.Transferred(view.epoch))
+        return True
+
+    def _reduce(self, me: int, group: Group, action: recovery.Reduce) -> bool:
+        """Arrive at every bucket asked for; see at most one of them finish per call."""
+        epoch = group.state.view.epoch
+        for bucket in action.buckets:
+            key = (epoch, action.step, bucket)
+            values = self.arrived.setdefault(key, {})
+            values.setdefault(me, frozenset(group.local[bucket]))
+            if set(values) >= set(group.state.view.live):
+                count = Counter(m for value in values.values() for m in value)
+                assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
+                group.reduced[bucket] = frozenset(count)
+                self.say(f"{me} sees bucket {bucket} finish")
+                self.feed(me, recovery.Reduced(bucket))
+                return True
+        return False
+
+    def _update(self, me: int, group: Group, action: recovery.Update) -> bool:
+        expected = frozenset(microbatches_of_step(action.step, self.job.shards, self.job.per_shard))
+        for bucket in range(self.job.buckets):
+            got = group.reduced.get(bucket)
+            assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
+        assert len(group.committed) == action.step
+        group.committed.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
+        self.reset_step(group)
+        self.say(f"{me} commits step {action.step}")
+        self.feed(me, recovery.Updated(action.step))
+        return True
+
+    def _awaitview(self, me: int, group: Group, action: recovery.AwaitView) -> bool:
+        view = self.views.get(action.epoch + 1)
+        if view is not None:
+            self.feed(me, recovery.ViewSeen(view))
+            return True
+        for report in self.reports.get(action.epoch, {}).values():
+            if report.group not in group.state.reports:
+                self.feed(me, recovery.ReportSeen(report))
+                return True
+        return False
+
+    def _finish(self, me: int, group: Group, action: recovery.Finish) -> bool:
+        return False
+
+    def _stop(self, me: int, group: Group, action: recovery.Stop) -> bool:
+        return False
+
+    def reset_step(self, group: Group) -> None:
+        group.local = [set() for _ in range(self.job.buckets)]
+        group.reduced = {}
+
+    # --- schedules ----------------------------------------------------------------------------------------------------
+
+    def run(self, kills: int, max_turns: int = 20_000) -> None:
+        """Random schedule with ``kills`` random deaths; returns when every live group has finished.
+
+        Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
+        """
+        for _ in range(max_turns):
+            if kills and len(self.alive) > 1 and self.rng.random() < 0.02:
+                kills -= 1
+                self.kill(self.rng.choice(sorted(self.alive)))
+            if self.rng.random() < 0.05:
+                self.break_epoch()
+            movers = sorted(self.alive)
+            self.rng.shuffle(movers)
+            heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
+            for me in heard:
+                self.notice(me)
+            if any(self.act(me) for me in movers[: self.rng.randint(1, len(movers))]) or heard:
+                continue
+            if any(self.act(me) for me in movers):
+                continue
+            for me in movers:
+                if self.pending(me):
+                    self.notice(me)
+                    break
+            else:
+                if all(isinstance(group.action, recovery.Finish) for group in self.alive.values()):
+                    return
+                raise AssertionError(f"stuck: {[(me, group.action) for me, group in sorted(self.alive.items())]}")
+        raise AssertionError(f"no end after {max_turns} turns")
+
+    def break_epoch(self) -> None:
+        """A connection resets although nobody died; rare, and only one per epoch."""
+        me = self.rng.choice(sorted(self.alive))
+        epoch = self.alive[me].state.view.epoch
+        if self.rng.random() < 0.1 and not any(entry[1] == epoch for entry in self.notices):
+            self.notices.append((None, epoch, f"group {me}: connection reset"))
+
+    def pending(self, me: int) -> bool:
+        return self.alive[me].notices_seen < len(self.notices)
+
+    def check_end(self) -> None:
+        """Every live group committed every step once, with equal values."""
+        for me, group in self.alive.items():
+            assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"
+
+    def say(self, line: str) -> None:
+        if self.log is not None:
+            self.log.append(line)
