@@ -23,7 +23,8 @@ def main() -> None:
     parser.add_argument("--data", default="data/sotu", help="directory made by `megatron-ft prepare`")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1, help="initial weights, order of the samples, dropout")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=20, help="steps until the full learning rate")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -37,8 +38,7 @@ def main() -> None:
         GPTConfig(dataset.vocab_size, args.layers, args.width, seq_len=args.seq_len, dropout=args.dropout)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    warmup = max(1, args.steps // 10)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 
     engine = session.wrap(model, optimizer, loss_fn, scheduler)  # ft
     for step in session.steps(args.steps):  # ft
