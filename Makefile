@@ -1,0 +1,46 @@
+# make demo   set up everything and run the main job, with two groups killed on the way
+# make test   set up everything and run the tests
+# make help   the rest
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := runs/demo
+
+.PHONY: help setup demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+	@echo 'Variables: PYTHON=$(PYTHON) (3.11 or newer)  TORCH="$(TORCH)" (e.g. TORCH="torch --index-url ..." or a wheel of yours)'
+
+# torch goes first, so that nothing else can pull in another build of it; one that is installed already is kept.
+$(VENV)/.ready: setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; set PYTHON=... to a Python 3.11 or newer"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.ready
+
+# make setup  virtual environment and dependencies only
+demo: setup
+	$(BIN)/megatron-ft prepare --out data/sotu
+	$(BIN)/python examples/pretrain_gpt/demo.py --data data/sotu --run-dir $(RUN)
+
+# make lint   ruff
+lint: setup
+	$(BIN)/ruff check .
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+# make bench  the benchmarks; raw numbers go to benchmarks/results
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/kill_to_commit.py
+
+# make clean  delete environment, data and runs
+clean:
+	rm -rf $(VENV) data runs build *.egg-info

@@ -1,0 +1,53 @@
+"""Shared by the benchmarks: where raw results go, and what they say about the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def save(name: str, result: dict) -> Path:
+    """Write the raw numbers with machine, commit and command; returns the path."""
+    import torch
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    about = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    return path
+
+
+def prepare_data(out: Path) -> Path:
+    """The default corpus, once."""
+    subprocess.run(
+        [sys.executable, "-m", "megatron_ft.cli", "prepare", "--out", str(out)], check=True, cwd=ROOT, stdout=sys.stderr
+    )
+    return out
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown"

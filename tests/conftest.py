@@ -1,0 +1,27 @@
+"""Fixtures shared by all tests: one prepared dataset, one failure-free reference run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.data import prepare
+from tests import support
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset prepared from the text that ships with the package."""
+    out = tmp_path_factory.mktemp("data") / "small"
+    text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+    prepare(out, [text], vocab_size=512, log=lambda line: None)
+    return out
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> support.Run:
+    """The failure-free run every other one is compared with."""
+    run = support.start(tmp_path_factory.mktemp("reference") / "run", data_dir)
+    run.check()
+    return run

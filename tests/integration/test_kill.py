@@ -1,0 +1,63 @@
+"""Real SIGKILLs of real ranks, at every kind of moment; every run must equal the failure-free one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft.faults.points import Hold
+from tests import support
+from tests.support import GROUPS, STEPS
+
+LAST_BUCKET = 3
+
+STORIES = {
+    "before anything of the step": [Hold(3, 3, "begin")],
+    "in a forward": [Hold(1, 3, "forward")],
+    "in a backward": [Hold(2, 3, "backward")],
+    "in the first all-reduce": [Hold(2, 3, "reduce", 0)],
+    "in the last all-reduce": [Hold(2, 3, "reduce", LAST_BUCKET)],
+    "between two buckets": [Hold(1, 3, "bucket", 0)],
+    "after the last bucket": [Hold(1, 3, "gate")],
+    "during the update": [Hold(3, 3, "update")],
+    "the group that writes the history, during the update": [Hold(0, 3, "update")],
+    "the group that writes the history, in an all-reduce": [Hold(0, 3, "reduce", 1)],
+    "two groups at once": [Hold(1, 3, "backward"), Hold(3, 3, "backward")],
+    "a second one after its report on the first": [Hold(2, 3, "reduce", 1), Hold(0, 3, "recover")],
+    "a second one while it patches for the first": [Hold(2, 3, "backward"), Hold(1, 3, "patch")],
+    "a second one while the new communicator is built": [Hold(2, 3, "reduce", 0), Hold(3, 3, "connect")],
+    "all but one, one after the other": [Hold(0, 1, "backward"), Hold(1, 3, "reduce", 0), Hold(3, 5, "gate")],
+    "in the first step, before the models are equal": [Hold(0, 0, "connect")],
+    "after the last step": [Hold(0, STEPS, "finish")],
+}
+
+
+@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
+def test_a_killed_group_costs_no_step(tmp_path, data_dir, reference, holds):
+    run = support.start(tmp_path / "run", data_dir, holds)
+    run.strike(*holds)
+    run.check(reference)
+    assert {line["group"] for line in run.events("fault")} == {hold.group for hold in holds}
+    assert all(line["signal"] == "SIGKILL" and line["detected_s"] >= 0 for line in run.events("fault"))
+    survivors = sorted(set(range(GROUPS)) - {hold.group for hold in holds})
+    assert [line["group"] for line in run.events("survivor")] == survivors
+
+
+def test_lost_microbatches_are_taken_over_by_the_survivors(tmp_path, data_dir, reference):
+    hold = Hold(2, 3, "backward")
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    run.strike(hold)
+    run.check(reference)
+    (recovery,) = run.events("recovery")
+    assert recovery["step"] == 3
+    assert recovery["patched"] == support.PER_GROUP
+    assert sum(recovery["patched_by"].values()) == support.PER_GROUP
+    assert "2" not in recovery["patched_by"]
+    after = [line for line in run.events("step") if line["step"] > 3]
+    assert all(line["live"] == [0, 1, 3] for line in after)
+
+
+def test_the_failure_free_run_ends_alike_twice(tmp_path, data_dir, reference):
+    run = support.start(tmp_path / "run", data_dir)
+    run.check(reference)
+    (mine,), (theirs,) = run.events("end"), reference.events("end")
+    assert mine["params_sha256"] == theirs["params_sha256"]

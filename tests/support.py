@@ -1,0 +1,95 @@
+"""Real runs for the integration tests: the example's training script, small, launched by the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ft.faults import checkers, inject, points
+from megatron_ft.runtime import history
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "pretrain_gpt" / "train.py"
+GROUPS, PER_GROUP, STEPS = 4, 4, 8
+TIMEOUT_S = 120.0
+
+
+def command(*arguments: object) -> list[str]:
+    """The console script, run by this interpreter."""
+    return [sys.executable, "-m", "megatron_ft.cli", *map(str, arguments)]
+
+
+def ft(*arguments: object, **options) -> subprocess.CompletedProcess:
+    """Run ``megatron-ft`` to its end and capture what it prints."""
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, **options)
+
+
+@dataclass
+class Run:
+    """One launched job."""
+
+    directory: Path
+    process: subprocess.Popen
+
+    def strike(self, *holds: points.Hold) -> list[float]:
+        return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
+
+    def finish(self) -> str:
+        """Wait for the end; returns what the launcher printed."""
+        output, _ = self.process.communicate(timeout=TIMEOUT_S)
+        return output
+
+    @property
+    def history(self) -> list[dict]:
+        return history.read(self.directory)
+
+    def events(self, event: str) -> list[dict]:
+        return [line for line in self.history if line["event"] == event]
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("logs/*")))
+
+    def check(self, reference: Run | None = None) -> None:
+        """The run reached its end and kept every promise; on failure show all there is to see."""
+        output = self.finish()
+        assert self.process.returncode == 0, f"exit code {self.process.returncode}\n{output}\n{self.logs()}"
+        found = checkers.check_history(self.history, GROUPS * PER_GROUP, reference and reference.history)
+        assert not found, "\n".join([*found, output, *map(str, self.history), self.logs()])
+
+
+def write_config(path: Path, **changes) -> Path:
+    """The config of the test job; ``changes`` replace keys of the fault_tolerance section."""
+    section = {"bucket_mb": 0.1, **changes}
+    path.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": PER_GROUP,
+                "gradient_clipping": 1.0,
+                "fault_tolerance": section,
+            }
+        )
+    )
+    return path
+
+
+def start(directory: Path, data: Path, holds: list[points.Hold] | tuple = (), steps: int = STEPS, **changes) -> Run:
+    """Launch the small job in the background."""
+    config = write_config(directory.with_suffix(".json"), **changes)
+    own = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    arguments = command(
+        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, SCRIPT, "--", *own
+    )
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **points.to_env(list(holds))},
+    )
+    return Run(directory, process)
