@@ -21,8 +21,8 @@ from pathlib import Path
 import common
 
 from megatron_ft.faults import inject
-from megatron_ft.faults.points import Hold, to_env
 from megatron_ft.runtime import history
+from megatron_ft.runtime.points import Hold, to_env
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.faults import checkers, inject, points
-from megatron_ft.runtime import history
+from megatron_ft.faults import checkers, inject
+from megatron_ft.runtime import history, points
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt" / "train.py"

@@ -57,6 +57,11 @@ class World:
         self.ended[me] = self.alive.pop(me)
         self.notices.append((me, None, f"group {me} ended with SIGKILL"))
 
+    def accuse(self, me: int) -> None:
+        """Everybody is told that the group is dead; it is not."""
+        self.say(f"{me} is taken for dead")
+        self.notices.append((me, None, f"group {me} is taken for dead"))
+
     def notice(self, me: int) -> None:
         """Deliver the next notice of the log to one group."""
         group = self.alive[me]
@@ -131,11 +136,10 @@ class World:
 
     def _reduce(self, me: int, group: Group, action: recovery.Reduce) -> bool:
         """Arrive at every bucket asked for; see at most one of them finish per call."""
-        epoch = group.state.view.epoch
+        self.arrive(me)
         for bucket in action.buckets:
-            key = (epoch, action.step, bucket)
-            values = self.arrived.setdefault(key, {})
-            values.setdefault(me, frozenset(group.local[bucket]))
+            key = (group.state.view.epoch, action.step, bucket)
+            values = self.arrived[key]
             if set(values) >= set(group.state.view.live):
                 count = Counter(m for value in values.values() for m in value)
                 assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
@@ -144,6 +148,13 @@ class World:
                 self.feed(me, recovery.Reduced(bucket))
                 return True
         return False
+
+    def arrive(self, me: int) -> None:
+        """The group has started all its all-reduces; from here its part can be in the sum, whatever becomes of it."""
+        group = self.alive[me]
+        for bucket in group.action.buckets:
+            values = self.arrived.setdefault((group.state.view.epoch, group.action.step, bucket), {})
+            values.setdefault(me, frozenset(group.local[bucket]))
 
     def _update(self, me: int, group: Group, action: recovery.Update) -> bool:
         expected = frozenset(microbatches_of_step(action.step, self.job.shards, self.job.per_shard))
@@ -179,6 +190,19 @@ class World:
         group.reduced = {}
 
     # --- schedules ----------------------------------------------------------------------------------------------------
+
+    def play(self, until=lambda: False) -> None:
+        """The plainest schedule: groups in turn, notices heard at once; until the condition, or nothing moves."""
+        moved = True
+        while moved and not until():
+            moved = False
+            for me in sorted(self.alive):
+                while self.pending(me):
+                    self.notice(me)
+                    moved = True
+                moved |= self.act(me)
+                if until():
+                    return
 
     def run(self, kills: int, max_turns: int = 20_000) -> None:
         """Random schedule with ``kills`` random deaths; returns when every live group has finished.
@@ -223,6 +247,9 @@ class World:
     def check_end(self) -> None:
         """Every live group committed every step once, with equal values."""
         for me, group in self.alive.items():
+            if group.state.stopped:
+                continue
+            assert isinstance(group.action, recovery.Finish), f"group {me} is stuck in {group.action}"
             assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"
 
     def say(self, line: str) -> None:

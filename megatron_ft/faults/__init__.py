@@ -1,1 +1,1 @@
-"""Fault injection into real processes: where a rank stops (``points``), and who kills it there (``inject``)."""
+"""Fault injection into real processes (``inject``), and checkers that judge any history (``checkers``)."""

@@ -1,6 +1,6 @@
 """Kill real ranks of a running job, by pid, from another process, and leave a line about it in the run record.
 
-A planned fault is a :class:`~megatron_ft.faults.points.Hold`: the rank freezes itself at that point, :func:`strike` sees
+A planned fault is a :class:`~megatron_ft.runtime.points.Hold`: the rank freezes itself at that point, :func:`strike` sees
 the frozen process and sends the signal. So "in the middle of an all-reduce" means exactly that, every time.
 """
 
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults.points import Hold
 from megatron_ft.runtime import history
+from megatron_ft.runtime.points import Hold
 
 _POLL_S = 0.001
 

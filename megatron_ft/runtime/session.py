@@ -25,12 +25,12 @@ from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.engines.base import Engine, Progress, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, RunStopped, StoreError
-from megatron_ft.faults.points import Points
 from megatron_ft.runtime import transfer, watcher
 from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
+from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Microbatch, View

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.faults.points import Hold
+from megatron_ft.runtime.points import Hold
 from tests import support
 from tests.support import GROUPS, STEPS
 

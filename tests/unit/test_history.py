@@ -1,0 +1,70 @@
+"""One line per step whoever writes, torn lines, takeovers, a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.runtime import history
+from megatron_ft.runtime.history import History
+
+
+def steps(run_dir) -> list[int]:
+    return [line["step"] for line in history.read(run_dir) if line["event"] == "step"]
+
+
+def test_only_the_writer_writes(tmp_path):
+    writer, other = History(tmp_path), History(tmp_path)
+    writer.set_writer(True)
+    for step in range(3):
+        writer.record("step", step=step)
+        other.record("step", step=step)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+@given(died_after=st.integers(0, 4), committed=st.integers(0, 4))
+@settings(max_examples=25, deadline=None)
+def test_a_takeover_neither_loses_nor_repeats_a_step(tmp_path_factory, died_after, committed):
+    """The writer wrote ``died_after`` steps; its successor knows of ``committed``, one less or more, and goes on."""
+    run_dir = tmp_path_factory.mktemp("run")
+    first, second = History(run_dir), History(run_dir)
+    first.set_writer(True)
+    for step in range(died_after):
+        first.record("step", step=step)
+    for step in range(committed):
+        second.record("step", step=step)
+    second.set_writer(True)
+    for step in range(committed, 6):
+        second.record("step", step=step)
+    assert sorted(steps(run_dir)) == list(range(6))
+
+
+def test_a_torn_line_is_skipped_and_does_not_swallow_the_next(tmp_path):
+    history.append(tmp_path, "step", step=0)
+    with (tmp_path / history.FILE).open("a") as file:
+        file.write('{"t": 1, "event": "st')
+    assert steps(tmp_path) == [0]
+    successor = History(tmp_path)
+    successor.record("step", step=0)
+    successor.record("step", step=1)
+    successor.set_writer(True)
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path, monkeypatch, capsys):
+    writer = History(tmp_path)
+    writer.set_writer(True)
+    real = history._write
+
+    def full(path, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(history, "_write", full)
+    for step in range(100):
+        writer.record("step", step=step)
+    monkeypatch.setattr(history, "_write", real)
+    writer.record("step", step=100)
+    assert steps(tmp_path) == list(range(101))
+    assert capsys.readouterr().err.count("No space left") == 1

@@ -1,0 +1,85 @@
+"""From reports to the next view: who goes on, with which step, which buckets are final, who takes what from whom."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.membership import first_view, next_view
+from megatron_ft.types import Report, View
+
+VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
+
+
+def decide(*reports: Report, dead=None, silent=None) -> View | None:
+    return next_view(VIEW, {r.group: r for r in reports}, dead or {}, silent or {}, "why")
+
+
+def test_a_missing_report_is_awaited():
+    assert decide(Report(3, 0, 5), Report(3, 1, 5), dead={3: "killed"}) is None
+
+
+def test_a_silent_group_is_left_out_with_the_reason():
+    view = decide(Report(3, 0, 5), Report(3, 1, 5), Report(3, 2, 5), silent={3: "no report"})
+    assert view.live == (0, 1, 2)
+    assert view.lost == {3: "no report"}
+    assert view.epoch == 4
+
+
+def test_a_bucket_finished_anywhere_is_final_and_handed_over():
+    """Hard case 3: A saw bucket 1 finish, B and C did not."""
+    view = decide(Report(3, 0, 5, (0, 1)), Report(3, 1, 5, (0,)), Report(3, 2, 5, (0,)), dead={3: "killed"})
+    assert view.final == {0: 0, 1: 0}
+    assert view.missing == {1: (1, 2)}
+    assert view.source is None
+
+
+def test_a_group_that_has_passed_its_gate_decides_the_step():
+    """Hard case 6: B is in step 6, the others catch up by one step instead of reducing step 5 again."""
+    view = decide(Report(3, 0, 5, (0, 1)), Report(3, 1, 6), Report(3, 2, 5), dead={3: "killed"})
+    assert (view.step, view.source, view.behind) == (6, 1, (0, 2))
+    assert view.final == {} and view.missing == {}
+
+
+def test_nobody_synced_yet_means_the_lowest_group_is_the_source():
+    view = decide(*(Report(3, group, 0, synced=False) for group in (1, 2, 3)), dead={0: "killed"})
+    assert (view.source, view.behind) == (1, (2, 3))
+
+
+def test_an_unsynced_group_never_hands_over_its_state():
+    view = decide(
+        Report(3, 0, 0, synced=False), Report(3, 1, 0), Report(3, 2, 0), Report(3, 3, 0, synced=False)
+    )
+    assert (view.source, view.behind) == (1, (0, 3))
+
+
+def test_when_nobody_would_be_left_there_is_no_view():
+    assert decide(dead=dict.fromkeys(range(4), "killed")) is None
+
+
+def test_an_empty_loss_is_a_view_too():
+    """A connection reset without a death: everybody goes on, in a new epoch."""
+    view = decide(*(Report(3, group, 5) for group in range(4)))
+    assert (view.live, view.lost) == (VIEW.live, {})
+
+
+@given(st.data())
+def test_the_wire_form_keeps_everything(data):
+    groups = st.integers(0, 5)
+    view = View(
+        epoch=data.draw(st.integers(0, 99)),
+        live=tuple(data.draw(st.lists(groups, unique=True))),
+        reason=data.draw(st.text()),
+        step=data.draw(st.integers(0, 99)),
+        lost=data.draw(st.dictionaries(groups, st.text())),
+        source=data.draw(st.none() | groups),
+        behind=tuple(data.draw(st.lists(groups))),
+        final=data.draw(st.dictionaries(groups, groups)),
+        missing=data.draw(st.dictionaries(groups, st.lists(groups).map(tuple))),
+    )
+    assert View.from_json(view.to_json()) == view
+    report = Report(1, 2, 3, tuple(data.draw(st.lists(groups))), data.draw(st.booleans()))
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_the_first_view_makes_group_0_the_source():
+    assert first_view(3).behind == (1, 2) and first_view(3).source == 0
+    assert first_view(1).behind == ()
