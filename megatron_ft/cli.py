@@ -89,8 +89,8 @@ def _launch(options: argparse.Namespace) -> int:
 
     def display() -> None:
         try:
-            with follow.ProgressView(None, options.groups) as view:
-                for event in follow.follow(options.run_dir / "history.jsonl", done.is_set):
+            with follow.ProgressView(options.groups) as view:
+                for event in follow.follow(options.run_dir, done.is_set):
                     view.update(event)
         except OSError:
             return  # a terminal that goes away must not end the run

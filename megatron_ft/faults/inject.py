@@ -79,4 +79,4 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
 def describe(hold: Hold) -> str:
     """A hold in words, for records and messages."""
     bucket = "" if hold.bucket is None else f" {hold.bucket}"
-    return f"{hold.point}{bucket} of step {hold.step}"
+    return f"{hold.point}{bucket}, step {hold.step}"

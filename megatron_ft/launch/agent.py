@@ -153,7 +153,7 @@ class Agent:
             for rank in self._living():
                 if rank.process.poll() is not None:
                     self._buried(rank)
-            if self._tracker is not None and self._tracker.poll() is not None:
+            if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
                 self._start_tracker()
             if deadline is None and self._ended():
                 deadline = time.monotonic() + _GRACE_S

@@ -182,6 +182,7 @@ class Session:
         self._state = recovery.start(self.group, job, self._first_view)
         self._next = recovery.next_action(self._state)
         self._history.set_writer(self.group == min(self._first_view.live))
+        self._history.record("begin", steps=self._total, microbatches=job.microbatches, buckets=job.buckets)
         self._record_view(self._first_view)
 
     def _finish(self) -> None:
@@ -258,6 +259,7 @@ class Session:
                 self._compute(microbatch, patch, dataset)
             case recovery.Reduce(buckets=buckets):
                 self._resume()
+                self._timeline.write(self._state.step, self._state.view.epoch)
                 with self._timeline.span("reduce"):
                     self._attempt(lambda: self._reduce(self._outer, buckets))
             case recovery.Update(step=step):

@@ -1,4 +1,4 @@
-"""What this rank did when, for the pictures: one line a step in ``timeline/g<group>.p<position>.jsonl``."""
+"""What this rank did when, for the pictures: two lines a step in ``timeline/g<group>.p<position>.jsonl``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Timeline:
-    """Collects spans in memory and writes them once per step. A rank that is killed loses its last, unfinished step."""
+    """Collects spans in memory; the session writes them before the reduction and after the update of a step."""
 
     def __init__(self, run_dir: Path, group: int, position: int) -> None:
         self._path = run_dir / "timeline" / f"g{group}.p{position}.jsonl"

@@ -1,0 +1,127 @@
+"""Follow a history while it grows, and show it: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_ft.runtime import history
+
+_POLL_S = 0.1
+
+Event = Mapping[str, Any]
+
+
+def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's history as they are written, until ``stop()`` and nothing new is there.
+
+    The file need not exist yet. A last line without its newline is waited for; one that is not JSON is skipped.
+    """
+    offset, rest = 0, b""
+    while True:
+        last_look = stop()
+        try:
+            with (run_dir / history.FILE).open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+        except FileNotFoundError:
+            data = b""
+        offset += len(data)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            event = history.parse(line)
+            if event is not None:
+                yield event
+        if last_look:
+            return
+        if not data:
+            time.sleep(_POLL_S)
+
+
+class ProgressView:
+    """Step, loss, live groups and failures of a run, fed with its events."""
+
+    def __init__(self, groups: int, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live, self._failures, self._steps, self._next_line = groups, 0, None, 0
+        self._groups = groups
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("live {task.fields[live]}"),
+                TextColumn("failures {task.fields[failures]}"),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=None, loss="-", live=f"{groups}/{groups}", failures=0)
+
+    def __enter__(self) -> ProgressView:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, event: Event) -> None:
+        """Take in one event of the history."""
+        kind = event["event"]
+        if kind == "begin":
+            self._steps = event["steps"]
+        elif kind == "view":
+            self._live = len(event["live"])
+        elif kind == "fault":
+            self._failures += 1
+            self._say(self._fault(event))
+        elif kind == "recovery":
+            self._say(recovery_line(event))
+        elif kind == "step":
+            self._step(event)
+        elif kind == "end":
+            self._say(f"all {event['step'] + 1} steps done, loss {event['loss']:.4f}")
+        if self._bar is not None:
+            done = event["step"] + 1 if kind == "step" else None
+            loss = {"loss": f"{event['loss']:.4f}"} if kind == "step" else {}
+            live = f"{self._live}/{self._groups}"
+            self._bar.update(
+                self._task, completed=done, total=self._steps, live=live, failures=self._failures, **loss
+            )
+
+    def _step(self, event: Event) -> None:
+        """Without a terminal: a line for about every tenth of the steps."""
+        if self._bar is not None or event["step"] < self._next_line:
+            return
+        total = self._steps or 0
+        self._next_line = event["step"] + max(1, total // 10)
+        of = f"/{total}" if total else ""
+        self._say(f"step {event['step'] + 1}{of}  loss {event['loss']:.4f}  live {self._live}/{self._groups}")
+
+    @staticmethod
+    def _fault(event: Event) -> str:
+        how = event["signal"] or f"exit code {event['code']}"
+        detail = f" ({event['detail']})" if event["detail"] else ""
+        return (
+            f"group {event['group']} lost: rank {event['position']} on {event['host']} (pid {event['pid']}) "
+            f"ended with {how}{detail}"
+        )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
+
+
+def recovery_line(event: Event) -> str:
+    """What a recovery came to, in words."""
+    by = " ".join(sorted(event["patched_by"], key=int))
+    patched = f"{event['patched']} microbatches taken over by groups {by}" if event["patched"] else "nothing to patch"
+    return f"step {event['step']} goes on: {patched}; stalled {event['stall_s']:.2f} s"

@@ -1,0 +1,101 @@
+"""A run directory as one object (docs/run-record.md): what the tables and pictures are made from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.faults import checkers
+from megatron_ft.runtime import history
+
+
+class Span(NamedTuple):
+    """What a group did from ``start`` to ``end`` (unix seconds)."""
+
+    phase: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One lost group: its fault, the recovery that followed and when the record says the step was committed.
+
+    ``recovery`` is None when no step was interrupted (the group died after the last one, or the run stopped).
+    """
+
+    fault: dict[str, Any]
+    recovery: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's record, finished or still growing."""
+
+    run_dir: Path
+    lines: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, run_dir: Path) -> RunRecord:
+        """Raises ``LaunchError`` when there is no record in the directory."""
+        lines = history.read(run_dir)
+        if not lines:
+            raise LaunchError(f"{run_dir} holds no run record ({history.FILE}); give the --run-dir of a launch")
+        return cls(run_dir, lines)
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+    @cached_property
+    def groups(self) -> int:
+        """How many groups the run started with."""
+        return self.events("start")[0]["groups"]
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        return checkers.losses(self.lines)
+
+    @cached_property
+    def end(self) -> dict[str, Any] | None:
+        ends = self.events("end")
+        return ends[0] if ends else None
+
+    @cached_property
+    def steps_lost(self) -> int:
+        """Step numbers up to the last one that have no line."""
+        return max(self.losses, default=-1) + 1 - len(self.losses)
+
+    @cached_property
+    def failures(self) -> list[Failure]:
+        """In the order in which they were noticed. A recovery belongs to every group its interruption lost."""
+        views = self.events("view")
+        found = []
+        for fault in self.events("fault"):
+            lost_in = next((view["epoch"] for view in views if str(fault["group"]) in view["lost"]), None)
+            after = [r for r in self.events("recovery") if lost_in is not None and r["epoch"] >= lost_in]
+            found.append(Failure(fault, min(after, key=lambda r: r["epoch"], default=None)))
+        return found
+
+    @cached_property
+    def timeline(self) -> dict[int, list[Span]]:
+        """Spans of each group's first rank, in order."""
+        spans: dict[int, list[Span]] = {group: [] for group in range(self.groups)}
+        for group in spans:
+            path = self.run_dir / "timeline" / f"g{group}.p0.jsonl"
+            if path.exists():
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    spans[group] += _spans(line)
+        return spans
+
+
+def _spans(line: str) -> list[Span]:
+    try:
+        raw = json.loads(line)
+    except ValueError:
+        return []  # the group was killed while it wrote
+    return [Span(phase, start, end, raw["step"]) for phase, start, end in raw["spans"]]

@@ -1,0 +1,72 @@
+"""The run record as tables for people."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from megatron_ft.faults import checkers
+from megatron_ft.report.record import Failure, RunRecord
+
+
+def failures_table(record: RunRecord) -> Table:
+    """One row per lost group."""
+    table = Table(title="Failures", title_justify="left")
+    for name, justify in (
+        ("step", "right"),
+        ("group", "right"),
+        ("failure", "left"),
+        ("detected by (after s)", "left"),
+        ("stall s", "right"),
+        ("micro-\nbatches\npatched", "right"),
+        ("buckets\nkept /\nredone", "right"),
+    ):
+        table.add_column(name, justify=justify)
+    points = {line["pid"]: line.get("point") for line in record.events("inject")}
+    for failure in record.failures:
+        table.add_row(*_row(failure, points.get(failure.fault["pid"])))
+    table.caption = f"steps lost = {record.steps_lost}"
+    table.caption_justify = "left"
+    return table
+
+
+def _row(failure: Failure, point: str | None) -> list[str]:
+    fault, recovery = failure.fault, failure.recovery
+    what = fault["signal"] or f"exit code {fault['code']}"
+    after = "" if fault["detected_s"] is None else f" ({fault['detected_s']:.3f})"
+    row = [
+        str(recovery["step"]) if recovery else "-",
+        str(fault["group"]),
+        f"{what} at {point}" if point else what,
+        f"{fault['how']}{after}",
+    ]
+    if recovery is None:
+        return [*row, "-", "-", "-"]
+    buckets = f"{recovery['buckets_kept']} / {recovery['buckets_redone']}"
+    return [*row, f"{recovery['stall_s']:.3f}", str(recovery["patched"]), buckets]
+
+
+def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Table:
+    """What the run came to, and how it compares with a failure-free one of the same seed."""
+    table = Table(title="Run", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    steps = record.events("step")
+    table.add_row("steps committed", str(len(record.losses)))
+    table.add_row("steps lost", str(record.steps_lost))
+    table.add_row("microbatches in every step", " ".join(str(n) for n in sorted({s["microbatches"] for s in steps})))
+    table.add_row("groups at the start / at the end", f"{record.groups} / {len(steps[-1]['live']) if steps else 0}")
+    if record.end:
+        table.add_row("final loss", f"{record.end['loss']:.6f}")
+    if reference is not None:
+        for name, value in compare(record, reference).items():
+            table.add_row(name, f"{value:.2e}")
+    return table
+
+
+def compare(record: RunRecord, reference: RunRecord) -> dict[str, float]:
+    """Relative differences to a failure-free run of the same job and seed, by name; no norm while a run is unfinished."""
+    found = {"largest relative loss difference": checkers.largest_loss_difference(record.lines, reference.lines)}
+    if record.end and reference.end:
+        mine, theirs = record.end["params_norm"], reference.end["params_norm"]
+        found["relative difference of the parameters' norm"] = abs(mine - theirs) / theirs
+    return found
