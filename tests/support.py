@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,3 +94,10 @@ def start(directory: Path, data: Path, holds: list[points.Hold] | tuple = (), st
         env={**os.environ, **points.to_env(list(holds))},
     )
     return Run(directory, process)
+
+def wait_for_step(run: Run, step: int) -> None:
+    """Until the history has that step."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(line["step"] >= step for line in run.events("step")):
+        assert run.process.poll() is None and time.monotonic() < deadline, run.logs()
+        time.sleep(0.02)

@@ -26,9 +26,17 @@ def pid_of(run_dir: Path, group: int, position: int = 0) -> int | None:
     except FileNotFoundError:
         return None
     for rank in ranks:
-        if (rank["group"], rank["position"]) == (group, position):
+        if (rank["group"], rank["position"]) == (group, position) and _is_rank(rank["pid"]):
             return rank["pid"]
     return None
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether the process was started by an agent: the file may be old, and the pid somebody else's by now."""
+    try:
+        return b"megatron_ft.launch.bootstrap" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def is_stopped(pid: int) -> bool:

@@ -26,11 +26,20 @@ class Span(NamedTuple):
 class Failure:
     """One lost group: its fault, the recovery that followed and when the record says the step was committed.
 
-    ``recovery`` is None when no step was interrupted (the group died after the last one, or the run stopped).
+    ``view`` is the one that left it out, None when the run ended before; ``recovery`` is None when no step was
+    interrupted (the group died after the last one, or the run stopped).
     """
 
     fault: dict[str, Any]
+    view: dict[str, Any] | None
     recovery: dict[str, Any] | None
+
+    @property
+    def how(self) -> str:
+        """What noticed it: survivors may have been unblocked by a reset connection before the agent's notice came."""
+        if self.view is not None and self.view["reason"] not in self.view["lost"].values():
+            return f"reset connection, then {self.fault['how']}"
+        return self.fault["how"]
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,9 @@ class RunRecord:
         views = self.events("view")
         found = []
         for fault in self.events("fault"):
-            lost_in = next((view["epoch"] for view in views if str(fault["group"]) in view["lost"]), None)
-            after = [r for r in self.events("recovery") if lost_in is not None and r["epoch"] >= lost_in]
-            found.append(Failure(fault, min(after, key=lambda r: r["epoch"], default=None)))
+            view = next((view for view in views if str(fault["group"]) in view["lost"]), None)
+            after = [line for line in self.events("recovery") if view is not None and line["epoch"] >= view["epoch"]]
+            found.append(Failure(fault, view, min(after, key=lambda line: line["epoch"], default=None)))
         return found
 
     @cached_property

@@ -37,7 +37,7 @@ def _row(failure: Failure, point: str | None) -> list[str]:
         str(recovery["step"]) if recovery else "-",
         str(fault["group"]),
         f"{what} at {point}" if point else what,
-        f"{fault['how']}{after}",
+        f"{failure.how}{after}",
     ]
     if recovery is None:
         return [*row, "-", "-", "-"]

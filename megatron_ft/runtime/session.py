@@ -137,13 +137,13 @@ class Session:
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
-        step = -1
-        while step + 1 < total:
-            if self._state is not None and self._state.step <= step:
-                raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
-            step = self._state.step if self._state is not None else 0
-            self._total = total
+        self._total = total
+        step = self._first_view.step
+        while step < total:
             yield step
+            if self._state is None or self._state.step <= step:
+                raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
+            step = self._state.step
         self._finish()
 
     def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:

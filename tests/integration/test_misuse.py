@@ -1,0 +1,202 @@
+"""What a user can get wrong: one clear line, a non-zero exit code, no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.runtime import history
+from tests import support
+from tests.support import ft
+
+
+def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None, groups: int = 2, extra=()) -> tuple:
+    """Run the launcher to its end; returns (exit code, what it said on stderr)."""
+    config = config or support.write_config(run_dir.with_suffix(".json"))
+    done = ft("launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own)
+    assert not living_ranks(run_dir)
+    return done.returncode, done.stderr
+
+
+def living_ranks(run_dir: Path) -> list[int]:
+    """Processes whose environment names the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"MEGATRON_FT_RUN_DIR={run_dir}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def one_line(stderr: str, *words: str) -> None:
+    """Exactly one line, with every word, and no traceback."""
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1, stderr
+    for word in words:
+        assert word in lines[0], stderr
+
+
+IDLE = "import megatron_ft\nmegatron_ft.init()\n"
+
+
+def test_no_corpus(tmp_path):
+    code, said = launch(tmp_path / "run", support.SCRIPT, "--data", tmp_path / "nothing")
+    assert code == 2
+    one_line(said, str(tmp_path / "nothing"), "megatron-ft prepare --out", "before the first step")
+
+
+def test_empty_file(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    done = ft("prepare", "--out", tmp_path / "out", "--text", tmp_path / "empty.txt")
+    assert done.returncode == 2
+    one_line(done.stderr, "empty.txt")
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_vocabulary_larger_than_the_text_allows(tmp_path):
+    (tmp_path / "small.txt").write_text("a few words and no more " * 20)
+    done = ft("prepare", "--out", tmp_path / "out", "--text", tmp_path / "small.txt", "--vocab-size", 40000)
+    assert done.returncode == 2
+    one_line(done.stderr, "40000", "--vocab-size")
+
+
+def test_more_groups_than_the_batch_divides(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2}))
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), config=config, groups=4)
+    assert code == 2
+    one_line(said, "train_batch_size 6", "4 groups", "multiple of 8")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), extra=("--port", port))
+    assert code == 2
+    one_line(said, f"port {port} is in use", "--port")
+
+
+def test_a_run_directory_that_holds_a_finished_run(reference, tmp_path):
+    before = (reference.directory / history.FILE).read_bytes()
+    done = ft(
+        *("launch", "--groups", 2, "--config", support.write_config(tmp_path / "c.json")),
+        *("--run-dir", reference.directory, script(tmp_path / "s.py", IDLE)),
+    )
+    assert done.returncode == 2
+    one_line(done.stderr, "finished run", f"last step {support.STEPS - 1}", "--overwrite")
+    assert (reference.directory / history.FILE).read_bytes() == before
+
+
+def test_a_script_that_raises_at_import(tmp_path):
+    bad = script(tmp_path / "bad.py", "import sys\nimport no_such_module\n")
+    code, said = launch(tmp_path / "run", bad)
+    assert code == 1
+    one_line(said, "bad.py", "ModuleNotFoundError", "no_such_module", "line 2")
+
+
+def test_a_script_with_a_syntax_error(tmp_path):
+    code, said = launch(tmp_path / "run", script(tmp_path / "bad.py", "def f(:\n"))
+    assert code == 1
+    one_line(said, "SyntaxError", "line 1")
+
+
+def test_a_script_that_does_not_exist(tmp_path):
+    code, said = launch(tmp_path / "run", tmp_path / "nope.py")
+    assert code == 2
+    one_line(said, "nope.py does not exist")
+
+
+def test_a_script_that_ends_without_training(tmp_path):
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE))
+    assert code == 1
+    one_line(said, "ended by itself before the first step", "session.steps")
+
+
+def test_a_script_that_skips_train_step(tmp_path):
+    lazy = "import megatron_ft\nfor step in megatron_ft.init().steps(3):\n    pass\n"
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", lazy))
+    assert code == 2
+    one_line(said, "train_step")
+
+
+def test_an_unknown_setting(tmp_path):
+    config = support.write_config(tmp_path / "c.json", polcy="stacked_quota")
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), config=config)
+    assert code == 2
+    one_line(said, "fault_tolerance.polcy", "did you mean 'policy'")
+
+
+def test_an_unknown_tracker(tmp_path):
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), extra=("--track", "tensorbord"))
+    assert code == 2
+    one_line(said, "tensorbord", "tensorboard")
+
+
+def test_more_than_one_rank_per_group_is_refused(tmp_path):
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), extra=("--ranks-per-group", 2))
+    assert code == 2
+    one_line(said, "--ranks-per-group is 2", "1 rank")
+
+
+def test_a_script_started_without_the_launcher(tmp_path):
+    done = subprocess.run(
+        [sys.executable, script(tmp_path / "s.py", IDLE)], capture_output=True, text=True, timeout=support.TIMEOUT_S
+    )
+    assert done.returncode != 0
+    assert "megatron-ft launch" in done.stderr
+
+
+def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
+    holds = [support.points.Hold(1, 2, "backward"), support.points.Hold(2, 4, "backward")]
+    run = support.start(tmp_path / "run", data_dir, holds, min_groups=3)
+    run.strike(*holds)
+    said = run.finish()
+    assert run.process.returncode == 3, said
+    assert "min_groups is 3" in said
+    assert [line["step"] for line in run.events("step")] == [0, 1, 2, 3]
+    (stop,) = run.events("stop")
+    assert "min_groups is 3" in stop["reason"]
+    assert not living_ranks(run.directory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_agent_ends_every_rank(tmp_path, data_dir, number):
+    run = support.start(tmp_path / "run", data_dir, steps=100_000)
+    support.wait_for_step(run, 2)
+    run.process.send_signal(number)
+    said = run.finish()
+    assert run.process.returncode == 128 + number, said
+    assert f"stopped by {number.name} after step" in said
+    assert not run.events("fault")
+    assert not living_ranks(run.directory)
+
+
+def test_no_rank_survives_its_agent(tmp_path, data_dir):
+    run = support.start(tmp_path / "run", data_dir, steps=100_000)
+    support.wait_for_step(run, 2)
+    pids = [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
+    watches = [os.pidfd_open(pid) for pid in pids]
+    run.process.kill()
+    run.process.wait()
+    for watch in watches:
+        ended, _, _ = select.select([watch], [], [], support.TIMEOUT_S)  # a pidfd is readable once its process ended
+        assert ended, "a rank outlived its agent"
+        os.close(watch)
