@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# torch's own log lines would come after the test runner's last one. Before torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from megatron_ft.data import prepare
 from tests import support

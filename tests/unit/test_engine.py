@@ -1,0 +1,155 @@
+"""The torch-native engine: sums are exact, repeatable, independent of who computes, and misuse is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.errors import EngineError
+from megatron_ft.runtime.session import microbatch_seed
+from megatron_ft.types import Microbatch
+
+
+def nothing(point: str) -> None:
+    """A progress callback that does nothing."""
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def build(bucket_mb: float = 0.0001, clipping: float = 0.0) -> TorchNativeEngine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return TorchNativeEngine(model, optimizer, loss_fn, bucket_mb=bucket_mb, gradient_clipping=clipping)
+
+
+def batch(microbatch: Microbatch) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(microbatch.index))
+
+
+IDS = [Microbatch(0, 0, index) for index in range(4)]
+
+
+def compute(engine: TorchNativeEngine, ids) -> None:
+    for microbatch in ids:
+        engine.compute(microbatch, batch(microbatch), microbatch_seed(1, microbatch), nothing)
+
+
+def reduce_between(*engines: TorchNativeEngine) -> None:
+    """What the outer communicator does: every engine ends with the sum in its reduced buffers."""
+    for bucket in range(engines[0].num_buckets):
+        total = sum(engine.load_reduced(bucket).clone() for engine in engines)
+        for engine in engines:
+            engine.reduced(bucket).copy_(total)
+
+
+def test_buckets_hold_every_parameter_once_last_layer_first():
+    engine = build()
+    found = [parameter for bucket in engine._buckets for parameter in bucket.parameters]
+    assert [id(p) for p in found] == [id(p) for p in reversed(list(engine.model.parameters()))]
+    assert engine.num_buckets > 1
+
+
+def test_who_computes_what_does_not_matter():
+    """One engine with four microbatches and two engines with 1 + 3 end with the same parameters."""
+    alone, one, three = build(), build(), build()
+    for engine in (alone, one, three):
+        engine.begin_step()
+    compute(alone, IDS), compute(one, IDS[:1]), compute(three, IDS[1:])
+    reduce_between(alone), reduce_between(one, three)
+    results = [engine.update(0, 4, nothing) for engine in (alone, one, three)]
+    assert results[1] == results[2]
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
+    assert one.fingerprint() == three.fingerprint()
+    assert alone.fingerprint()[0] == pytest.approx(one.fingerprint()[0], rel=1e-6)
+
+
+def test_a_reduction_can_be_repeated_from_the_local_gradients():
+    engine = build()
+    engine.begin_step()
+    compute(engine, IDS)
+    before = engine.load_reduced(0).clone()
+    engine.reduced(0).fill_(float("nan"))  # what a broken all-reduce may leave behind
+    engine.replace_reduced(0)
+    assert torch.equal(engine.load_reduced(0), before)
+
+
+def test_an_update_with_a_microbatch_missing_is_refused():
+    engine = build()
+    engine.begin_step()
+    compute(engine, IDS[:3])
+    reduce_between(engine)
+    with pytest.raises(AssertionError, match="hold .*3.* microbatches, not 4"):
+        engine.update(0, 4, nothing)
+
+
+def test_gradients_of_the_next_step_start_from_nothing():
+    engine = build()
+    for step in range(2):
+        engine.begin_step()
+        compute(engine, IDS)
+        reduce_between(engine)
+        assert engine.update(step, 4, nothing).microbatches == 4
+
+
+def test_clipping_uses_the_norm_of_the_mean_gradient():
+    free, clipped = build(), build(clipping=1e-3)
+    for engine in (free, clipped):
+        engine.begin_step()
+        compute(engine, IDS)
+        reduce_between(engine)
+    assert free.update(0, 4, nothing).gradient_norm == pytest.approx(clipped.update(0, 4, nothing).gradient_norm)
+    norm = sum(bucket.reduced[: bucket.elements].square().sum() for bucket in clipped._buckets).sqrt()
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_state_puts_another_engine_where_this_one_stands():
+    first, second = build(), build()
+    for engine in (first, first):
+        engine.begin_step()
+        compute(engine, IDS)
+        reduce_between(engine)
+        engine.update(0, 4, nothing)
+    second.load_state(first.state())
+    assert second.fingerprint() == first.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Linear(2, 2).to(torch.bfloat16), "weight is torch.bfloat16"),
+        (nn.Identity(), "no trainable parameter"),
+    ],
+)
+def test_models_it_cannot_train_are_refused(model, words):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(EngineError, match=words):
+        TorchNativeEngine(model, optimizer, loss_fn)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(EngineError, match="not the model's"):
+        TorchNativeEngine(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=1.0), loss_fn)
+
+
+def test_gradients_taken_away_are_noticed():
+    engine = build()
+
+    def zeroing(model, data):
+        model.zero_grad(set_to_none=True)
+        return loss_fn(model, data)
+
+    engine.loss_fn = zeroing
+    engine.begin_step()
+    with pytest.raises(EngineError, match="gradient was replaced"):
+        compute(engine, IDS[:1])
+
+
+def test_the_seed_belongs_to_the_microbatch():
+    assert microbatch_seed(1, IDS[0]) == microbatch_seed(1, Microbatch(0, 0, 0))
+    seeds = {microbatch_seed(run, Microbatch(step, 0, index)) for run in (0, 1) for step in (0, 1) for index in (0, 1)}
+    assert len(seeds) == 8

@@ -1,0 +1,118 @@
+"""The outer communicator between threads: sums, and above all how everybody is unblocked."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ft.runtime import transfer
+from megatron_ft.runtime.outer import Broken, OuterCommunicator
+
+
+def build(members: int, prefix: str = "p") -> list[OuterCommunicator]:
+    """Communicators of all members, built together in threads of this process."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(members) as pool:
+        futures = [
+            pool.submit(OuterCommunicator, dist.PrefixStore(prefix, store), me, range(members), 0, 60.0)
+            for me in range(members)
+        ]
+        return [future.result() for future in futures]
+
+
+def test_a_single_member_needs_nobody():
+    outer = OuterCommunicator(None, 3, [3], 0, 60.0)
+    tensor = torch.ones(4)
+    outer.all_reduce(tensor).wait()
+    assert tensor.tolist() == [1.0] * 4
+
+
+def test_sums_over_the_members():
+    outers = build(3)
+    tensors = [torch.full((5,), float(me + 1)) for me in range(3)]
+    for work in [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]:
+        work.wait()
+    assert all(tensor.tolist() == [6.0] * 5 for tensor in tensors)
+
+
+def test_an_abort_anywhere_unblocks_everybody():
+    """One member never arrives; one of the waiting ones aborts: all three waits end, long before their timeout."""
+    outers = build(4)
+    works = [outers[me].all_reduce(torch.ones(1000)) for me in range(3)]
+    failed = []
+
+    def wait(work):
+        with pytest.raises(Broken):
+            work.wait()
+        failed.append(work)
+
+    threads = [threading.Thread(target=wait, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    outers[0].abort()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(failed) == 3
+    assert all(work.settles_within(5.0) for work in works)
+
+
+def test_nothing_starts_after_an_abort():
+    outers = build(2)
+    outers[0].abort()
+    with pytest.raises(Broken):
+        outers[0].all_reduce(torch.ones(1))
+    outers[0].abort()  # any number of times
+
+
+def test_a_new_communicator_works_after_the_old_was_aborted():
+    for outer in build(2, "old"):
+        outer.abort()
+    outers = build(2, "new")
+    tensors = [torch.ones(3) for _ in outers]
+    for work in [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]:
+        work.wait()
+    assert tensors[0].tolist() == [2.0] * 3
+
+
+def test_an_abort_leaves_other_sockets_of_the_process_alone():
+    import socket
+
+    left, right = socket.socketpair()
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    served, _ = server.accept()
+    for outer in build(2):
+        outer.abort()
+    left.sendall(b"a"), client.sendall(b"b")
+    assert (right.recv(1), served.recv(1)) == (b"a", b"b")
+    for each in (left, right, server, client, served):
+        each.close()
+
+
+def test_a_state_travels_whole():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "none": None, "empty": torch.empty(0)}
+    source, target = build(2)
+    sender = threading.Thread(target=transfer.send_state, args=(source, state, 1))
+    sender.start()
+    received = transfer.receive_state(target, 0)
+    sender.join()
+    assert torch.equal(received["model"]["weight"], model.weight)
+    assert received["none"] is None and received["empty"].shape == (0,)
+    twin = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    twin.load_state_dict(received["optimizer"])
+    assert torch.equal(twin.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_what_cannot_travel_is_named():
+    from megatron_ft.errors import EngineError
+
+    with pytest.raises(EngineError, match=r"state\.optimizer\.hook is a function"):
+        transfer.flatten({"optimizer": {"hook": len.__class__ and (lambda: None)}})

@@ -1,0 +1,207 @@
+"""Tables and pictures compute what the record says; trackers are fed by it; doctor tries things."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from megatron_ft import doctor
+from megatron_ft.errors import ConfigError, LaunchError
+from megatron_ft.report import follow, plots, tables, tracker
+from megatron_ft.report.record import RunRecord
+from megatron_ft.runtime import history
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A synthetic run of four steps; group 1 dies in step 2."""
+    died = "rank 0 on h (pid 7) ended with SIGKILL"
+    lines = [
+        ("start", {"run_id": "r", "groups": 2, "ranks_per_group": 1, "host": "h"}),
+        ("begin", {"steps": 4, "microbatches": 4, "buckets": 3}),
+        ("view", {"epoch": 0, "live": [0, 1], "lost": {}, "joined": [], "reason": "the run starts", "step": 0}),
+        *(("step", step(number, 8.0 - number, [0, 1])) for number in range(2)),
+        ("inject", {"group": 1, "position": 0, "pid": 7, "signal": "SIGKILL", "point": "reduce 1, step 2"}),
+        (
+            "fault",
+            {"group": 1, "position": 0, "pid": 7, "host": "h", "signal": "SIGKILL", "code": None, "detail": "",
+             "how": "agent's waitpid", "detected_s": 0.025},
+        ),
+        ("view", {"epoch": 1, "live": [0], "lost": {"1": died}, "joined": [], "reason": died, "step": 2}),
+        (
+            "recovery",
+            {"step": 2, "epoch": 1, "patched": 2, "patched_by": {"0": 2}, "buckets_kept": 1, "buckets_redone": 2,
+             "state_from": None, "stall_s": 0.125},
+        ),
+        *(("step", step(number, 8.0 - number, [0])) for number in (2, 3)),
+        ("end", {"step": 3, "loss": 5.0, "params_norm": 10.0, "params_sha256": "x"}),
+    ]
+    for event, fields in lines:
+        history.append(tmp_path, event, **fields)
+    (tmp_path / "timeline").mkdir()
+    for group in range(2):
+        spans = [["compute", 1.0, 2.0], ["reduce", 2.0, 2.2], ["patch", 2.2, 2.4]]
+        (tmp_path / "timeline" / f"g{group}.p0.jsonl").write_text(
+            json.dumps({"step": 2, "epoch": 0, "spans": spans}) + '\n{"step": 3, "ep'
+        )
+    return tmp_path
+
+
+def step(number: int, loss: float, live: list[int]) -> dict:
+    return {"step": number, "loss": loss, "microbatches": 4, "epoch": 0, "live": live, "duration_s": 1.0}
+
+
+def text_of(table) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_failures_table_has_the_whole_story(run_dir):
+    text = text_of(tables.failures_table(RunRecord.load(run_dir)))
+    for word in ("SIGKILL at reduce 1, step 2", "agent's waitpid (0.025)", "0.125", "1 / 2", "steps lost = 0"):
+        assert word in text
+
+
+def test_a_lost_step_is_counted(tmp_path):
+    for number in (0, 2, 3):
+        history.append(tmp_path, "step", **step(number, 1.0, [0]))
+    assert RunRecord.load(tmp_path).steps_lost == 1
+
+
+def test_a_reset_that_came_before_the_notice_is_told(run_dir):
+    record = RunRecord.load(run_dir)
+    record.events("view")[1]["reason"] = "group 0: connection reset"
+    assert record.failures[0].how == "reset connection, then agent's waitpid"
+
+
+def test_runs_are_compared_step_by_step(run_dir, tmp_path_factory):
+    other = tmp_path_factory.mktemp("reference")
+    for number in range(4):
+        history.append(other, "step", **step(number, (8.0 - number) * (1.001 if number == 2 else 1.0), [0, 1]))
+    history.append(other, "end", step=3, loss=5.0, params_norm=10.1, params_sha256="y")
+    found = tables.compare(RunRecord.load(run_dir), RunRecord.load(other))
+    assert found["largest relative loss difference"] == pytest.approx(0.001, rel=0.01)
+    assert found["relative difference of the parameters' norm"] == pytest.approx(0.1 / 10.1)
+
+
+def test_a_directory_without_a_record_is_named(tmp_path):
+    with pytest.raises(LaunchError, match="holds no run record"):
+        RunRecord.load(tmp_path)
+
+
+def test_pictures_are_drawn(run_dir):
+    record = RunRecord.load(run_dir)
+    assert [span.phase for span in record.timeline[1]] == ["compute", "reduce", "patch"]
+    plots.loss_plot(record, record, run_dir / "loss.png")
+    plots.loss_plot(record, None, run_dir / "alone.png")
+    plots.timeline_plot(record, run_dir / "timeline.png")
+    for name in ("loss.png", "alone.png", "timeline.png"):
+        content = (run_dir / name).read_bytes()
+        assert content.startswith(b"\x89PNG") and len(content) > 5000
+
+
+def test_following_waits_for_whole_lines_and_skips_torn_ones(tmp_path):
+    path = tmp_path / history.FILE
+    looks = iter(range(100))
+
+    def stop() -> bool:
+        """Called once per look at the file: what is there grows from look to look."""
+        look = next(looks)
+        if look == 1:
+            path.write_text('{"event": "a"}\n{"eve')
+        if look == 2:
+            with path.open("a") as file:
+                file.write('nt": "b"}\ntorn\n{"event": "c"}\n')
+        return look == 3
+
+    assert [event["event"] for event in follow.follow(tmp_path, stop)] == ["a", "b", "c"]
+
+
+def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
+    with follow.ProgressView(2, Console(force_terminal=False, width=200)) as view:
+        for event in history.read(run_dir):
+            view.update(event)
+    said = capsys.readouterr().out
+    for word in ("step 1/4", "group 1 lost: rank 0 on h (pid 7) ended with SIGKILL", "step 2 goes on: 2 microbatches taken "
+                 "over by groups 0; stalled 0.12 s", "all 4 steps done"):
+        assert word in said
+
+
+def test_on_a_terminal_there_is_a_bar(run_dir):
+    console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with follow.ProgressView(2, console) as view:
+        for event in history.read(run_dir):
+            view.update(event)
+        assert view._bar.tasks[0].completed == 4
+        assert view._bar.tasks[0].fields["live"] == "1/2"
+
+
+def test_an_unknown_tracker_is_refused():
+    with pytest.raises(ConfigError, match="'mlflow' is not known; known are: tensorboard, wandb"):
+        tracker.check_trackers(["mlflow"])
+
+
+def run_tracker(run_dir, names: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", run_dir, "--track", names],
+        capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_tensorboard_gets_every_step(run_dir):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    run_tracker(run_dir, "tensorboard")
+    run_tracker(run_dir, "tensorboard")  # a restarted tracker starts over, it does not double
+    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 8.0), (1, 7.0), (2, 6.0), (3, 5.0)]
+    assert [(e.step, e.value) for e in events.Scalars("patched_microbatches")] == [(2, 2.0)]
+
+
+def test_a_tracker_that_fails_does_not_stop_the_other(run_dir, monkeypatch, capsys):
+    logged = []
+
+    class Broken:
+        def __init__(self, run_dir):
+            raise RuntimeError("service is down")
+
+    class Good:
+        def __init__(self, run_dir):
+            pass
+
+        def log(self, step, scalars):
+            logged.append(step)
+
+        def close(self):
+            logged.append("closed")
+
+    monkeypatch.setattr(tracker, "_TRACKERS", {"wandb": Broken, "tensorboard": Good})
+    tracker.run(run_dir, ["wandb", "tensorboard"])
+    assert logged == [0, 1, 2, 2, 3, "closed"]
+    assert "wandb failed and is dropped" in capsys.readouterr().err
+
+
+def test_wandb_writes_offline(run_dir):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    run_tracker(run_dir, "wandb")
+    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_doctor_finds_that_the_main_job_runs_here(capsys):
+    assert doctor.run_doctor(Console(), as_json=True) == 0
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["gloo"]["state"] == "ok"
+    assert findings["engine deepspeed"]["state"] == "missing"
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
+    assert doctor.run_doctor(Console(width=200)) == 1
+    assert "pip install it" in capsys.readouterr().out
