@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 1
+    except OSError as error:  # disk full, no permission: the machine's trouble, not a bug
+        print(f"megatron-ft {options.command}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

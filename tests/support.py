@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +79,20 @@ def write_config(path: Path, **changes) -> Path:
     return path
 
 
-def start(directory: Path, data: Path, holds: list[points.Hold] | tuple = (), steps: int = STEPS, **changes) -> Run:
-    """Launch the small job in the background."""
+def start(
+    directory: Path,
+    data: Path,
+    holds: Sequence[points.Hold] = (),
+    steps: int = STEPS,
+    extra: Sequence[str] = (),
+    preexec_fn: Callable[[], None] | None = None,
+    **changes,
+) -> Run:
+    """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher."""
     config = write_config(directory.with_suffix(".json"), **changes)
     own = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     arguments = command(
-        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, SCRIPT, "--", *own
+        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, *extra, SCRIPT, "--", *own
     )
     process = subprocess.Popen(
         arguments,
@@ -92,12 +101,18 @@ def start(directory: Path, data: Path, holds: list[points.Hold] | tuple = (), st
         text=True,
         cwd=ROOT,
         env={**os.environ, **points.to_env(list(holds))},
+        preexec_fn=preexec_fn,
     )
     return Run(directory, process)
 
-def wait_for_step(run: Run, step: int) -> None:
-    """Until the history has that step."""
+def wait_for(condition: Callable[[], bool], run: Run) -> None:
+    """Until something about a run that is going on is true."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not any(line["step"] >= step for line in run.events("step")):
+    while not condition():
         assert run.process.poll() is None and time.monotonic() < deadline, run.logs()
         time.sleep(0.02)
+
+
+def wait_for_step(run: Run, step: int) -> None:
+    """Until the history has that step."""
+    wait_for(lambda: any(line["step"] >= step for line in run.events("step")), run)

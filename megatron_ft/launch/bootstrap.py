@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -16,6 +17,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.errors import FTError
 
@@ -27,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     _die_with_agent()
+    sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)
     # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     script = sys.argv[1]
@@ -58,6 +61,21 @@ def _run(script: str) -> int:
         _leave_error(f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}")
         return 1
     return 0
+
+
+class _Unfailing(io.FileIO):
+    """A file descriptor to which a write never fails: a log on a full disk is no reason to lose a group."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _unfailing(fd: int) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(_Unfailing(fd, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True, line_buffering=True)
 
 
 def _where(error: BaseException, script: str) -> str:

@@ -1,0 +1,63 @@
+"""Trouble that kills nobody: a frozen group, a disk that is full, trackers that misbehave."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+
+from megatron_ft.faults import inject
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+
+def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference):
+    """Nobody sees it die: the collective's timeout ends the epoch, its missing report leaves it out (hard case 18)."""
+    detector = {"collective_timeout_s": 3.0, "report_timeout_s": 3.0}
+    hold = Hold(2, 3, "reduce", 1)
+    run = support.start(tmp_path / "run", data_dir, [hold], detector=detector)
+    support.wait_for(lambda: any(2 not in line["live"] for line in run.events("step")), run)
+    frozen = inject.pid_of(run.directory, 2)
+    assert inject.is_stopped(frozen)
+    os.kill(frozen, signal.SIGCONT)
+    run.check(reference)
+    view = run.events("view")[1]
+    assert "no report within 3 s" in view["lost"]["2"]
+    assert [line["group"] for line in run.events("survivor")] == [0, 1, 3]
+    assert "group 2 is outside view 1" in (run.directory / "logs" / "g2.p0.log").read_text()
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
+    """Record, logs and timeline all hit the limit; the run reaches its end with a death on the way."""
+    hold = Hold(1, 5, "backward")
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+
+    run = support.start(tmp_path / "run", data_dir, [hold], preexec_fn=small_files)
+    run.strike(hold)
+    said = run.finish()
+    assert run.process.returncode == 0, said + run.logs()
+    assert "not written, training goes on" in said + run.logs()
+    assert not run.events("end"), "the limit was never reached, this test proves nothing"
+
+
+def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, data_dir, reference):
+    run = support.start(tmp_path / "run", data_dir, steps=support.STEPS, extra=("--track", "tensorboard"))
+    support.wait_for_step(run, 1)
+    os.kill(tracker_pid(run), signal.SIGKILL)
+    run.check(reference)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(support.STEPS))
+
+
+def tracker_pid(run: support.Run) -> int:
+    """The tracker among the launcher's children."""
+    children = f"/proc/{run.process.pid}/task/{run.process.pid}/children"
+    for pid in map(int, open(children).read().split()):  # noqa: SIM115
+        if b"megatron_ft.report.tracker" in open(f"/proc/{pid}/cmdline", "rb").read():  # noqa: SIM115
+            return pid
+    raise AssertionError("no tracker process")
