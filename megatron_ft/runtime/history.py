@@ -21,6 +21,8 @@ _IDENTITY = {"step": "step", "view": "epoch", "recovery": "epoch", "survivor": "
 """Which field makes a second line of an event the same line again."""
 _REMEMBERED = 64
 """Lines a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""
+_TAIL_BYTES = 2**20
+"""How far back a new writer looks for what is there already: a month's record is not read in the middle of a step."""
 
 
 def append(run_dir: Path, event: str, **fields: Any) -> None:
@@ -72,7 +74,8 @@ class History:
         self._writer = False
         self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._pending: list[dict[str, Any]] = []
-        self._present: set[tuple[str, Any]] = set()
+        self._present: deque[tuple[str, Any]] = deque(maxlen=8 * _REMEMBERED)
+        self._seen_bytes = 0
         self._warned = False
 
     def record(self, event: str, **fields: Any) -> None:
@@ -80,28 +83,47 @@ class History:
         line = {"t": round(time.time(), 6), "event": event, **fields}
         if not self._writer:
             self._remembered.append(line)
-        elif _key(line) not in self._present:
-            # A predecessor may have written the line of a step that its survivors then had to finish without it.
+        else:
             self._pending.append(line)
             self._flush()
 
     def set_writer(self, writer: bool) -> None:
         """Say whether this group is the lowest living one. On becoming it, add what its predecessor left out."""
         if writer and not self._writer:
-            self._present = {_key(line) for line in read(self._run_dir)}
-            self._pending = [line for line in self._remembered if _key(line) not in self._present]
+            self._pending = list(self._remembered)
             self._flush()
         self._writer = writer
 
     def _flush(self) -> None:
+        """Write what is pending and not there yet.
+
+        It may be there: a predecessor wrote the line of a step that its survivors then had to finish without it, or
+        this group was frozen for minutes, the others went on without it, and its own line comes late.
+        """
         try:
+            self._look()
             while self._pending:
-                _write(self._run_dir / FILE, (json.dumps(self._pending[0]) + "\n").encode())
+                line = self._pending[0]
+                if _key(line) not in self._present:
+                    _write(self._run_dir / FILE, (json.dumps(line) + "\n").encode())
                 del self._pending[0]
         except OSError as error:
             if not self._warned:
                 print(f"megatron_ft: history not written, training goes on: {error}", file=sys.stderr, flush=True)
             self._warned = True
+
+    def _look(self) -> None:
+        """Take in the lines that were added since the last look, ours and others'; nearly always few or none."""
+        path = self._run_dir / FILE
+        if not path.exists() or path.stat().st_size == self._seen_bytes:
+            return
+        self._seen_bytes = max(self._seen_bytes, path.stat().st_size - _TAIL_BYTES)
+        with path.open("rb") as file:
+            file.seek(self._seen_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._seen_bytes += len(whole)
+        self._present.extend(_key(line) for line in map(parse, whole.splitlines()) if line is not None)
 
 
 def _key(line: dict[str, Any]) -> tuple[str, Any]:

@@ -96,7 +96,6 @@ class Session:
         if first is None:
             raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
         self._first_view = View.from_json(first)
-        self._store.set(f"joined/{env.group}", True)
         watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
 
     # --- what a user touches ------------------------------------------------------------------------------------------
@@ -190,14 +189,19 @@ class Session:
         norm, sha256 = self._engine.fingerprint()
         self._store.set(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
+        patience_s = self.config.fault_tolerance.detector.collective_timeout_s
+        deadline = time.monotonic() + patience_s
         while self._store.get("ended") is None:
             self._drain_verdicts()
             if not isinstance(self._next, recovery.Finish):
                 self._perform(self._next, None)
+                deadline = time.monotonic() + patience_s
                 continue
             self._resume()
             if self.group == min(self._state.view.live) and self._write_end():
                 break
+            if time.monotonic() > deadline:
+                self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
             time.sleep(5 * _POLL_S)
 
     def _write_end(self) -> bool:
@@ -207,9 +211,9 @@ class Session:
             return False
         for group, value in done.items():
             self._history.record("survivor", group=group, **value)
-        self._history.record("end", step=self._result.step, loss=self._result.loss, **done[self.group])
         if len({value["params_sha256"] for value in done.values()}) > 1:
             raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
+        self._history.record("end", step=self._result.step, loss=self._result.loss, **done[self.group])
         self._store.set("ended", True)
         return True
 
@@ -382,8 +386,13 @@ class Session:
             return
         self._drain_verdicts()
         if not self._state.reported and self._state.view.epoch == epoch:
-            watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
-            self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
+            self._break_epoch(reason)
+
+    def _break_epoch(self, reason: str) -> None:
+        """End the present epoch for everybody; this group is the first to know."""
+        epoch = self._state.view.epoch
+        watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
+        self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
 
     def _close_epoch(self) -> None:
         self._interruption = self._interruption or _Interruption(time.monotonic())

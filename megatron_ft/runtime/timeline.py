@@ -23,7 +23,13 @@ class Timeline:
         try:
             yield
         finally:
-            self._spans.append((phase, round(start, 6), round(time.time(), 6)))
+            self._add(phase, round(start, 6), round(time.time(), 6))
+
+    def _add(self, phase: str, start: float, end: float) -> None:
+        """Waiting consists of many short looks; what follows within a few of them is one span."""
+        if phase == "recover" and self._spans and self._spans[-1][0] == phase and start - self._spans[-1][2] < 0.005:
+            start = self._spans.pop()[1]
+        self._spans.append((phase, start, end))
 
     def write(self, step: int, epoch: int) -> None:
         """Append the spans of ``step``. Pictures are not worth stopping for: a full disk loses them, nothing else."""

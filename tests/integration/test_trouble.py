@@ -6,25 +6,30 @@ import os
 import resource
 import signal
 
+import pytest
+
 from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
 from tests import support
 
 
-def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference):
+@pytest.mark.parametrize(
+    "hold", [Hold(2, 3, "reduce", 1), Hold(0, 3, "update")], ids=["in an all-reduce", "the writer, before it wrote"]
+)
+def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference, hold):
     """Nobody sees it die: the collective's timeout ends the epoch, its missing report leaves it out (hard case 18)."""
     detector = {"collective_timeout_s": 3.0, "report_timeout_s": 3.0}
-    hold = Hold(2, 3, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold], detector=detector)
-    support.wait_for(lambda: any(2 not in line["live"] for line in run.events("step")), run)
-    frozen = inject.pid_of(run.directory, 2)
+    support.wait_for(lambda: any(hold.group not in line["live"] for line in run.events("step")), run)
+    frozen = inject.pid_of(run.directory, hold.group)
     assert inject.is_stopped(frozen)
     os.kill(frozen, signal.SIGCONT)
     run.check(reference)
     view = run.events("view")[1]
-    assert "no report within 3 s" in view["lost"]["2"]
-    assert [line["group"] for line in run.events("survivor")] == [0, 1, 3]
-    assert "group 2 is outside view 1" in (run.directory / "logs" / "g2.p0.log").read_text()
+    assert "no report within 3 s" in view["lost"][str(hold.group)]
+    assert [line["group"] for line in run.events("survivor")] == [g for g in range(support.GROUPS) if g != hold.group]
+    log = (run.directory / "logs" / f"g{hold.group}.p0.log").read_text()
+    assert f"group {hold.group} is outside view 1" in log
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +40,32 @@ def test_a_takeover_neither_loses_nor_repeats_a_step(tmp_path_factory, died_afte
     for step in range(committed, 6):
         second.record("step", step=step)
     assert sorted(steps(run_dir)) == list(range(6))
+
+
+def test_a_writer_that_was_frozen_does_not_repeat_what_others_wrote_meanwhile(tmp_path):
+    """Hard case 18, for the history: the old writer commits step 1, freezes before its line, and wakes up much later."""
+    old, new = History(tmp_path), History(tmp_path)
+    old.set_writer(True)
+    old.record("step", step=0)
+    new.record("step", step=0)
+    new.set_writer(True)
+    for step in (1, 2):
+        new.record("step", step=step)
+    old.record("step", step=1)
+    assert steps(tmp_path) == [0, 1, 2]
+
+
+def test_a_long_record_is_not_read_from_its_beginning(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "_TAIL_BYTES", 300)
+    first, second = History(tmp_path), History(tmp_path)
+    first.set_writer(True)
+    for step in range(50):
+        first.record("step", step=step)
+        second.record("step", step=step)
+    second.record("step", step=50)
+    second._remembered = deque(list(second._remembered)[-3:])
+    second.set_writer(True)
+    assert steps(tmp_path) == list(range(51))
 
 
 def test_a_torn_line_is_skipped_and_does_not_swallow_the_next(tmp_path):
