@@ -59,6 +59,15 @@ def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, 
     assert [event.step for event in events.Scalars("loss")] == list(range(support.STEPS))
 
 
+def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, data_dir, reference):
+    run = support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"))
+    support.wait_for_step(run, 1)
+    hung = tracker_pid(run)
+    os.kill(hung, signal.SIGSTOP)
+    run.check(reference)
+    assert not os.path.exists(f"/proc/{hung}")
+
+
 def tracker_pid(run: support.Run) -> int:
     """The tracker among the launcher's children."""
     children = f"/proc/{run.process.pid}/task/{run.process.pid}/children"
