@@ -47,6 +47,17 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
     assert not run.events("end"), "the limit was never reached, this test proves nothing"
 
 
+def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
+    """The agent, and with it the control store, is frozen in the middle of a run: the steps go on without them."""
+    run = support.start(tmp_path / "run", data_dir, steps=40)
+    support.wait_for_step(run, 5)
+    run.process.send_signal(signal.SIGSTOP)
+    support.wait_for_step(run, 39)
+    assert not run.events("end"), "agreeing on the end needs the store"
+    run.process.send_signal(signal.SIGCONT)
+    run.check()
+
+
 def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, data_dir, reference):
     run = support.start(tmp_path / "run", data_dir, steps=support.STEPS, extra=("--track", "tensorboard"))
     support.wait_for_step(run, 1)
