@@ -2,8 +2,12 @@
 
 One object per epoch; it is never repaired, only replaced. ``ProcessGroup.abort`` does nothing on gloo, and after a
 ``kill -9`` only the ring neighbours of the dead see a reset, so :meth:`OuterCommunicator.abort` shuts down the sockets
-that gloo connected while the process group was built. That makes every pending operation here *and at the peers* fail
-within milliseconds, which is also how peers without an agent's notice learn of it.
+that gloo connected while the process group was built. That makes pending operations here *and at the peers* fail within
+milliseconds, which is also how peers without an agent's notice learn of it.
+
+Nearly always: gloo can forget to fail an operation whose payload is half received when the connection breaks (seen when
+a rank had been descheduled in the last all-reduce of a step). Such an operation is abandoned a moment after the abort,
+its buffer is never used again, and its process group is kept until it has ended: the destructor would wait for it.
 
 Failures it assumes: any peer may vanish or stop at any time; an operation may then fail, or complete here and fail
 elsewhere. The buffer of a failed in-place all-reduce is partly overwritten.
@@ -24,6 +28,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.types import GroupId
+
+_POLL_S = 0.0005
+_GRACE_S = 0.1
+"""How long an aborted operation may take to fail before it is abandoned. A failing one needs a few milliseconds."""
+
+_ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
 
 
 class Broken(Exception):
@@ -49,6 +59,7 @@ class OuterCommunicator:
         self._sockets: dict[int, int] = {}
         self._aborted = threading.Event()
         self._group: Any = None
+        self._started: list[Work] = []
         if len(self.members) > 1:
             before = _open_sockets()
             self._group = dist.ProcessGroupGloo(
@@ -58,15 +69,15 @@ class OuterCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start summing ``tensor`` in place over the members."""
-        return self._start(lambda group: group.allreduce([tensor]))
+        return self._start(lambda group: group.allreduce([tensor]), Work)
 
     def send(self, tensor: torch.Tensor, to: GroupId, tag: int) -> Work:
         """Start sending a contiguous tensor to one member."""
-        return self._start(lambda group: group.send([tensor], self.members.index(to), tag))
+        return self._start(lambda group: group.send([tensor], self.members.index(to), tag), PointToPoint)
 
     def receive(self, tensor: torch.Tensor, source: GroupId, tag: int) -> Work:
         """Start receiving into a contiguous tensor of the sender's shape and dtype."""
-        return self._start(lambda group: group.recv([tensor], self.members.index(source), tag))
+        return self._start(lambda group: group.recv([tensor], self.members.index(source), tag), PointToPoint)
 
     def abort(self) -> None:
         """Make every pending and future operation fail, here and at the peers. Any thread, any number of times."""
@@ -74,42 +85,99 @@ class OuterCommunicator:
         for fd, inode in self._sockets.items():
             _shutdown(fd, inode)
 
-    def _start(self, operation: Callable[[Any], Any]) -> Work:
+    def close(self) -> None:
+        """Abort, and give back memory, threads and sockets, at once or when the last operation has ended."""
+        self.abort()
+        _abandoned.append((self._group, self._started))
+        self._group, self._started = None, []
+        deadline = time.monotonic() + _GRACE_S
+        while not _sweep() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _start(self, operation: Callable[[Any], Any], kind: type[Work]) -> Work:
         if self._aborted.is_set():
             raise Broken("the communicator was aborted")
         if self._group is None:
-            return Work(None)
+            return kind(None, self._aborted)
         try:
-            return Work(operation(self._group))
+            work = kind(operation(self._group), self._aborted)
         except RuntimeError as error:
             raise Broken(_first_line(error)) from None
+        self._started = [other for other in self._started if not other.settled()] + [work]
+        return work
 
 
 class Work:
-    """A started operation."""
+    """A started collective."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, aborted: threading.Event) -> None:
+        self._work, self._aborted = work, aborted
 
     def wait(self) -> None:
-        """Return when it is complete; raise :class:`Broken` when it failed. Releases the GIL meanwhile."""
-        if self._work is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            # The exception's traceback would keep the process group, and so its sockets, alive.
-            message = _first_line(error.with_traceback(None))
-            raise Broken(message) from None
+        """Return when it is complete; raise :class:`Broken` when it failed or was abandoned. Releases the GIL."""
+        while self._work is not None:
+            try:
+                self._work.wait(timedelta(seconds=_GRACE_S))
+                return
+            except RuntimeError as error:
+                # The exception's traceback would keep the process group, and so its sockets, alive.
+                message = _first_line(error.with_traceback(None))
+            if self._work.is_completed():
+                raise Broken(message)
+            if self._aborted.is_set() and not self.settles_within(_GRACE_S):
+                raise Broken(_ABANDONED)
+
+    def settled(self) -> bool:
+        """Whether the operation has ended, well or not, and does not touch its buffer any more."""
+        return self._work is None or self._work.is_completed()
 
     def settles_within(self, timeout_s: float) -> bool:
-        """After an abort: whether the operation has stopped touching its buffer."""
+        """After an abort: whether it ends in time."""
         deadline = time.monotonic() + timeout_s
-        while self._work is not None and not self._work.is_completed():
+        while not self.settled():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.0005)
+            time.sleep(_POLL_S)
         return True
+
+
+class PointToPoint(Work):
+    """A started send or receive. gloo ends one whose wait times out, so a thread waits, and can be left behind."""
+
+    def __init__(self, work: Any, aborted: threading.Event) -> None:
+        super().__init__(work, aborted)
+        self._message: str | None = None
+        self._thread: threading.Thread | None = None
+        if work is not None:
+            self._thread = threading.Thread(target=self._wait_for, args=(work,), name="megatron_ft-p2p", daemon=True)
+            self._thread.start()
+
+    def _wait_for(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._message = _first_line(error.with_traceback(None))
+
+    def wait(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_GRACE_S)
+            if self._aborted.is_set() and not self.settles_within(_GRACE_S):
+                raise Broken(_ABANDONED)
+        if self._message is not None:
+            raise Broken(self._message)
+
+    def settled(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+
+_abandoned: list[tuple[Any, list[Work]]] = []
+"""Process groups that could not be destroyed yet, with their started operations."""
+
+
+def _sweep() -> bool:
+    """Destroy the abandoned process groups whose operations have all ended; True when none is left."""
+    _abandoned[:] = [entry for entry in _abandoned if not all(work.settled() for work in entry[1])]
+    return not _abandoned
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,7 +37,6 @@ from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
 _STORE_TIMEOUT_S = 30.0
-_DRAIN_S = 5.0
 
 Dataset = Callable[[Microbatch], Any]
 """Microbatch id -> whatever the engine's loss function takes. Must be a pure function of the id."""
@@ -313,7 +312,7 @@ class Session:
         except Broken:
             outer.abort()
             for bucket, work in works.items():
-                if not work.settles_within(_DRAIN_S):
+                if not work.settles_within(_POLL_S):
                     self._engine.replace_reduced(bucket)
             raise
         self._points.reach("gate", step)
@@ -345,12 +344,19 @@ class Session:
                 for group in lacking:
                     outer.send(self._engine.reduced(bucket), group, bucket).wait()
             elif self.group in lacking:
-                outer.receive(self._engine.reduced(bucket), view.final[bucket], bucket).wait()
+                self._receive_bucket(outer, bucket, view.final[bucket])
         if received is not None:
             self._engine.load_state(received["engine"])
             if received["result"] is not None:
                 self._result = StepResult(*received["result"])
         self._feed(recovery.Transferred(view.epoch))
+
+    def _receive_bucket(self, outer: OuterCommunicator, bucket: int, owner: int) -> None:
+        try:
+            outer.receive(self._engine.reduced(bucket), owner, bucket).wait()
+        except Broken:
+            self._engine.replace_reduced(bucket)  # whatever may still arrive there
+            raise
 
     def _full_state(self) -> Mapping[str, Any]:
         result = self._result
@@ -397,9 +403,9 @@ class Session:
     def _close_epoch(self) -> None:
         self._interruption = self._interruption or _Interruption(time.monotonic())
         with self._outer_lock:
-            if self._outer is not None:
-                self._outer.abort()
-                self._outer = None
+            outer, self._outer = self._outer, None
+        if outer is not None:
+            outer.close()
 
     def _adopt(self, view: View) -> None:
         if view.epoch <= self._state.view.epoch:
