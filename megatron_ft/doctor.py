@@ -1,8 +1,8 @@
-"""``megatron-ft doctor``: what works on this machine, what is missing, and how to get it. It tries things, not versions."""
+"""``megatron-ft doctor``: what works on this machine, what is missing, how to get it. It tries things, not versions."""
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -12,10 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 OK, MISSING, BROKEN = "ok", "missing", "broken"
@@ -29,7 +32,21 @@ assert float(x.sum()) == 2000.0
 print("ok", flush=True)
 os._exit(0)
 """
-_GLOO_DEADLINE_S = 60.0
+_GLOO_DEADLINE_S = 30.0
+_IMPORT_DEADLINE_S = 120.0
+_TORCH_FACTS = """
+import json, torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+nccl = dist.is_available() and dist.is_nccl_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
+    "threads": torch.get_num_threads(),
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and nccl else "",
+    "built_with_nccl": nccl,
+}))
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ def run_doctor(console: Console, as_json: bool = False) -> int:
     """Print the findings; returns 0 when everything the main job needs works, else 1."""
     findings = examine()
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1), file=console.file)
     else:
         console.print(_table(findings))
     return 1 if any(finding.needed and finding.state != OK for finding in findings) else 0
@@ -55,7 +72,7 @@ def run_doctor(console: Console, as_json: bool = False) -> int:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which a reader wants them."""
-    checks: list[Callable[[], list[Finding]]] = [_machine, _base, _torch, _gloo, _cuda, _engines, _extras, _slurm]
+    checks: list[Callable[[], list[Finding]]] = [_machine, _torch, _gloo, _base, _engines, _extras, _slurm]
     return [finding for check in checks for finding in check()]
 
 
@@ -66,7 +83,7 @@ def _table(findings: list[Finding]) -> Table:
     colours = {OK: "green", MISSING: "yellow", BROKEN: "red"}
     for finding in findings:
         state = f"[{colours[finding.state]}]{finding.state}[/]"
-        table.add_row(finding.what, state, finding.details, finding.remedy)
+        table.add_row(finding.what, state, escape(finding.details), escape(finding.remedy))
     return table
 
 
@@ -78,7 +95,20 @@ def _machine() -> list[Finding]:
     return [
         Finding("python", OK if good else BROKEN, python, "" if good else "Python 3.11 or newer", needed=True),
         Finding("machine", OK, f"{os.cpu_count()} cores, {memory:.0f} GiB, /dev/shm {shm:.1f} GiB free"),
+        _clock(),
     ]
+
+
+def _clock() -> Finding:
+    """Whether the kernel calls the wall clock synchronised: with several hosts, the record's times are compared."""
+    details = f"monotonic resolution {time.get_clock_info('monotonic').resolution:g} s"
+    ask = getattr(ctypes.CDLL(None), "ntp_gettime", None)
+    if ask is None:
+        return Finding("clock", OK, f"{details}; this system does not say whether it is synchronised")
+    unsynchronised = 5  # TIME_ERROR of <sys/timex.h>; the buffer is larger than the struct it fills
+    if ask(ctypes.create_string_buffer(256)) in (unsynchronised, -1):
+        return Finding("clock", MISSING, f"{details}; not synchronised", "chrony or ntpd; only with several hosts")
+    return Finding("clock", OK, f"{details}; synchronised")
 
 
 def _base() -> list[Finding]:
@@ -88,17 +118,60 @@ def _base() -> list[Finding]:
 
 def _package(name: str, remedy: str, needed: bool = False, module: str | None = None) -> Finding:
     """Import it: an installed package that cannot be imported is broken."""
-    if importlib.util.find_spec(module or name) is None:
+    module = module or name
+    if importlib.util.find_spec(module.split(".")[0]) is None:
         return Finding(name, MISSING, "", remedy, needed)
+    _, trouble = _try(f"import {module}")
+    if trouble:
+        return Finding(name, BROKEN, trouble, f"reinstall: {remedy}", needed)
+    return Finding(name, OK, _version(name), "", needed)
+
+
+def _try(code: str) -> tuple[str, str]:
+    """Run it in a process of its own: (output, what went wrong or ""). Compiled packages can crash or hang."""
     try:
-        importlib.import_module(module or name)
-        return Finding(name, OK, importlib.metadata.version(name), "", needed)
-    except Exception as error:  # whatever somebody else's package raises at import is the finding
-        return Finding(name, BROKEN, f"{type(error).__name__}: {error}", f"reinstall: {remedy}", needed)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {_IMPORT_DEADLINE_S:g} s"
+    if done.returncode == 0:
+        return done.stdout, ""
+    return "", (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+
+
+def _version(name: str) -> str:
+    """The installed version; empty for a package that was not installed by pip."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _torch() -> list[Finding]:
-    return [_package("torch", "pip install torch (CPU machines: a CPU wheel)", needed=True)]
+    """torch itself, and what it says about GPUs."""
+    remedy = "pip install torch (CPU machines: a CPU wheel)"
+    if importlib.util.find_spec("torch") is None:
+        return [Finding("torch", MISSING, "", remedy, needed=True)]
+    output, trouble = _try(_TORCH_FACTS)
+    if trouble:
+        return [Finding("torch", BROKEN, trouble, f"reinstall: {remedy}", needed=True)]
+    facts = json.loads(output.splitlines()[-1])
+    details = f"{facts['version']}, built for {facts['built_for']}, {facts['threads']} threads"
+    return [Finding("torch", OK, details, needed=True), _cuda(facts), _nccl(facts)]
+
+
+def _cuda(facts: dict[str, Any]) -> Finding:
+    devices = facts["devices"]
+    if not devices:
+        return Finding("CUDA", MISSING, "no usable GPU; runs use the CPU", "a GPU, its driver, a CUDA torch")
+    return Finding("CUDA", OK, ", ".join(f"{devices.count(name)} x {name}" for name in sorted(set(devices))))
+
+
+def _nccl(facts: dict[str, Any]) -> Finding:
+    if not facts["built_with_nccl"]:
+        return Finding("NCCL", MISSING, "this torch was built without it", "a CUDA build of torch")
+    if not facts["nccl"]:
+        return Finding("NCCL", MISSING, "torch was built with it, but there is no usable GPU", "a GPU and its driver")
+    return Finding("NCCL", OK, facts["nccl"])
 
 
 def _gloo() -> list[Finding]:
@@ -109,25 +182,28 @@ def _gloo() -> list[Finding]:
         outcomes = _all_reduce_between_two(f"{directory}/rendezvous")
     bad = [outcome for outcome in outcomes if outcome]
     if bad:
-        return [Finding("gloo", BROKEN, bad[0], "check that loopback and GLOO_SOCKET_IFNAME are usable", needed=True)]
+        return [Finding("gloo", BROKEN, bad[0], "check that the loopback interface is up", needed=True)]
     return [Finding("gloo", OK, "two processes, all-reduce over loopback", needed=True)]
 
 
 def _all_reduce_between_two(rendezvous: str) -> list[str]:
-    """What went wrong in each process; empty strings when nothing did."""
+    """What went wrong in each process; empty strings when nothing did. One deadline holds for both."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + _GLOO_DEADLINE_S
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _GLOO_TEST, str(rank), rendezvous],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **loopback},
         )
         for rank in range(2)
     ]
     outcomes = []
     for process in processes:
         try:
-            output, errors = process.communicate(timeout=_GLOO_DEADLINE_S)
+            output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             outcomes.append("" if output.strip() == "ok" else (errors.strip().splitlines() or ["no output"])[-1])
         except subprocess.TimeoutExpired:
             process.kill()
@@ -136,53 +212,39 @@ def _all_reduce_between_two(rendezvous: str) -> list[str]:
     return outcomes
 
 
-def _cuda() -> list[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return []
-    import torch
-    import torch.distributed as dist
-
-    findings = []
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        findings.append(Finding("CUDA", OK, f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"))
-    else:
-        findings.append(Finding("CUDA", MISSING, "no usable GPU; runs use the CPU", "a GPU, its driver, a CUDA torch"))
-    if dist.is_nccl_available():
-        findings.append(Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version()))))
-    else:
-        findings.append(Finding("NCCL", MISSING, "this torch was built without it", "a CUDA build of torch"))
-    return findings
-
-
 def _engines() -> list[Finding]:
-    later = "this version has no adapter for it"
+    later = "not in this version yet"
     return [
         Finding("engine torch_native", OK, "plain PyTorch, groups of 1 rank, gloo"),
-        Finding("engine deepspeed", MISSING, f"{later}; {_version('deepspeed')}"),
-        Finding("engine megatron", MISSING, f"{later}; {_version('megatron-core')}"),
+        Finding("engine deepspeed", MISSING, later),
+        Finding("engine megatron", MISSING, later),
     ]
-
-
-def _version(name: str) -> str:
-    try:
-        return f"{name} {importlib.metadata.version(name)} is installed"
-    except importlib.metadata.PackageNotFoundError:
-        return f"{name} is not installed"
 
 
 def _extras() -> list[Finding]:
     track = "pip install 'megatron_ft[track]'"
-    return [_apex(), _package("tensorboard", track), _package("wandb", track)]
+    return [
+        _package("tensorboard", track),
+        _package("wandb", track),
+        _package("deepspeed", "optional; pip install 'megatron_ft[deepspeed]'"),
+        _package("megatron-core", "optional; pip install megatron-core", module="megatron.core"),
+        _apex(),
+        _package("transformers", "optional; pip install transformers"),
+    ]
 
 
 def _apex() -> Finding:
     """NVIDIA's apex has compiled optimizers; the package called apex on PyPI is something else."""
-    remedy = "optional; build NVIDIA's from source: github.com/NVIDIA/apex (never `pip install apex`)"
+    remedy = (
+        "optional; PyPI's `apex` is another project, build NVIDIA's where CUDA's compiler is: "
+        "git clone https://github.com/NVIDIA/apex && cd apex && "
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation ."
+    )
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", MISSING, "torch's fused optimizers are used", remedy)
-    if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex.optimizers") is None:
-        return Finding("apex", BROKEN, "installed, but not NVIDIA's or without its CUDA extensions", remedy)
+    _, trouble = _try("import torch, amp_C; from apex.optimizers import FusedAdam")
+    if trouble:
+        return Finding("apex", BROKEN, f"not NVIDIA's, or without its CUDA extensions: {trouble}", remedy)
     return Finding("apex", OK, "NVIDIA's, with FusedAdam")
 
 

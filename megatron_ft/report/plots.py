@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
@@ -13,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from megatron_ft.faults.checkers import LOSS_TOLERANCE
 from megatron_ft.report.record import Failure, RunRecord
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
@@ -33,6 +36,8 @@ NAMES = {
     "dead": "dead",
 }
 _ZOOMS = 4
+_BEFORE = 1.5
+"""Step durations shown before a fault, so that a normal step is there to compare with."""
 
 
 def loss_plot(record: RunRecord, reference: RunRecord | None, path: Path) -> None:
@@ -47,7 +52,7 @@ def loss_plot(record: RunRecord, reference: RunRecord | None, path: Path) -> Non
     _curve(top, record.losses, color="#0072B2", linewidth=1.6, label="this run")
     _mark_failures(top, record)
     top.set_ylabel("loss")
-    top.legend(loc="lower left", frameon=False)
+    top.legend(loc="lower left", framealpha=0.8, edgecolor="none")
     top.xaxis.set_major_locator(MaxNLocator(integer=True))
     top.grid(alpha=0.25)
     if reference is not None:
@@ -63,35 +68,49 @@ def _curve(axes: Axes, losses: dict[int, float], **style) -> None:
 
 
 def _mark_failures(axes: Axes, record: RunRecord) -> None:
-    """A line per interrupted step; groups lost together share it."""
+    """A line per interrupted step; groups lost together share it. Labels too close together are staggered."""
     by_step: dict[int, list[Failure]] = {}
     for failure in record.failures:
         if failure.recovery:
             by_step.setdefault(failure.recovery["step"], []).append(failure)
+    last, row, previous = max(record.losses, default=0), 0, -math.inf
     for step, failures in sorted(by_step.items()):
+        late = step > 0.75 * last  # its label goes to the left, or it would leave the picture
+        row = row + 1 if step - previous < 0.3 * last else 0
+        previous = step
         axes.axvline(step, color=COLOURS["recover"], linestyle="--", linewidth=1)
-        what = failures[0].fault["signal"] or f"exit code {failures[0].fault['code']}"
-        groups = " ".join(str(failure.fault["group"]) for failure in failures)
         axes.annotate(
-            f"group {groups} lost\n{what}",
+            _lost(failures),
             xy=(step, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(4, -4),
+            xytext=(-4 if late else 4, -4 - 12 * (row % 3)),
             textcoords="offset points",
+            ha="right" if late else "left",
             va="top",
             fontsize=8,
             color=COLOURS["recover"],
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
+
+
+def _lost(failures: list[Failure]) -> str:
+    """"group 2 lost (SIGKILL)", or "groups 1 2 lost (SIGKILL)" when one recovery was for several."""
+    groups = " ".join(str(failure.fault["group"]) for failure in failures)
+    causes = {failure.fault["signal"] or f"exit code {failure.fault['code']}": None for failure in failures}
+    return f"group{'s' if len(failures) > 1 else ''} {groups} lost ({', '.join(causes)})"
 
 
 def _difference(axes: Axes, record: RunRecord, reference: RunRecord) -> None:
     common = sorted(record.losses.keys() & reference.losses.keys())
-    differences = [abs(record.losses[s] - reference.losses[s]) / reference.losses[s] for s in common]
+    differences = [abs(record.losses[s] - reference.losses[s]) / abs(reference.losses[s]) for s in common]
+    # A run that diverged must be seen to: the axis grows with the largest difference.
+    largest = max((value for value in differences if math.isfinite(value)), default=0.0)
+    top = 10.0 ** max(-4, math.ceil(math.log10(max(largest, 1e-9))) + 1)
     axes.plot(common, differences, color="#0072B2", linewidth=1.2, marker=".", markersize=3)
     axes.set_yscale("symlog", linthresh=1e-9)
-    axes.set_ylim(0, 1e-4)
-    axes.axhline(1e-5, color="#888888", linestyle=":", linewidth=1)
-    axes.set_yticks([0, 1e-9, 1e-7, 1e-5])
+    axes.set_ylim(0, top)
+    axes.axhline(LOSS_TOLERANCE, color="#888888", linestyle=":", linewidth=1)
+    axes.set_yticks([0, *(10.0**power for power in range(-9, round(math.log10(top)), 2))])
     axes.set_ylabel("relative\ndifference")
     axes.grid(alpha=0.25)
 
@@ -122,8 +141,9 @@ def _extent(record: RunRecord) -> tuple[float, float]:
 
 
 def _interruptions(record: RunRecord) -> list[tuple[float, float, str]]:
-    """(from, to, title) around each recovery: half a step before the first death until the step is committed."""
-    committed = {line["step"]: line for line in record.events("step")}
+    """(from, to, title) around each recovery: some steps' time before the first death until the step is committed."""
+    committed = {line["step"]: line for line in record.steps}
+    normal_s = median([line["duration_s"] for line in record.steps] or [0.0])
     by_epoch: dict[int, list[Failure]] = {}
     for failure in record.failures:
         if failure.recovery:
@@ -131,21 +151,17 @@ def _interruptions(record: RunRecord) -> list[tuple[float, float, str]]:
     found = []
     for failures in by_epoch.values():
         recovery = failures[0].recovery
-        step = committed.get(recovery["step"])
-        if step is None:
-            continue
         died = min(_died(record, failure) for failure in failures)
-        groups = " ".join(str(failure.fault["group"]) for failure in failures)
-        margin = 0.4 * step["duration_s"]
-        title = f"group {groups} lost in step {recovery['step']}: stall {recovery['stall_s']:.3f} s"
-        found.append((min(died, step["t"] - step["duration_s"]) - margin, step["t"] + margin, title))
+        over = committed.get(recovery["step"], recovery)["t"]  # not committed yet in a run that still goes on
+        title = f"{_lost(failures)} in step {recovery['step']}: stall {recovery['stall_s']:.3f} s"
+        found.append((died - _BEFORE * normal_s, max(died, over, recovery["t"]) + 0.4 * normal_s, title))
     return found
 
 
 def _died(record: RunRecord, failure: Failure) -> float:
-    """When the group died: when the signal was sent if it was injected, else when the agent noticed."""
-    sent = [line["t"] for line in record.events("inject") if line["pid"] == failure.fault["pid"]]
-    return sent[-1] if sent else failure.fault["t"]
+    """When the group died: when the signal was sent if it was injected, else as long before the notice as that says."""
+    sent = [line["t"] for line in record.injects if line["pid"] == failure.fault["pid"]]
+    return sent[-1] if sent else failure.fault["t"] - (failure.fault["detected_s"] or 0.0)
 
 
 def _draw(axes: Axes, record: RunRecord, zero: float, start: float, stop: float) -> None:

@@ -52,7 +52,7 @@ class RunRecord:
     @classmethod
     def load(cls, run_dir: Path) -> RunRecord:
         """Raises ``LaunchError`` when there is no record in the directory."""
-        lines = history.read(run_dir)
+        lines = history.read(run_dir) if run_dir.is_dir() else []
         if not lines:
             raise LaunchError(f"{run_dir} holds no run record ({history.FILE}); give the --run-dir of a launch")
         return cls(run_dir, lines)
@@ -60,10 +60,44 @@ class RunRecord:
     def events(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["event"] == event]
 
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return self.events("step")
+
+    @property
+    def faults(self) -> list[dict[str, Any]]:
+        return self.events("fault")
+
+    @property
+    def views(self) -> list[dict[str, Any]]:
+        return self.events("view")
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        return self.events("recovery")
+
+    @property
+    def injects(self) -> list[dict[str, Any]]:
+        return self.events("inject")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The configuration in force; empty when the file is missing."""
+        return _json_or(self.run_dir / "config.json", {})
+
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """The ranks alive when the file was last replaced; empty when it is missing."""
+        return _json_or(self.run_dir / "ranks.json", [])
+
     @cached_property
     def groups(self) -> int:
-        """How many groups the run started with."""
-        return self.events("start")[0]["groups"]
+        """How many groups the run started with. A record cut off at its head still has it in a view or a step."""
+        for line in self.events("start"):
+            return line["groups"]
+        if "groups" in self.config:
+            return self.config["groups"]
+        return 1 + max((group for line in self.views + self.steps for group in line["live"]), default=-1)
 
     @cached_property
     def losses(self) -> dict[int, float]:
@@ -76,17 +110,17 @@ class RunRecord:
 
     @cached_property
     def steps_lost(self) -> int:
-        """Step numbers up to the last one that have no line."""
-        return max(self.losses, default=-1) + 1 - len(self.losses)
+        """Step numbers up to the last one that have no line; ``end`` tells which the last one is."""
+        last = max([*self.losses, self.end["step"] if self.end else -1], default=-1)
+        return sum(step not in self.losses for step in range(last + 1))
 
     @cached_property
     def failures(self) -> list[Failure]:
         """In the order in which they were noticed. A recovery belongs to every group its interruption lost."""
-        views = self.events("view")
         found = []
-        for fault in self.events("fault"):
-            view = next((view for view in views if str(fault["group"]) in view["lost"]), None)
-            after = [line for line in self.events("recovery") if view is not None and line["epoch"] >= view["epoch"]]
+        for fault in self.faults:
+            view = next((view for view in self.views if str(fault["group"]) in view["lost"]), None)
+            after = [line for line in self.recoveries if view is not None and line["epoch"] >= view["epoch"]]
             found.append(Failure(fault, view, min(after, key=lambda line: line["epoch"], default=None)))
         return found
 
@@ -100,6 +134,13 @@ class RunRecord:
                 for line in path.read_text(encoding="utf-8").splitlines():
                     spans[group] += _spans(line)
         return spans
+
+
+def _json_or(path: Path, otherwise: Any) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return otherwise  # the record is read for what it has; history.jsonl alone is required
 
 
 def _spans(line: str) -> list[Span]:

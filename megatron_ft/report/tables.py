@@ -21,7 +21,7 @@ def failures_table(record: RunRecord) -> Table:
         ("buckets\nkept /\nredone", "right"),
     ):
         table.add_column(name, justify=justify)
-    points = {line["pid"]: line.get("point") for line in record.events("inject")}
+    points = {line["pid"]: line.get("point") for line in record.injects}
     for failure in record.failures:
         table.add_row(*_row(failure, points.get(failure.fault["pid"])))
     table.caption = f"steps lost = {record.steps_lost}"
@@ -50,7 +50,7 @@ def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Tabl
     table = Table(title="Run", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    steps = record.events("step")
+    steps = record.steps
     table.add_row("steps committed", str(len(record.losses)))
     table.add_row("steps lost", str(record.steps_lost))
     table.add_row("microbatches in every step", " ".join(str(n) for n in sorted({s["microbatches"] for s in steps})))
@@ -64,7 +64,7 @@ def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Tabl
 
 
 def compare(record: RunRecord, reference: RunRecord) -> dict[str, float]:
-    """Relative differences to a failure-free run of the same job and seed, by name; no norm while a run is unfinished."""
+    """Relative differences to a failure-free run of the same job and seed, by name; no norm while it is unfinished."""
     found = {"largest relative loss difference": checkers.largest_loss_difference(record.lines, reference.lines)}
     if record.end and reference.end:
         mine, theirs = record.end["params_norm"], reference.end["params_norm"]

@@ -51,10 +51,13 @@ class WandbTracker:
     """A wandb run in ``run_dir/wandb``; offline unless the user has set ``WANDB_MODE``."""
 
     def __init__(self, run_dir: Path) -> None:
-        import wandb
-
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_SILENT", "true")
+        # Its debug logs, caches and settings would go to the home directory, which other runs share or which is full.
+        for kind in ("CACHE", "CONFIG", "DATA"):
+            os.environ.setdefault(f"WANDB_{kind}_DIR", str((run_dir / "wandb" / kind.lower()).resolve()))
+        import wandb  # after the environment: it reads it when it is imported
+
         self._run = wandb.init(project="megatron_ft", name=run_dir.name, dir=str(run_dir))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -73,14 +76,14 @@ def check_trackers(names: Iterable[str]) -> None:
         if name not in _PACKAGES:
             raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_PACKAGES)}")
         if importlib.util.find_spec(_PACKAGES[name]) is None:
-            raise ConfigError(f"tracker {name} is not installed; pip install 'megatron_ft[track]'")
+            raise ConfigError(f"{name} is not installed; pip install 'megatron_ft[track]'")
 
 
-def scalars(event: Mapping[str, Any]) -> tuple[int, dict[str, float]] | None:
-    """The step and the numbers an event adds to the trackers, or None."""
+def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, float]] | None:
+    """The step and the numbers an event adds to the trackers, or None. ``failures`` is how many faults came before."""
     if event["event"] == "step":
-        live = float(len(event["live"]))
-        return event["step"], {"loss": event["loss"], "duration_s": event["duration_s"], "live_groups": live}
+        counts = {"live_groups": float(len(event["live"])), "failures": float(failures)}
+        return event["step"], {"loss": event["loss"], "duration_s": event["duration_s"], **counts}
     if event["event"] == "recovery":
         return event["step"], {"stall_s": event["stall_s"], "patched_microbatches": float(event["patched"])}
     return None
@@ -102,16 +105,17 @@ def main() -> int:
 
 
 def run(run_dir: Path, names: Iterable[str]) -> None:
-    """Feed the trackers until the run is over or its agent is gone. One that fails is dropped with a line that says so."""
+    """Feed the trackers until the run is over or its agent is gone. One that fails is dropped, and a line says so."""
     agent = os.getppid()
-    over = threading.Event()
+    over, failures = threading.Event(), 0
     trackers: dict[str, Tracker] = {}
     for name in names:
         _guarded(name, trackers, lambda name=name: trackers.update({name: _TRACKERS[name](run_dir)}))
     for event in follow(run_dir, lambda: over.is_set() or os.getppid() != agent):
         if event["event"] in ("end", "stop"):
             over.set()
-        found = scalars(event)
+        failures += event["event"] == "fault"
+        found = scalars(event, failures)
         for name, one in list(trackers.items()) if found else []:
             _guarded(name, trackers, lambda one=one, found=found: one.log(*found))
     for name, one in list(trackers.items()):

@@ -1,23 +1,24 @@
-"""Tables and pictures compute what the record says; trackers are fed by it; doctor tries things."""
+"""Tables and pictures compute what the record says; a history is followed while it grows."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
-from megatron_ft import doctor
-from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.report import follow, plots, tables, tracker
+from megatron_ft.errors import LaunchError
+from megatron_ft.report import follow, plots, tables
 from megatron_ft.report.record import RunRecord
 from megatron_ft.runtime import history
 
 
 @pytest.fixture
 def run_dir(tmp_path):
+    return write_run(tmp_path)
+
+
+def write_run(run_dir):
     """A synthetic run of four steps; group 1 dies in step 2."""
     died = "rank 0 on h (pid 7) ended with SIGKILL"
     lines = [
@@ -41,14 +42,14 @@ def run_dir(tmp_path):
         ("end", {"step": 3, "loss": 5.0, "params_norm": 10.0, "params_sha256": "x"}),
     ]
     for event, fields in lines:
-        history.append(tmp_path, event, **fields)
-    (tmp_path / "timeline").mkdir()
+        history.append(run_dir, event, **fields)
+    (run_dir / "timeline").mkdir()
     for group in range(2):
         spans = [["compute", 1.0, 2.0], ["reduce", 2.0, 2.2], ["patch", 2.2, 2.4]]
-        (tmp_path / "timeline" / f"g{group}.p0.jsonl").write_text(
+        (run_dir / "timeline" / f"g{group}.p0.jsonl").write_text(
             json.dumps({"step": 2, "epoch": 0, "spans": spans}) + '\n{"step": 3, "ep'
         )
-    return tmp_path
+    return run_dir
 
 
 def step(number: int, loss: float, live: list[int]) -> dict:
@@ -73,6 +74,35 @@ def test_a_lost_step_is_counted(tmp_path):
     assert RunRecord.load(tmp_path).steps_lost == 1
 
 
+def test_a_lost_last_step_is_counted(tmp_path):
+    """Its number is known from the end line alone."""
+    for number in (0, 1):
+        history.append(tmp_path, "step", **step(number, 1.0, [0]))
+    history.append(tmp_path, "end", step=2, loss=1.0, params_norm=1.0, params_sha256="x")
+    assert RunRecord.load(tmp_path).steps_lost == 1
+
+
+def test_a_record_is_read_for_what_it_has(run_dir):
+    """A torn last line, a file that is missing or damaged: none of them hides the rest."""
+    with (run_dir / history.FILE).open("a") as file:
+        file.write('{"t": 1.0, "event": "sto')
+    (run_dir / "config.json").write_text('{"groups": 2}')
+    (run_dir / "ranks.json").write_text("[{")
+    record = RunRecord.load(run_dir)
+    assert [line["step"] for line in record.steps] == [0, 1, 2, 3]
+    assert [line["pid"] for line in record.injects] == [line["pid"] for line in record.faults] == [7]
+    assert [line["epoch"] for line in record.views] == [0, 1]
+    assert [line["patched"] for line in record.recoveries] == [2]
+    assert (record.config, record.ranks, record.end["step"]) == ({"groups": 2}, [], 3)
+
+
+def test_groups_are_known_without_the_start_line(tmp_path):
+    history.append(tmp_path, "step", **step(0, 1.0, [0, 2]))
+    assert RunRecord.load(tmp_path).groups == 3
+    (tmp_path / "config.json").write_text('{"groups": 5}')
+    assert RunRecord.load(tmp_path).groups == 5
+
+
 def test_a_reset_that_came_before_the_notice_is_told(run_dir):
     record = RunRecord.load(run_dir)
     record.events("view")[1]["reason"] = "group 0: connection reset"
@@ -90,8 +120,11 @@ def test_runs_are_compared_step_by_step(run_dir, tmp_path_factory):
 
 
 def test_a_directory_without_a_record_is_named(tmp_path):
-    with pytest.raises(LaunchError, match="holds no run record"):
-        RunRecord.load(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path, tmp_path / "not there", file):
+        with pytest.raises(LaunchError, match="holds no run record"):
+            RunRecord.load(path)
 
 
 def test_pictures_are_drawn(run_dir):
@@ -103,6 +136,24 @@ def test_pictures_are_drawn(run_dir):
     for name in ("loss.png", "alone.png", "timeline.png"):
         content = (run_dir / name).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) > 5000
+
+
+def test_a_run_that_diverged_stays_on_the_difference_axis(run_dir):
+    """0.1 is far above what a healthy run shows; an axis that ended below would hide it."""
+    record = RunRecord.load(run_dir)
+    reference = RunRecord(run_dir, [{**line, "loss": line.get("loss", 0.0) * 1.1} for line in record.lines])
+    figure, axes = plots.plt.subplots()
+    plots._difference(axes, record, reference)
+    assert axes.get_ylim()[1] > 0.1
+    plots.plt.close(figure)
+
+
+def test_an_interruption_is_shown_with_a_normal_step_before_it(run_dir):
+    record = RunRecord.load(run_dir)
+    ((start, stop, title),) = plots._interruptions(record)
+    assert title == "group 1 lost (SIGKILL) in step 2: stall 0.125 s"
+    assert start == pytest.approx(record.injects[0]["t"] - 1.5)
+    assert stop > record.steps[2]["t"]
 
 
 def test_following_waits_for_whole_lines_and_skips_torn_ones(tmp_path):
@@ -127,8 +178,12 @@ def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
         for event in history.read(run_dir):
             view.update(event)
     said = capsys.readouterr().out
-    for word in ("step 1/4", "group 1 lost: rank 0 on h (pid 7) ended with SIGKILL", "step 2 goes on: 2 microbatches taken "
-                 "over by groups 0; stalled 0.12 s", "all 4 steps done"):
+    for word in (
+        "step 1/4",
+        "group 1 lost: rank 0 on h (pid 7) ended with SIGKILL",
+        "step 2 goes on: 2 microbatches taken over by groups 0; stalled 0.12 s",
+        "all 4 steps done",
+    ):
         assert word in said
 
 
@@ -141,67 +196,9 @@ def test_on_a_terminal_there_is_a_bar(run_dir):
         assert view._bar.tasks[0].fields["live"] == "1/2"
 
 
-def test_an_unknown_tracker_is_refused():
-    with pytest.raises(ConfigError, match="'mlflow' is not known; known are: tensorboard, wandb"):
-        tracker.check_trackers(["mlflow"])
-
-
-def run_tracker(run_dir, names: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", run_dir, "--track", names],
-        capture_output=True, text=True, timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def test_tensorboard_gets_every_step(run_dir):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
-    run_tracker(run_dir, "tensorboard")
-    run_tracker(run_dir, "tensorboard")  # a restarted tracker starts over, it does not double
-    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 8.0), (1, 7.0), (2, 6.0), (3, 5.0)]
-    assert [(e.step, e.value) for e in events.Scalars("patched_microbatches")] == [(2, 2.0)]
-
-
-def test_a_tracker_that_fails_does_not_stop_the_other(run_dir, monkeypatch, capsys):
-    logged = []
-
-    class Broken:
-        def __init__(self, run_dir):
-            raise RuntimeError("service is down")
-
-    class Good:
-        def __init__(self, run_dir):
-            pass
-
-        def log(self, step, scalars):
-            logged.append(step)
-
-        def close(self):
-            logged.append("closed")
-
-    monkeypatch.setattr(tracker, "_TRACKERS", {"wandb": Broken, "tensorboard": Good})
-    tracker.run(run_dir, ["wandb", "tensorboard"])
-    assert logged == [0, 1, 2, 2, 3, "closed"]
-    assert "wandb failed and is dropped" in capsys.readouterr().err
-
-
-def test_wandb_writes_offline(run_dir):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    run_tracker(run_dir, "wandb")
-    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_doctor_finds_that_the_main_job_runs_here(capsys):
-    assert doctor.run_doctor(Console(), as_json=True) == 0
-    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert findings["gloo"]["state"] == "ok"
-    assert findings["engine deepspeed"]["state"] == "missing"
-
-
-def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
-    assert doctor.run_doctor(Console(width=200)) == 1
-    assert "pip install it" in capsys.readouterr().out
+def test_progress_may_be_told_the_steps_beforehand(capsys):
+    with follow.ProgressView(1, Console(force_terminal=False, width=200), total_steps=20) as view:
+        for number in range(20):
+            view.update({"event": "step", **step(number, 1.0, [0])})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("step 1/20") and len(said) == 10

@@ -1,0 +1,50 @@
+"""Doctor tries things: a real all-reduce, real imports in processes of their own."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+
+from megatron_ft import doctor
+
+
+def test_doctor_finds_that_the_main_job_runs_here(capsys):
+    assert doctor.run_doctor(Console(), as_json=True) == 0
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["gloo"]["state"] == "ok"
+    assert findings["engine deepspeed"]["state"] == "missing"
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
+    for check in ("_torch", "_gloo", "_engines", "_extras", "_slurm"):
+        monkeypatch.setattr(doctor, check, lambda: [])  # the test above runs them
+    monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
+    assert doctor.run_doctor(Console(width=200)) == 1
+    assert "pip install it" in capsys.readouterr().out
+
+
+def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
+    """PyPI's apex fails to import; a compiled package can take its process down. Neither ends doctor."""
+    (tmp_path / "apex.py").write_text("import pyramid_is_not_here")
+    (tmp_path / "crashes.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    apex = doctor._apex()
+    assert apex.state == "broken" and "github.com/NVIDIA/apex" in apex.remedy and "PyPI" in apex.remedy
+    crashed = doctor._package("crashes", "pip install it", needed=True)
+    assert crashed.state == "broken" and crashed.details
+
+
+def test_the_table_keeps_brackets(capsys):
+    """rich would take [track] for markup."""
+    finding = doctor.Finding("wandb", doctor.MISSING, "", "pip install 'megatron_ft[track]'")
+    Console(width=120).print(doctor._table([finding]))
+    assert "'megatron_ft[track]'" in capsys.readouterr().out
+
+
+def test_a_gloo_that_hangs_is_ended_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(doctor, "_GLOO_TEST", "import signal; signal.pause()")
+    monkeypatch.setattr(doctor, "_GLOO_DEADLINE_S", 0.2)
+    (finding,) = doctor._gloo()
+    assert finding.state == "broken" and "no answer within 0.2 s" in finding.details

@@ -1,0 +1,100 @@
+"""Trackers in their own process: fed by the record alone, guarded from each other, over when the run is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.report import tracker
+from megatron_ft.runtime import history
+from tests.unit.test_report import write_run
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return write_run(tmp_path)
+
+
+def test_an_unknown_tracker_is_refused():
+    with pytest.raises(ConfigError, match="'mlflow' is not known; known are: tensorboard, wandb"):
+        tracker.check_trackers(["mlflow"])
+
+
+def test_a_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^tensorboard is not installed; pip install 'megatron_ft\[track\]'$"):
+        tracker.check_trackers(["tensorboard"])
+
+
+def run_tracker(run_dir, names: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", run_dir, "--track", names],
+        capture_output=True, text=True, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_tensorboard_gets_every_step(run_dir):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    run_tracker(run_dir, "tensorboard")
+    run_tracker(run_dir, "tensorboard")  # a restarted tracker starts over, it does not double
+    events = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 8.0), (1, 7.0), (2, 6.0), (3, 5.0)]
+    assert [(e.step, e.value) for e in events.Scalars("patched_microbatches")] == [(2, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("stall_s")] == [(2, 0.125)]
+    assert [e.value for e in events.Scalars("failures")] == [0.0, 0.0, 1.0, 1.0]
+    assert [e.value for e in events.Scalars("live_groups")] == [2.0, 2.0, 1.0, 1.0]
+
+
+class Broken:
+    def __init__(self, run_dir):
+        raise RuntimeError("service is down")
+
+
+class Good:
+    """Remembers what it was given."""
+
+    logged: list = []
+
+    def __init__(self, run_dir):
+        self.logged.clear()
+
+    def log(self, step, scalars):
+        self.logged.append(step)
+
+    def close(self):
+        self.logged.append("closed")
+
+
+def test_a_tracker_that_fails_does_not_stop_the_other(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(tracker, "_TRACKERS", {"wandb": Broken, "tensorboard": Good})
+    tracker.run(run_dir, ["wandb", "tensorboard"])
+    assert Good.logged == [0, 1, 2, 2, 3, "closed"]
+    assert "wandb failed and is dropped" in capsys.readouterr().err
+
+
+def test_the_tracker_ends_when_its_agent_is_gone(run_dir, monkeypatch):
+    """No end in the record, and a parent that changes: what is there is written, then it is over."""
+    kept = [line for line in (run_dir / history.FILE).read_text().splitlines() if '"end"' not in line]
+    (run_dir / history.FILE).write_text("\n".join(kept) + "\n")
+    parents = iter([4242])
+    monkeypatch.setattr(tracker.os, "getppid", lambda: next(parents, 1))
+    monkeypatch.setattr(tracker, "_TRACKERS", {"tensorboard": Good})
+    tracker.run(run_dir, ["tensorboard"])
+    assert Good.logged[-2:] == [3, "closed"]
+
+
+def test_wandb_writes_offline_and_into_the_run_directory_only(run_dir, tmp_path_factory, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_MODE", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    run_tracker(run_dir, "wandb")
+    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert not list(home.rglob("*"))
