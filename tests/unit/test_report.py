@@ -194,11 +194,3 @@ def test_on_a_terminal_there_is_a_bar(run_dir):
             view.update(event)
         assert view._bar.tasks[0].completed == 4
         assert view._bar.tasks[0].fields["live"] == "1/2"
-
-
-def test_progress_may_be_told_the_steps_beforehand(capsys):
-    with follow.ProgressView(1, Console(force_terminal=False, width=200), total_steps=20) as view:
-        for number in range(20):
-            view.update({"event": "step", **step(number, 1.0, [0])})
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("step 1/20") and len(said) == 10
