@@ -1,0 +1,178 @@
+"""Balanced integer flows from shards to groups: what ``scheduler`` asks of scipy and ortools.
+
+A problem is a supply per row (shard), edges from rows to columns (groups) that may carry any amount, and a weight per
+column. The least T is sought for which every column gets at most floor(T * weight); then, at that T, the flow that keeps
+most of what is where it is. Rows without an edge may go to any column through one shared node.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import min_cost_flow
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+Ints = NDArray[np.int64]
+
+
+class Edges(NamedTuple):
+    """Edges as two aligned arrays, and the rows that may go anywhere."""
+
+    rows: Ints
+    columns: Ints
+    anywhere: Ints
+
+
+class _Graph(NamedTuple):
+    """Arcs of the whole network: source -> rows -> (anybody ->) columns -> sink. ``last`` arcs end in the sink."""
+
+    tails: Ints
+    heads: Ints
+    capacities: Ints
+    nodes: int
+    source: int
+    sink: int
+    middle: int
+    last: int
+
+
+def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints | None) -> list[dict[int, int]]:
+    """Per column, how much of which row it gets: ``[{row: amount}]``.
+
+    Args:
+        supply: amount of each row, shape [rows].
+        edges: where it may go.
+        weights: relative capacity of each column, > 0, shape [columns].
+        kept: amount that is on each edge already, shape [edges]; None when nothing is.
+    """
+    graph = _graph(supply, edges, len(weights))
+    limits = _least_limits(graph, int(supply.sum()), weights)
+    amounts = _flow(graph, limits, supply) if kept is None else _cheapest_flow(graph, limits, supply, kept)
+    found: list[dict[int, int]] = [{} for _ in weights]
+    count = len(edges.rows)
+    for row, column, amount in zip(edges.rows, edges.columns, amounts[:count], strict=True):
+        if amount:
+            found[column][int(row)] = int(amount)
+    _share_anywhere(found, supply, edges.anywhere, amounts[count : count + len(weights)])
+    return found
+
+
+def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
+    """Arcs in a fixed order: edges, anybody -> columns, rows -> anybody, source -> rows, columns -> sink."""
+    rows = len(supply)
+    anybody, source, sink = rows + columns, rows + columns + 1, rows + columns + 2
+    everyone = np.arange(columns, dtype=np.int64)
+    total = int(supply.sum())
+    tails = [edges.rows, np.full(columns, anybody), edges.anywhere, np.full(rows, source), everyone + rows]
+    heads = [
+        edges.columns + rows,
+        everyone + rows,
+        np.full(len(edges.anywhere), anybody),
+        np.arange(rows),
+        np.full(columns, sink),
+    ]
+    capacities = [
+        supply[edges.rows],
+        np.full(columns, total if len(edges.anywhere) else 0),
+        supply[edges.anywhere],
+        supply,
+        np.zeros(columns),
+    ]
+    join = [np.concatenate(parts).astype(np.int64) for parts in (tails, heads, capacities)]
+    middle = len(edges.rows) + columns + len(edges.anywhere)
+    return _Graph(*join, nodes=sink + 1, source=source, sink=sink, middle=middle, last=columns)
+
+
+def _least_limits(graph: _Graph, total: int, weights: NDArray[np.float64]) -> Ints:
+    """Column limits floor(T * weight) for the least T at which everything fits: search by doubling, then halving.
+
+    The ideal T is tried first: with a Golomb placement it nearly always fits.
+    """
+    candidates = _candidates(total, weights)
+    low, high, width = 0, 0, 1
+    while not _fits(graph, _limits(candidates[high], weights), total):
+        low, high, width = high + 1, min(high + width, len(candidates) - 1), 2 * width
+    while low < high:
+        half = (low + high) // 2
+        if _fits(graph, _limits(candidates[half], weights), total):
+            high = half
+        else:
+            low = half + 1
+    return _limits(candidates[high], weights)
+
+
+def _candidates(total: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """All T at which some limit grows by one, from the ideal to the one where a single column could take everything."""
+    if weights.min() == weights.max():
+        ideal = -(-total // len(weights))
+        return np.arange(ideal, total + 1) / weights[0]
+    loads = np.arange(1, total + 1)
+    times = np.unique((loads[:, None] / np.unique(weights)[None, :]).ravel())
+    return times[times >= total / weights.sum() - 1e-9]
+
+
+def _limits(time: float, weights: NDArray[np.float64]) -> Ints:
+    return np.floor(time * weights + 1e-9).astype(np.int64)
+
+
+def _fits(graph: _Graph, limits: Ints, total: int) -> bool:
+    return int(limits.sum()) >= total and _maximum_flow(graph, limits).flow_value == total
+
+
+def _maximum_flow(graph: _Graph, limits: Ints):
+    capacities = graph.capacities.copy()
+    capacities[-graph.last :] = limits
+    matrix = csr_array(
+        (capacities.astype(np.int32), (graph.tails.astype(np.int32), graph.heads.astype(np.int32))),
+        shape=(graph.nodes, graph.nodes),
+    )
+    return maximum_flow(matrix, graph.source, graph.sink)
+
+
+def _flow(graph: _Graph, limits: Ints, supply: Ints) -> Ints:
+    """Amounts on all arcs of some flow that saturates the supply."""
+    carried = _maximum_flow(graph, limits).flow.tocsr()
+    return np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64)
+
+
+def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints) -> Ints:
+    """Amounts on all arcs of the flow that moves least: what stays on its edge is free, everything else costs one."""
+    capacities = graph.capacities.copy()
+    capacities[-graph.last :] = limits
+    costs = np.zeros(len(capacities), dtype=np.int64)
+    edges = len(kept)
+    costs[:edges] = 1
+    stays = np.minimum(kept, capacities[:edges])
+    solver = min_cost_flow.SimpleMinCostFlow()
+    solver.add_arcs_with_capacity_and_unit_cost(
+        np.concatenate([graph.tails, graph.tails[:edges]]),
+        np.concatenate([graph.heads, graph.heads[:edges]]),
+        np.concatenate([capacities, stays]),
+        np.concatenate([costs, np.zeros(edges, dtype=np.int64)]),
+    )
+    total = int(supply.sum())
+    solver.set_node_supply(graph.source, total)
+    solver.set_node_supply(graph.sink, -total)
+    status = solver.solve()
+    assert status == solver.OPTIMAL, f"minimum-cost flow ended with {status} although a flow exists"
+    amounts = solver.flows(np.arange(len(capacities) + edges))
+    amounts[:edges] += amounts[len(capacities) :]
+    return amounts[: len(capacities)]
+
+
+def _share_anywhere(found: list[dict[int, int]], supply: Ints, anywhere: Ints, shares: Ints) -> None:
+    """Cut the rows that may go anywhere into what the columns get through the shared node, in ascending order."""
+    rows = [[int(row), int(supply[row])] for row in anywhere]
+    for column, share in enumerate(shares):
+        left = int(share)
+        while left:
+            row, amount = rows[0]
+            taken = min(left, amount)
+            found[column][row] = found[column].get(row, 0) + taken
+            left -= taken
+            rows[0][1] -= taken
+            if not rows[0][1]:
+                rows.pop(0)

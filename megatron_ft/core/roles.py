@@ -1,0 +1,228 @@
+"""Who computes how many microbatches when groups may only leave (ReCoVer, arXiv 2605.11215, versatile workload).
+
+The invariant: every step contributes B = W_init * G_init microbatches, whoever is left. The live groups stand in one
+order, ``[majors | major spares | minor | minor spares]``. Majors contribute G microbatches, at most one minor the
+remainder B - majors * G. Spares compute as much as what they are a spare of, and contribute zeros until promoted.
+
+- A lost group that has a matching spare is replaced by it: the first spare moves up, and nothing is recomputed.
+- Without a matching spare the loss is a *policy boundary*: every survivor computes b more microbatches, the last z of
+  them (*boundary minors*) b - 1, so that B are contributed; from the next step on the roles are dealt out anew.
+
+There is no placement: any group can compute any microbatch. As published, a promoted spare contributes what it has
+computed *instead of* what was lost, so the number is kept and not the identity. Where each id of a step has to
+be contributed exactly once, whoever is handed an id by ``patch`` has to compute it, a promoted spare too.
+
+Assumed: groups only leave (no rejoin), and everybody hears of the same losses in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megatron_ft.types import GroupId, Microbatch, Plan
+
+MINOR_SPARES_OF_TEN = 2
+"""How many of ten spares stand by for the minor (the paper: about 80% major, 20% minor)."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The live groups in their order, and what each contributes to the running step.
+
+    ``quota`` is G. ``contributed`` is the account of the running step: the microbatches that each live group computes
+    and contributes. ``boundary`` says that a policy boundary has already been passed in it, so that account and roles
+    differ until ``next_step``.
+    """
+
+    W_init: int
+    G_init: int
+    quota: int
+    majors: tuple[GroupId, ...]
+    major_spares: tuple[GroupId, ...] = ()
+    minor: tuple[GroupId, ...] = ()
+    minor_spares: tuple[GroupId, ...] = ()
+    contributed: Mapping[GroupId, int] = field(default_factory=dict)
+    boundary: bool = False
+
+    @property
+    def B(self) -> int:
+        """Microbatches of a step, always."""
+        return self.W_init * self.G_init
+
+    @property
+    def live(self) -> tuple[GroupId, ...]:
+        """In the order of the shrunken communicator."""
+        return self.majors + self.major_spares + self.minor + self.minor_spares
+
+    @property
+    def W(self) -> int:
+        return len(self.live)
+
+    @property
+    def remainder(self) -> int:
+        """What the minor contributes; 0 if there is none."""
+        return self.B - len(self.majors) * self.quota
+
+    def computes(self, group: GroupId) -> int:
+        """How many microbatches the group computes in a fault-free step, contributed or not."""
+        return self.quota if group in self.majors + self.major_spares else self.remainder
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What follows from a loss.
+
+    ``kind``: ``spare`` (only spares were lost), ``promotion``, ``boundary`` or ``wipe-out`` (nobody is left, ``roles``
+    are those before). ``lost`` is what the lost groups would have contributed. ``promoted`` says which spare stands in
+    for which lost group. ``extra`` are the microbatches each survivor computes on top in the running step: b, for the z
+    boundary minors b - 1.
+    """
+
+    kind: Literal["spare", "promotion", "boundary", "wipe-out"]
+    roles: Roles
+    reason: str
+    lost: Mapping[GroupId, int] = field(default_factory=dict)
+    promoted: Mapping[GroupId, GroupId] = field(default_factory=dict)
+    extra: Mapping[GroupId, int] = field(default_factory=dict)
+    b: int = 0
+    z: int = 0
+
+
+def initial(W: int, G: int) -> Roles:
+    """W groups that contribute G microbatches each: all are majors, nobody is spare."""
+    if W < 1 or G < 1:
+        raise ValueError(f"W groups and G microbatches must both be at least 1, got W = {W} and G = {G}")
+    return next_step(Roles(W, G, G, tuple(range(W))))
+
+
+def next_step(roles: Roles) -> Roles:
+    """Open the account of the next step: majors G, the minor the remainder, spares nothing."""
+    account = dict.fromkeys(roles.live, 0) | dict.fromkeys(roles.majors, roles.quota)
+    account |= dict.fromkeys(roles.minor, roles.remainder)
+    return replace(roles, contributed=account, boundary=False)
+
+
+def on_failure(roles: Roles, lost: Collection[GroupId]) -> Recovery:
+    """Promote matching spares, or pass a policy boundary (versatile workload).
+
+    Losses that can be matched are matched first, then the boundary divides what is still missing. After a boundary the
+    account of the running step no longer follows the roles, so another loss in the same step is a boundary again.
+    """
+    gone = set(lost)
+    if not gone or not gone <= set(roles.live):
+        raise ValueError(f"lost must name live groups of {sorted(roles.live)}, at least one, got {sorted(gone)}")
+    shares = {group: share for group, share in roles.contributed.items() if group in gone and share}
+    names = _names(sorted(gone))
+    if gone == set(roles.live):
+        return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left", shares)
+    if roles.boundary:
+        shrunk, promoted = _without(roles, gone), {}
+    else:
+        shrunk, promoted = _promote(roles, gone)
+    if sum(shrunk.contributed.values()) < roles.B:
+        return _boundary(shrunk, names, shares, promoted)
+    if roles.boundary:
+        dealt = _deal(shrunk)
+        return Recovery("spare", dealt, f"group {names} lost with nothing to contribute; then G = {dealt.quota}")
+    if not promoted:
+        return Recovery("spare", shrunk, f"spare group {names} lost, nothing follows")
+    pairs = ", ".join(f"group {spare} for group {dead}" for dead, spare in promoted.items())
+    return Recovery("promotion", shrunk, f"group {names} lost; promoted: {pairs}", shares, promoted)
+
+
+def plan(roles: Roles, step: int, shards: int, per_shard: int) -> Plan:
+    """The plan of a step: the B ids in their order, dealt to majors and minor in theirs, each exactly once."""
+    if shards * per_shard != roles.B:
+        raise ValueError(f"a step has B = {roles.B} microbatches, got {shards} shards of {per_shard}")
+    ids = [Microbatch(step, shard, index) for shard in range(shards) for index in range(per_shard)]
+    fresh = next_step(roles)
+    assignment, at = {}, 0
+    for group in roles.live:
+        assignment[group] = tuple(ids[at : at + fresh.contributed[group]])
+        at += fresh.contributed[group]
+    spares = len(roles.major_spares) + len(roles.minor_spares)
+    minor = f", one minor with {roles.remainder}" if roles.minor else ""
+    majors = f"{len(roles.majors)} majors with {roles.quota}"
+    reason = f"{roles.W} of {roles.W_init} groups live: {majors}{minor}, {spares} spares"
+    return Plan(step, assignment, reason)
+
+
+def patch(running: Plan, recovery: Recovery) -> Plan:
+    """The plan of the running step after a loss: promoted spares and boundary work take over the lost ids."""
+    if recovery.kind == "wipe-out":
+        raise ValueError(f"no plan for step {running.step} after a {recovery.reason}; restart from the checkpoint")
+    account = recovery.roles.contributed
+    kept = {group: running.of(group) for group in recovery.roles.live}
+    pool = [m for group in sorted(set(running.assignment) - set(kept)) for m in running.of(group)]
+    patched, at = {}, 0
+    for group, own in kept.items():
+        more = account[group] - len(own)
+        assert more >= 0, f"group {group} has {len(own)} microbatches of step {running.step}, not {account[group]}"
+        patched[group] = own + tuple(pool[at : at + more])
+        at += more
+    assert at == len(pool), f"{len(pool)} microbatches lost in step {running.step}, {at} taken over"
+    return Plan(running.step, patched, recovery.reason, running.patched | set(pool))
+
+
+def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
+    """Take the lost groups out and let the first spares of their kind move up, as far as there are any."""
+    shrunk, promoted = _without(roles, gone), {}
+    for kind, spare_kind in (("majors", "major_spares"), ("minor", "minor_spares")):
+        dead = [group for group in getattr(roles, kind) if group in gone]
+        spares = getattr(shrunk, spare_kind)
+        pairs = dict(zip(dead, spares, strict=False))
+        up = len(pairs)
+        account = {**shrunk.contributed, **{spare: roles.contributed[lost] for lost, spare in pairs.items()}}
+        members = {kind: getattr(shrunk, kind) + spares[:up], spare_kind: spares[up:]}
+        shrunk = replace(shrunk, contributed=account, **members)
+        promoted |= pairs
+    return shrunk, promoted
+
+
+def _boundary(shrunk: Roles, names: str, lost: Mapping[GroupId, int], promoted: Mapping[GroupId, GroupId]) -> Recovery:
+    """b = least b >= 1 with contributed + W * b >= B; the surplus z = contributed + W * b - B are boundary minors."""
+    B, W, contributed = shrunk.B, shrunk.W, sum(shrunk.contributed.values())
+    b = -(-(B - contributed) // W)
+    z = contributed + W * b - B
+    extra = {group: b - (place >= W - z) for place, group in enumerate(shrunk.live)}
+    account = {group: shrunk.contributed[group] + more for group, more in extra.items()}
+    dealt = _deal(replace(shrunk, contributed=account, boundary=True))
+    reason = (
+        f"group {names} lost without a matching spare: policy boundary, {B - contributed} of {B} microbatches missing, "
+        f"{b} more for each of {W} groups{f', {b - 1} for {z} of them' if z else ''}; then G = {dealt.quota}"
+    )
+    return Recovery("boundary", dealt, reason, lost, promoted, extra, b, z)
+
+
+def _deal(roles: Roles) -> Roles:
+    """Deal the roles out anew: G = least G with W * G >= B, majors = floor(B / G), the minor takes the remainder."""
+    order = roles.live
+    quota = -(-roles.B // len(order))
+    majors = roles.B // quota
+    minor = 1 if roles.B % quota else 0
+    spares = len(order) - majors - minor
+    minor_spares = (spares * MINOR_SPARES_OF_TEN + 5) // 10 if minor else 0
+    cuts = [majors, majors + spares - minor_spares, len(order) - minor_spares]
+    return replace(
+        roles,
+        quota=quota,
+        majors=order[: cuts[0]],
+        major_spares=order[cuts[0] : cuts[1]],
+        minor=order[cuts[1] : cuts[2]],
+        minor_spares=order[cuts[2] :],
+    )
+
+
+def _without(roles: Roles, gone: set[GroupId]) -> Roles:
+    kinds = ("majors", "major_spares", "minor", "minor_spares")
+    return replace(
+        roles,
+        contributed={group: count for group, count in roles.contributed.items() if group not in gone},
+        **{kind: tuple(group for group in getattr(roles, kind) if group not in gone) for kind in kinds},
+    )
+
+
+def _names(groups: Sequence[GroupId]) -> str:
+    return " ".join(map(str, groups))

@@ -1,0 +1,185 @@
+"""``stacked_quota`` on restricted stacks: least largest load, fewest moves, hosting kept, papers.md section 3."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from megatron_ft.core.scheduler import (
+    check_exactly_once,
+    fetched,
+    microbatches_of_step,
+    patch_plan,
+    plan_step,
+)
+
+GOLOMB_9 = (0, 1, 5, 12, 25, 27, 35, 41, 44)
+
+
+def cyclic(groups: int, offsets: tuple[int, ...]) -> SimpleNamespace:
+    """Shard j on groups j - o (mod N): the placement of arXiv 2603.00357, section 4."""
+    return SimpleNamespace(
+        groups=groups,
+        redundancy=len(offsets),
+        stacks=tuple(tuple((group + o) % groups for o in offsets) for group in range(groups)),
+        hosts=tuple(tuple((shard - o) % groups for o in offsets) for shard in range(groups)),
+    )
+
+
+@st.composite
+def cases(draw):
+    """A small job: placement with r < N, some groups dead."""
+    groups = draw(st.integers(3, 9))
+    others = draw(st.sets(st.integers(1, groups - 1), min_size=1, max_size=groups - 2))
+    dead = draw(st.sets(st.integers(0, groups - 1), max_size=groups - 1))
+    return cyclic(groups, (0, *sorted(others))), draw(st.integers(1, 5)), sorted(set(range(groups)) - dead)
+
+
+def hosting(placement, live) -> list[tuple[int, int]]:
+    """(shard, group) pairs that are allowed: hosts, or everybody where no host lives."""
+    pairs = []
+    for shard in range(placement.groups):
+        hosts = [group for group in placement.hosts[shard] if group in live] or live
+        pairs += [(shard, group) for group in hosts]
+    return pairs
+
+
+def feasible(placement, per_shard: int, live, limits: dict[int, int]) -> bool:
+    """An independent maximum flow (networkx)."""
+    graph = networkx.DiGraph()
+    for shard in range(placement.groups):
+        graph.add_edge("source", ("shard", shard), capacity=per_shard)
+    for shard, group in hosting(placement, live):
+        graph.add_edge(("shard", shard), ("group", group), capacity=per_shard)
+    for group in live:
+        graph.add_edge(("group", group), "sink", capacity=limits[group])
+    return networkx.maximum_flow_value(graph, "source", "sink") == placement.groups * per_shard
+
+
+def fewest_moves(placement, per_shard: int, live, limit: int, home: dict[tuple[int, int], int]) -> int:
+    """An independent linear program: what does not stay on its edge has moved."""
+    pairs = hosting(placement, live)
+    n = len(pairs)
+    gain = np.array([0.0] * n + [-1.0] * n)  # amounts, then the part of them that stays
+    row_of = np.zeros((placement.groups, 2 * n))
+    column_of = np.zeros((len(live), 2 * n))
+    stays = np.zeros((n, 2 * n))
+    for i, (shard, group) in enumerate(pairs):
+        row_of[shard, i] = 1
+        column_of[live.index(group), i] = 1
+        stays[i, i], stays[i, n + i] = -1, 1
+    bounds = [(0, per_shard)] * n + [(0, home.get(pair, 0)) for pair in pairs]
+    found = linprog(
+        gain,
+        A_ub=np.vstack([column_of, stays]),
+        b_ub=[limit] * len(live) + [0] * n,
+        A_eq=row_of,
+        b_eq=[per_shard] * placement.groups,
+        bounds=bounds,
+    )
+    return placement.groups * per_shard + round(found.fun)
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_plans_are_exact_hosted_level_and_still(case):
+    placement, per_shard, live = case
+    plan = plan_step(3, placement.groups, per_shard, live, placement)
+    check_exactly_once(plan.assignment, microbatches_of_step(3, placement.groups, per_shard))
+    allowed = set(hosting(placement, live))
+    assert all((m.shard, group) in allowed for group, own in plan.assignment.items() for m in own)
+    load = max(len(own) for own in plan.assignment.values())
+    assert not feasible(placement, per_shard, live, dict.fromkeys(live, load - 1))
+    moved = sum(m.shard != group for group, own in plan.assignment.items() for m in own)
+    home = {(group, group): per_shard for group in live}
+    assert moved == fewest_moves(placement, per_shard, live, load, home)
+
+
+@given(cases(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_few_microbatches_leave_their_place_in_the_previous_plan(case, data):
+    placement, per_shard, live = case
+    previous = plan_step(3, placement.groups, per_shard, live, placement)
+    after = data.draw(st.sets(st.sampled_from(live), min_size=1)) if len(live) > 1 else set(live)
+    plan = plan_step(4, placement.groups, per_shard, sorted(after), placement, previous=previous)
+    check_exactly_once(plan.assignment, microbatches_of_step(4, placement.groups, per_shard))
+    names = {group: {(m.shard, m.index) for m in previous.of(group)} for group in after}
+    stayed = sum((m.shard, m.index) in names[group] for group, own in plan.assignment.items() for m in own)
+    load = max(len(own) for own in plan.assignment.values())
+    home: dict[tuple[int, int], int] = {}
+    for group in after:
+        for shard, _ in names[group]:
+            home[shard, group] = home.get((shard, group), 0) + 1
+    total = placement.groups * per_shard
+    # A previous microbatch of a shard that is unhosted keeps no edge of its own, so it may move for free.
+    assert total - stayed >= fewest_moves(placement, per_shard, sorted(after), load, home)
+    if all(any(host in after for host in placement.hosts[shard]) for shard in range(placement.groups)):
+        assert total - stayed == fewest_moves(placement, per_shard, sorted(after), load, home)
+
+
+@given(cases(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_slow_groups_get_less(case, data):
+    """The time of the slowest group is the least possible (stragglers)."""
+    placement, per_shard, live = case
+    weights = {group: data.draw(st.sampled_from([0.25, 0.5, 1.0, 2.0])) for group in live}
+    plan = plan_step(0, placement.groups, per_shard, live, placement, weights)
+    check_exactly_once(plan.assignment, microbatches_of_step(0, placement.groups, per_shard))
+    time = max(len(plan.of(group)) / weights[group] for group in live)
+    faster = {group: math.ceil(time * weights[group] - 1e-9) - 1 for group in live}
+    assert not feasible(placement, per_shard, live, faster)
+
+
+@given(cases(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_patch_goes_to_hosts_and_adds_as_little_as_possible(case, data):
+    placement, per_shard, live = case
+    plan = plan_step(1, placement.groups, per_shard, live, placement)
+    lost = data.draw(st.sets(st.sampled_from(live), max_size=len(live) - 1)) if len(live) > 1 else set()
+    patched = patch_plan(plan, lost, placement)
+    check_exactly_once(patched.assignment, microbatches_of_step(1, placement.groups, per_shard))
+    survivors = sorted(set(live) - lost)
+    allowed = set(hosting(placement, survivors))
+    for group in survivors:
+        assert patched.of(group)[: len(plan.of(group))] == plan.of(group)
+        assert all((m.shard, group) in allowed for m in patched.of(group)[len(plan.of(group)) :])
+
+
+def test_an_unhosted_shard_goes_to_anybody_and_is_fetched():
+    placement = cyclic(6, (0, 1))  # shard 2 lives on groups 2 and 1
+    plan = plan_step(0, 6, 4, [0, 3, 4, 5], placement)
+    check_exactly_once(plan.assignment, microbatches_of_step(0, 6, 4))
+    takers = {group for group, own in plan.assignment.items() for m in own if m.shard == 2}
+    assert takers <= {0, 3, 4, 5}
+    missing = [m for group, own in plan.assignment.items() for m in fetched(own, group, placement)]
+    assert {m.shard for m in missing} == {2} and len(missing) == 4
+    assert fetched(plan.of(0), 0, None) == ()
+
+
+@pytest.mark.parametrize("groups", [200, 600])
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.3])
+def test_the_load_is_the_ideal_one(groups, share):
+    """papers.md, section 3: r = 9, G = 16, up to 30% dead groups: ceil(N*G / (N-k)) / G in at least 99% of cases."""
+    placement = cyclic(groups, GOLOMB_9)
+    rng = np.random.default_rng(7)
+    tries, ideal = (100, 0) if groups == 200 else (40, 0)
+    for _ in range(tries):
+        dead = set(rng.choice(groups, int(share * groups), replace=False).tolist())
+        live = [group for group in range(groups) if group not in dead]
+        plan = plan_step(0, groups, 16, live, placement)
+        load = max(len(own) for own in plan.assignment.values())
+        ideal += load == -(-groups * 16 // len(live))
+    assert ideal >= 0.99 * tries
+
+
+@pytest.mark.parametrize("weights", [{0: 0.0}, {1: -1.0}])
+def test_impossible_weights_are_refused(weights):
+    with pytest.raises(ValueError, match="weights must be positive"):
+        plan_step(0, 3, 1, [0, 1, 2], None, weights)
