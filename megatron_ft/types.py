@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,12 +71,35 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """How a step's plan came about: the membership it was made for, and (lost, joined) of every view since.
+
+    A group that joins in the middle of a step has no share of it, but takes over its part when another is lost.
+    """
+
+    live: tuple[GroupId, ...]
+    changes: tuple[tuple[tuple[GroupId, ...], tuple[GroupId, ...]], ...] = ()
+
+    def after(self, lost: Collection[GroupId], joined: Collection[GroupId]) -> Begun:
+        change = (tuple(sorted(lost)), tuple(sorted(joined)))
+        return Begun(self.live, (*self.changes, change)) if any(change) else self
+
+    def to_json(self) -> list[Any]:
+        return [list(self.live), [[list(lost), list(joined)] for lost, joined in self.changes]]
+
+    @classmethod
+    def from_json(cls, raw: list[Any]) -> Begun:
+        return cls(tuple(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
+
+
+@dataclass(frozen=True)
 class View:
     """Numbered membership, and everything the survivors need to go on from it (architecture.md, step protocol 3-4).
 
-    ``step`` is the step that goes on. ``behind`` take the committed state from ``source`` first. ``final`` names, for
-    every bucket of ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says
-    who lacks it. All three are empty in a view where nothing was in flight.
+    ``step`` is the step that goes on, ``begun`` the origin of its plan. ``behind`` take the committed state from
+    ``source`` first; ``joined``, who enter with this view, are always among them. ``final`` names, for every bucket of
+    ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says who lacks it.
+    ``incarnations`` are the starts of the groups that were started more than once.
     """
 
     epoch: int
@@ -89,6 +112,8 @@ class View:
     behind: tuple[GroupId, ...] = ()
     final: Mapping[Bucket, GroupId] = field(default_factory=dict)
     missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
+    begun: Begun = Begun(())
+    incarnations: Mapping[GroupId, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,6 +127,8 @@ class View:
             "behind": list(self.behind),
             "final": {str(bucket): owner for bucket, owner in self.final.items()},
             "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
+            "begun": self.begun.to_json(),
+            "incarnations": {str(group): number for group, number in self.incarnations.items()},
         }
 
     @classmethod
@@ -117,6 +144,8 @@ class View:
             behind=tuple(raw["behind"]),
             final={int(bucket): owner for bucket, owner in raw["final"].items()},
             missing={int(bucket): tuple(groups) for bucket, groups in raw["missing"].items()},
+            begun=Begun.from_json(raw["begun"]),
+            incarnations={int(group): number for group, number in raw["incarnations"].items()},
         )
 
 

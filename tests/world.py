@@ -39,7 +39,9 @@ class World:
         self.job, self.rng, self.log = job, random.Random(seed), log
         self.views: dict[int, View] = {0: first_view(job.shards)}
         self.reports: dict[int, dict[int, Report]] = {}
-        self.notices: list[tuple[int | None, int | None, str]] = []  # (dead group, epoch, reason)
+        self.notices: list[recovery.Event] = []
+        self.seekers: dict[int, int] = {}  # warm groups that asked for a seat, with their incarnation
+        self.starts: dict[int, int] = {}  # group -> its newest incarnation
         self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
         self.connected: dict[int, set[int]] = {}
         self.sent: dict[tuple[int, int], tuple[int, list, dict[int, Value]]] = {}
@@ -55,19 +57,31 @@ class World:
         """The process is gone. Its agent notices; who hears of it when is up to the schedule."""
         self.say(f"{me} dies")
         self.ended[me] = self.alive.pop(me)
-        self.notices.append((me, None, f"group {me} ended with SIGKILL"))
+        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", self.starts.get(me, 0)))
 
     def accuse(self, me: int) -> None:
         """Everybody is told that the group is dead; it is not."""
         self.say(f"{me} is taken for dead")
-        self.notices.append((me, None, f"group {me} is taken for dead"))
+        self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.starts.get(me, 0)))
+
+    def ask(self, me: int) -> None:
+        """A new incarnation of a dead or new group is warm and asks for a seat."""
+        self.starts[me] = self.seekers[me] = self.starts.get(me, 0) + 1
+        self.say(f"{me} asks for a seat")
+        self.notices.append(recovery.Asked(me, self.seekers[me]))
+
+    def kill_seeker(self, me: int) -> None:
+        """It dies before, or just when, it gets its seat."""
+        incarnation = self.seekers.pop(me)
+        self.say(f"{me} dies waiting for its seat")
+        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", incarnation))
 
     def notice(self, me: int) -> None:
         """Deliver the next notice of the log to one group."""
         group = self.alive[me]
-        dead, epoch, reason = self.notices[group.notices_seen]
+        event = self.notices[group.notices_seen]
         group.notices_seen += 1
-        self.feed(me, recovery.Broke(epoch, reason) if dead is None else recovery.Died(dead, reason))
+        self.feed(me, event)
 
     # --- the shell of one group ---------------------------------------------------------------------------------------
 
@@ -78,6 +92,8 @@ class World:
             if isinstance(action, recovery.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
                 self.say(f"{me} reports step {action.report.step} have {list(action.report.have)}")
+            elif isinstance(action, recovery.Announce):
+                self.notices.append(recovery.Broke(action.epoch, action.reason))
             elif isinstance(action, recovery.Propose):
                 self.propose(me, action.view)
                 return
@@ -86,8 +102,18 @@ class World:
     def propose(self, me: int, view: View) -> None:
         winner = self.views.setdefault(view.epoch, view)
         if winner is view:
-            self.say(f"{me} writes view {view.epoch}: live {list(view.live)} lost {sorted(view.lost)}")
+            joined = f" joined {list(view.joined)}" if view.joined else ""
+            self.say(f"{me} writes view {view.epoch}: live {list(view.live)} lost {sorted(view.lost)}{joined}")
+            for group in view.joined:
+                self.seat(group, view)
         self.feed(me, recovery.ViewSeen(winner))
+
+    def seat(self, me: int, view: View) -> None:
+        """The joiner reads the view that lets it in; unless it has died meanwhile."""
+        if self.seekers.get(me) == view.incarnations[me]:
+            del self.seekers[me]
+            state = recovery.start(me, self.job, view)
+            self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(self.job.buckets)])
 
     def act(self, me: int) -> bool:
         """Let one group do its present action once; False when it can only wait."""
@@ -204,8 +230,19 @@ class World:
                 if until():
                     return
 
-    def run(self, kills: int, max_turns: int = 20_000) -> None:
-        """Random schedule with ``kills`` random deaths; returns when every live group has finished.
+    def come_or_go(self) -> bool:
+        """A dead group, or a new one, asks for a seat, or one that waits for it dies; True for an ask."""
+        if self.seekers and self.rng.random() < 0.3:
+            self.kill_seeker(self.rng.choice(sorted(self.seekers)))
+            return False
+        free = [g for g in range(self.job.shards + 2) if g not in self.alive and g not in self.seekers]
+        if not free:
+            return False
+        self.ask(self.rng.choice(free))
+        return True
+
+    def run(self, kills: int, joins: int = 0, max_turns: int = 20_000) -> None:
+        """Random schedule with so many random deaths and entries; returns when every live group has finished.
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
         """
@@ -215,6 +252,8 @@ class World:
                 self.kill(self.rng.choice(sorted(self.alive)))
             if self.rng.random() < 0.05:
                 self.break_epoch()
+            if joins and self.rng.random() < 0.03:
+                joins -= self.come_or_go()
             movers = sorted(self.alive)
             self.rng.shuffle(movers)
             heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
@@ -229,7 +268,7 @@ class World:
                     self.notice(me)
                     break
             else:
-                if all(isinstance(group.action, recovery.Finish) for group in self.alive.values()):
+                if all(isinstance(group.action, recovery.Finish | recovery.Stop) for group in self.alive.values()):
                     return
                 raise AssertionError(f"stuck: {[(me, group.action) for me, group in sorted(self.alive.items())]}")
         raise AssertionError(f"no end after {max_turns} turns")
@@ -238,8 +277,9 @@ class World:
         """A connection resets although nobody died; rare, and only one per epoch."""
         me = self.rng.choice(sorted(self.alive))
         epoch = self.alive[me].state.view.epoch
-        if self.rng.random() < 0.1 and not any(entry[1] == epoch for entry in self.notices):
-            self.notices.append((None, epoch, f"group {me}: connection reset"))
+        broken = {event.epoch for event in self.notices if isinstance(event, recovery.Broke)}
+        if self.rng.random() < 0.1 and epoch not in broken:
+            self.notices.append(recovery.Broke(epoch, f"group {me}: connection reset"))
 
     def pending(self, me: int) -> bool:
         return self.alive[me].notices_seen < len(self.notices)
@@ -248,6 +288,7 @@ class World:
         """Every live group committed every step once, with equal values."""
         for me, group in self.alive.items():
             if group.state.stopped:
+                assert "outside view" in group.state.stopped
                 continue
             assert isinstance(group.action, recovery.Finish), f"group {me} is stuck in {group.action}"
             assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"

@@ -39,10 +39,11 @@ Signal = Ended | Reset
 
 @dataclass(frozen=True)
 class Verdict:
-    """Either ``dead`` names the group that is out, or ``broken`` names the epoch that cannot be finished."""
+    """Either ``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over."""
 
     reason: str
     dead: GroupId | None = None
+    incarnation: int = 0
     broken: int | None = None
 
 
@@ -52,8 +53,8 @@ def judge(signal: Signal) -> Verdict:
     One dead rank takes its whole group out: its healthy ranks cannot go on without it (architecture.md, *group*).
     """
     match signal:
-        case Ended(exit=exit_):
-            return Verdict(str(exit_), dead=exit_.group)
+        case Ended(exit=exit_, incarnation=incarnation):
+            return Verdict(str(exit_), dead=exit_.group, incarnation=incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
             return Verdict(f"group {by}: {detail}", broken=epoch)
     raise TypeError(f"judge: {signal!r} is not a signal")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_ft.types import Bucket, GroupId, Report, View
+from megatron_ft.types import Begun, Bucket, GroupId, Report, View
 
 
 def first_view(groups: int) -> View:
     """Epoch 0: everybody is live, and takes the initial model of group 0, whatever its own script initialised."""
     live = tuple(range(groups))
-    return View(epoch=0, live=live, reason="the run starts", step=0, source=0, behind=live[1:])
+    return View(
+        epoch=0, live=live, reason="the run starts", step=0, source=0, behind=live[1:], begun=Begun(live)
+    )
 
 
 def next_view(
@@ -22,41 +24,59 @@ def next_view(
     dead: Mapping[GroupId, str],
     silent: Mapping[GroupId, str],
     reason: str,
+    joining: Mapping[GroupId, int] | None = None,
 ) -> View | None:
-    """The view to propose, or None while a report is still awaited.
+    """The view to propose, or None while a report is still awaited; its ``begun`` is left to the caller.
 
     ``dead`` have a verdict against them; ``silent`` are given up on because their report did not come in time. A group
-    that is neither must have reported. None as well when nobody would be left.
+    that is neither must have reported. None as well when nobody would be left. ``joining`` are groups that ask for a
+    seat, with their incarnation; one that is live has one, and its old incarnation must leave first.
     """
     gone = {group: why for group, why in {**silent, **dead}.items() if group in view.live}
     live = tuple(group for group in view.live if group not in gone)
     if not live or any(group not in reports for group in live):
         return None
     told = {group: reports[group] for group in live}
-    step = max(report.step for report in told.values())
-    source, behind = _state_transfer(told, step)
-    final, missing = _bucket_transfer({group: r for group, r in told.items() if r.step == step and group not in behind})
+    # Who has just entered and has no state yet has no say in which step is decided.
+    step = max((report.step for report in told.values() if report.synced), default=None)
+    if step is None and view.step > 0:
+        return _wipe_out(view, live, gone)
+    step = step or 0
+    joined = {group: number for group, number in sorted((joining or {}).items()) if group not in live}
+    source, behind = _state_transfer(told, step, tuple(joined))
+    holders = {group: r for group, r in told.items() if r.step == step and group not in behind}
+    final, missing = _bucket_transfer(holders, behind)
     return View(
         epoch=view.epoch + 1,
-        live=live,
+        live=tuple(sorted((*live, *joined))),
         reason=reason,
         step=step,
         lost=gone,
+        joined=tuple(joined),
         source=source,
         behind=behind,
         final=final,
         missing=missing,
+        incarnations={**view.incarnations, **joined},
     )
 
 
-def _state_transfer(told: Mapping[GroupId, Report], step: int) -> tuple[GroupId | None, tuple[GroupId, ...]]:
+def _wipe_out(view: View, live: tuple[GroupId, ...], gone: Mapping[GroupId, str]) -> View:
+    """Every group that had the model is lost before it could hand it to those that had just entered."""
+    why = "no live group has the model state any more (wipe-out); start again from a checkpoint"
+    return View(view.epoch + 1, (), why, lost={**gone, **dict.fromkeys(live, why)})
+
+
+def _state_transfer(
+    told: Mapping[GroupId, Report], step: int, joined: tuple[GroupId, ...]
+) -> tuple[GroupId | None, tuple[GroupId, ...]]:
     """Who has the state that ``step`` starts from, and who needs it.
 
     A group that has passed the gate of step s works on s+1: s is decided, and the others catch up by one step instead
     of reducing again. When nobody is synced yet (the run has just started) the lowest group's initial model is it.
     """
-    lowest, highest = min(report.step for report in told.values()), step
-    assert highest - lowest <= 1, f"live groups are {highest - lowest} steps apart: {told}"
+    lowest = min((report.step for report in told.values() if report.synced), default=step)
+    assert step - lowest <= 1, f"live groups are {step - lowest} steps apart: {told}"
     synced = [group for group, report in sorted(told.items()) if report.synced and report.step == step]
     source = synced[0] if synced else min(told)
     behind = tuple(
@@ -64,18 +84,20 @@ def _state_transfer(told: Mapping[GroupId, Report], step: int) -> tuple[GroupId 
         for group, report in sorted(told.items())
         if group != source and (report.step < step or not report.synced)
     )
+    behind = tuple(sorted((*behind, *joined)))
     return (source, behind) if behind else (None, ())
 
 
 def _bucket_transfer(
-    told: Mapping[GroupId, Report],
+    holders: Mapping[GroupId, Report], behind: tuple[GroupId, ...]
 ) -> tuple[dict[Bucket, GroupId], dict[Bucket, tuple[GroupId, ...]]]:
     """A bucket that any survivor saw finished is final; the lowest that has it hands it to those that do not."""
     owners: dict[Bucket, GroupId] = {}
-    for group in sorted(told):
-        for bucket in told[group].have:
+    for group in sorted(holders):
+        for bucket in holders[group].have:
             owners.setdefault(bucket, group)
     missing = {
-        bucket: tuple(group for group in sorted(told) if bucket not in told[group].have) for bucket in sorted(owners)
+        bucket: tuple(sorted((*(group for group in holders if bucket not in holders[group].have), *behind)))
+        for bucket in sorted(owners)
     }
     return dict(sorted(owners.items())), {bucket: groups for bucket, groups in missing.items() if groups}

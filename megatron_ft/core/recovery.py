@@ -25,7 +25,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_ft.core import membership, scheduler
-from megatron_ft.types import Bucket, GroupId, Microbatch, Plan, Report, View
+from megatron_ft.core.protocol import (
+    Abort,
+    Action,
+    Announce,
+    Asked,
+    AwaitView,
+    Broke,
+    Compute,
+    Computed,
+    Connect,
+    Connected,
+    Died,
+    Event,
+    Finish,
+    Propose,
+    Publish,
+    Reduce,
+    Reduced,
+    ReportSeen,
+    Stop,
+    Tick,
+    Transfer,
+    Transferred,
+    Update,
+    Updated,
+    ViewSeen,
+)
+from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
 
 
 @dataclass(frozen=True)
@@ -50,16 +77,18 @@ class GroupState:
     """Everything one group knows of the protocol.
 
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
-    ``ahead`` is the plan its holders already follow for the step after; ``plan`` is kept, because they may all die
-    before they hand the state over (hard case 7).
+    ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
+    before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
+    ``graves`` the newest incarnation of each group that is known to be dead, whether it ever had a seat or not.
     """
 
     me: GroupId
     job: Job
     view: View
     step: int
+    begun: Begun
     plan: Plan
-    ahead: Plan | None = None
+    ahead: Begun | None = None
     computed: frozenset[Microbatch] = frozenset()
     have: frozenset[Bucket] = frozenset()
     synced: bool = True
@@ -68,7 +97,8 @@ class GroupState:
     reported: bool = False
     closed_by: str = ""
     broken: Mapping[int, str] = field(default_factory=dict)
-    dead: Mapping[GroupId, str] = field(default_factory=dict)
+    graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
+    asking: Mapping[GroupId, int] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
     waiting_since: float | None = None
     stopped: str = ""
@@ -77,6 +107,16 @@ class GroupState:
     def finished(self) -> bool:
         """All steps are committed here."""
         return self.step >= self.job.steps
+
+    @property
+    def dead(self) -> dict[GroupId, str]:
+        """Members of the view that are known to be dead, with the reason."""
+        seats = self.view.incarnations
+        return {
+            group: reason
+            for group, (incarnation, reason) in self.graves.items()
+            if group in self.view.live and incarnation >= seats.get(group, 0)
+        }
 
     @property
     def final(self) -> frozenset[Bucket]:
@@ -98,169 +138,10 @@ class GroupState:
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
     """The state of a group that enters with ``view``."""
-    plan = _plan(job, view.step, view.live)
-    return GroupState(me=me, job=job, view=view, step=view.step, plan=plan, synced=me not in view.behind)
-
-
-# Events: what the shell saw. ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Computed:
-    """The gradient of ``microbatch`` is in all local buckets."""
-
-    microbatch: Microbatch
-
-
-@dataclass(frozen=True)
-class Connected:
-    """The outer communicator of the view of ``epoch`` stands."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Transferred:
-    """This group's part of the view's transfers is done: state handed over or received, final buckets too."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """The host saw the reduction of ``bucket`` complete."""
-
-    bucket: Bucket
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The optimizer has taken ``step``."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Died:
-    """The detector's verdict: ``group`` is dead."""
-
-    group: GroupId
-    reason: str
-
-
-@dataclass(frozen=True)
-class Broke:
-    """Something of ``epoch`` failed and nobody is named; another group may say so of an epoch not yet entered here."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReportSeen:
-    report: Report
-
-
-@dataclass(frozen=True)
-class ViewSeen:
-    """The view that stands at ``view.epoch``, whoever wrote it."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Computed | Connected | Transferred | Reduced | Updated | Died | Broke | ReportSeen | ViewSeen | Tick
-
-
-# Actions: what the shell must do. -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Make every pending collective of ``epoch`` return now; none of them counts any more."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Publish the report, once per epoch, after :class:`Abort` and before anything else."""
-
-    report: Report
-
-
-@dataclass(frozen=True)
-class Propose:
-    """Compare-and-set the view; feed whichever view won back as :class:`ViewSeen`."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Compute one microbatch into all local buckets. ``patch`` marks work taken over from a lost group."""
-
-    microbatch: Microbatch
-    patch: bool
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Build the outer communicator of the view, together with everybody else in it."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Do this group's part of the view's transfers, state first, then buckets in ascending order."""
-
-    view: View
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """Sum these buckets' kept local gradients over the outer communicator."""
-
-    step: int
-    buckets: tuple[Bucket, ...]
-
-
-@dataclass(frozen=True)
-class Update:
-    """The gate is open: divide by N*G, clip, take the optimizer's step."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class AwaitView:
-    """Nothing to do but to look for reports, notices and the next view."""
-
-    epoch: int
-    missing: tuple[GroupId, ...]
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Every step is committed here; stay reachable until every live group says the same."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """This group must not go on."""
-
-    reason: str
-
-
-Action = Abort | Publish | Propose | Compute | Connect | Transfer | Reduce | Update | AwaitView | Finish | Stop
+    plan = _plan(job, view.step, view.begun)
+    return GroupState(
+        me=me, job=job, view=view, step=view.step, begun=view.begun, plan=plan, synced=me not in view.behind
+    )
 
 
 def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple[Action, ...]]:
@@ -268,8 +149,10 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
     if state.stopped:
         return state, (Stop(state.stopped),)
     match event:
-        case Died(group=group, reason=reason):
-            state = replace(state, dead={**state.dead, group: reason}) if group in state.view.live else state
+        case Died():
+            state = _died(state, event)
+        case Asked():
+            state = _asked(state, event)
         case Broke(epoch=epoch, reason=reason):
             state = replace(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
         case ReportSeen(report=report):
@@ -312,8 +195,31 @@ def _compute(state: GroupState) -> Compute:
     return Compute(microbatch, patch=microbatch in state.plan.patched)
 
 
-def _plan(job: Job, number: int, live: tuple[GroupId, ...]) -> Plan:
-    return scheduler.plan_step(number, job.shards, job.per_shard, live)
+def _plan(job: Job, number: int, begun: Begun) -> Plan:
+    """The plan of a step, from the membership it was begun with and the changes since. The same at everybody."""
+    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live)
+    for lost, joined in begun.changes:
+        plan = scheduler.admit(scheduler.patch_plan(plan, lost), joined)
+    return plan
+
+
+def _died(state: GroupState, event: Died) -> GroupState:
+    """Remember it, whether that incarnation has a seat or not: a view that gives it one may be on its way."""
+    if event.incarnation < state.graves.get(event.group, (0, ""))[0]:
+        return state
+    asking = {g: number for g, number in state.asking.items() if g != event.group or number > event.incarnation}
+    return replace(
+        state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)}
+    )
+
+
+def _asked(state: GroupState, event: Asked) -> GroupState:
+    """A seat is for an incarnation that neither has one nor is dead already."""
+    alive = event.incarnation > state.graves.get(event.group, (-1, ""))[0]
+    seated = event.group in state.view.live and event.incarnation <= state.view.incarnations.get(event.group, 0)
+    if seated or not alive:
+        return state
+    return replace(state, asking={**state.asking, event.group: event.incarnation})
 
 
 def _progress(state: GroupState, event: Event) -> GroupState:
@@ -343,8 +249,10 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 def _begin(state: GroupState, new: int) -> GroupState:
     """Enter step ``new`` under the present view."""
-    plan = _plan(state.job, new, state.view.live)
-    return replace(state, step=new, plan=plan, computed=frozenset(), have=frozenset())
+    begun = Begun(state.view.live)
+    return replace(
+        state, step=new, begun=begun, plan=_plan(state.job, new, begun), computed=frozenset(), have=frozenset()
+    )
 
 
 def _close(state: GroupState, now: float) -> tuple[GroupState, tuple[Action, ...]]:
@@ -353,14 +261,23 @@ def _close(state: GroupState, now: float) -> tuple[GroupState, tuple[Action, ...
     What is wrong may have been heard before the view came: a member of it died meanwhile, or a faster group has already
     broken it.
     """
-    epoch = state.view.epoch
-    reason = state.broken.get(epoch) or "; ".join(state.dead.values())
+    epoch, entry = state.view.epoch, _entry(state)
+    reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or entry
     if state.reported or state.stopped or not reason:
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced)
     reports = {**state.reports, state.me: report}
     state = replace(state, reported=True, closed_by=reason, reports=reports, waiting_since=now)
-    return state, (Abort(epoch, reason), Publish(report))
+    announcement = (Announce(epoch, reason),) if reason == entry else ()
+    return state, (Abort(epoch, reason), Publish(report), *announcement)
+
+
+def _entry(state: GroupState) -> str:
+    """The reason to end an epoch for those who ask for a seat; empty unless this group stands at a step boundary."""
+    waiting = sorted(group for group in state.asking if group not in state.view.live)
+    if not waiting or state.computed or state.have or state.finished or not state.synced or not state.connected:
+        return ""
+    return f"groups {' '.join(map(str, waiting))} ask to join"
 
 
 def _report(state: GroupState, report: Report) -> GroupState:
@@ -377,13 +294,27 @@ def _proposal(state: GroupState, now: float) -> tuple[Action, ...]:
     """Propose the next view as soon as everybody who is not dead has reported, or has been waited for long enough."""
     if state.stopped or not state.reported or state.waiting_since is None:
         return ()
+    others = [report for group, report in state.reports.items() if group not in state.dead]
+    if not state.synced and any(report.synced for report in others):
+        return ()  # who has just entered does not know how the steps before its own came about
     silent: dict[GroupId, str] = {}
     waited = now - state.waiting_since
     if waited >= state.job.report_timeout_s:
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
-    view = membership.next_view(state.view, state.reports, state.dead, silent, state.closed_by)
-    return (Propose(view),) if view else ()
+    view = membership.next_view(state.view, state.reports, state.dead, silent, state.closed_by, state.asking)
+    return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
+
+
+def _origin(state: GroupState, view: View) -> Begun:
+    """Where the plan of the view's step comes from, its own losses included.
+
+    Who is a step ahead began that step under the view that ends now (or stood there in the view before already), lost
+    groups included, and keeps what it computed. A group that enters gets its share with the next step.
+    """
+    if view.step == state.step:
+        return state.begun.after(view.lost, view.joined)
+    return (state.ahead or Begun(state.view.live)).after(view.lost, view.joined)
 
 
 def _adopt(state: GroupState, view: View) -> GroupState:
@@ -400,33 +331,40 @@ def _adopt(state: GroupState, view: View) -> GroupState:
             state,
             stopped=f"only groups {groups} are left of {state.job.shards}, min_groups is {state.job.min_groups}",
         )
-    lost = tuple(view.lost)
-    ahead = None
-    if view.step > state.step:
-        # Its holders began that step under the previous view, lost groups included, and keep what they computed.
-        ahead = scheduler.patch_plan(state.ahead or _plan(state.job, view.step, state.view.live), lost)
+    if not state.synced:
+        state = replace(state, step=view.step, computed=frozenset(), have=frozenset())
+    behind = view.step > state.step
+    begun = state.begun.after(view.lost, view.joined) if behind else view.begun
     return replace(
         state,
         view=view,
-        plan=scheduler.patch_plan(state.plan, lost),
-        ahead=ahead,
+        begun=begun,
+        plan=_plan(state.job, state.step, begun),
+        ahead=view.begun if behind else None,
         connected=False,
         transferred=False,
         reported=False,
         closed_by="",
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
-        dead={group: why for group, why in state.dead.items() if group in view.live},
+        asking={group: number for group, number in state.asking.items() if group not in view.joined},
         reports={},
         waiting_since=None,
-        synced=state.synced or state.me == view.source,
+        synced=state.synced or state.me not in view.behind,
     )
 
 
 def _transferred(state: GroupState) -> GroupState:
     """Transfers of the view are done here: who was behind stands at its step now, and final buckets are held."""
     state = replace(state, transferred=True, synced=True)
-    if state.ahead is not None:
-        return replace(
-            state, step=state.view.step, plan=state.ahead, ahead=None, computed=frozenset(), have=frozenset()
-        )
-    return replace(state, have=state.final)
+    if state.ahead is None:
+        return replace(state, have=state.final)
+    step = state.view.step
+    return replace(
+        state,
+        step=step,
+        begun=state.ahead,
+        plan=_plan(state.job, step, state.ahead),
+        ahead=None,
+        computed=frozenset(),
+        have=frozenset(),
+    )

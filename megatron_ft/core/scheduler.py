@@ -99,6 +99,12 @@ def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | Non
     )
 
 
+def admit(plan: Plan, joined: Collection[GroupId]) -> Plan:
+    """The same plan with groups that have no share of the step yet; a later patch may give them one."""
+    assignment = {**dict.fromkeys(sorted(joined), ()), **plan.assignment}
+    return Plan(plan.step, dict(sorted(assignment.items())), plan.reason, plan.patched)
+
+
 def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Placement | None) -> tuple[Microbatch, ...]:
     """Those whose samples ``group`` has to fetch now, because their shard is not in its stack."""
     if _hosts_everything(placement):

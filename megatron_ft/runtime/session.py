@@ -233,7 +233,7 @@ class Session:
         while not self._verdicts.empty():
             verdict = self._verdicts.get()
             if verdict.dead is not None:
-                self._feed(recovery.Died(verdict.dead, verdict.reason))
+                self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation))
             else:
                 self._feed(recovery.Broke(verdict.broken, verdict.reason))
 
@@ -250,6 +250,8 @@ class Session:
                 case recovery.Publish(report=report):
                     self._store.set(f"report/{report.epoch}/{self.group}", report.to_json())
                     self._points.reach("recover", self._state.step)
+                case recovery.Announce(epoch=epoch, reason=reason):
+                    watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
                 case recovery.Propose(view=view):
                     standing = View.from_json(self._store.create(f"view/{view.epoch}", view.to_json()))
                     self._adopt(standing)

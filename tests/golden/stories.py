@@ -33,7 +33,7 @@ def told(story: Callable[[World], None]) -> str:
 
 def _summary(world: World) -> list[str]:
     lines = []
-    for me, group in sorted((world.alive | world.ended).items()):
+    for me, group in sorted((world.ended | world.alive).items()):
         how = "ends" if me in world.alive else "is gone"
         if group.state.stopped:
             how = f"stops: {group.state.stopped}"
@@ -164,6 +164,41 @@ def case_28(world: World) -> None:
     """Hard case 28: the last step is committed, then D dies: the run ends with success."""
     world.play()
     world.kill(D)
+
+
+def case_26(world: World) -> None:
+    """Hard case 26: D is dead and asks for a seat again; C dies at the boundary where D enters: one view for both."""
+    world.kill(D)
+    until_view(world, 1)
+    world.ask(D)
+    world.play(until=lambda: isinstance(world.alive[A].action, recovery.Reduce))
+    world.kill(C)
+
+
+def case_27(world: World) -> None:
+    """Hard case 27: all but one die, then two come back: the run never stopped, the plan spreads again."""
+    for group in (B, C, D):
+        world.kill(group)
+    world.ask(B), world.ask(C)
+
+
+def case_25(world: World) -> None:
+    """Hard case 25: D gets its seat and dies before it has the state: the others go on without it."""
+    world.kill(D)
+    until_view(world, 1)
+    world.ask(D)
+    world.play(until=lambda: 2 in world.views)
+    world.kill(D)
+
+
+def case_wipe_out(world: World) -> None:
+    """Wipe-out: D has just entered and has no state yet when A, B and C die: it stops with the reason."""
+    world.kill(D)
+    until_view(world, 1)
+    world.ask(D)
+    world.play(until=lambda: 2 in world.views)
+    for group in (A, B, C):
+        world.kill(group)
 
 
 STORIES = {name: story for name, story in list(globals().items()) if name.startswith("case_")}

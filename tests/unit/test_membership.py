@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.membership import first_view, next_view
-from megatron_ft.types import Report, View
+from megatron_ft.types import Begun, Report, View
 
 VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
 
@@ -51,6 +51,34 @@ def test_an_unsynced_group_never_hands_over_its_state():
     assert (view.source, view.behind) == (1, (0, 3))
 
 
+def test_a_joiner_takes_the_state_and_every_final_bucket():
+    reports = {group: Report(3, group, 5, (0,)) for group in range(4)}
+    view = next_view(VIEW, reports, {}, {}, "why", {4: 1})
+    assert (view.live, view.joined, view.behind, view.source) == ((0, 1, 2, 3, 4), (4,), (4,), 0)
+    assert view.final == {0: 0} and view.missing == {0: (4,)}
+    assert view.incarnations == {4: 1}
+
+
+def test_a_group_enters_again_in_the_view_that_leaves_its_dead_self_out():
+    reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
+    view = next_view(VIEW, reports, {3: "killed"}, {}, "why", {3: 1})
+    assert view.live == (0, 1, 2, 3) and view.lost == {3: "killed"} and view.joined == (3,)
+
+
+def test_when_only_joiners_are_left_it_is_a_wipe_out():
+    view = next_view(
+        View(epoch=3, live=(0, 4), reason="before", step=5), {4: Report(3, 4, 5, synced=False)}, {0: "killed"}, {}, "why"
+    )
+    assert view.live == () and "wipe-out" in view.lost[4]
+
+
+def test_a_joiner_has_no_say_in_which_step_is_decided():
+    """It was let in for step 6; its source died before the handover, and the others are still in step 5."""
+    view = decide(Report(3, 0, 5, (0,)), Report(3, 1, 5), Report(3, 2, 6, synced=False), dead={3: "killed"})
+    assert (view.step, view.source, view.behind) == (5, 0, (2,))
+    assert view.missing == {0: (1, 2)}
+
+
 def test_when_nobody_would_be_left_there_is_no_view():
     assert decide(dead=dict.fromkeys(range(4), "killed")) is None
 
@@ -74,6 +102,8 @@ def test_the_wire_form_keeps_everything(data):
         behind=tuple(data.draw(st.lists(groups))),
         final=data.draw(st.dictionaries(groups, groups)),
         missing=data.draw(st.dictionaries(groups, st.lists(groups).map(tuple))),
+        begun=Begun((1, 2)).after(data.draw(st.sets(groups)), data.draw(st.sets(groups))),
+        incarnations=data.draw(st.dictionaries(groups, groups)),
     )
     assert View.from_json(view.to_json()) == view
     report = Report(1, 2, 3, tuple(data.draw(st.lists(groups))), data.draw(st.booleans()))

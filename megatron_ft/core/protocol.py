@@ -1,0 +1,188 @@
+"""The words between ``core.recovery`` and its shell: events go in, actions come out.
+
+The shell is ``runtime.session`` in a real run, and a simulated one in tests. An event says what has happened, an action
+what is to be done; neither says why at length, views and reports do (``types``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ft.types import Bucket, GroupId, Microbatch, Report, View
+
+# Events: what the shell saw. ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The gradient of ``microbatch`` is in all local buckets."""
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The outer communicator of the view of ``epoch`` stands."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """This group's part of the view's transfers is done: state handed over or received, final buckets too."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The host saw the reduction of ``bucket`` complete."""
+
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The optimizer has taken ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The detector's verdict: this incarnation of ``group`` is dead."""
+
+    group: GroupId
+    reason: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A new incarnation of ``group`` is warm and asks for a seat; it gets one at the next step boundary."""
+
+    group: GroupId
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Broke:
+    """Something of ``epoch`` failed and nobody is named; another group may say so of an epoch not yet entered here."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportSeen:
+    report: Report
+
+
+@dataclass(frozen=True)
+class ViewSeen:
+    """The view that stands at ``view.epoch``, whoever wrote it."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Computed | Connected | Transferred | Reduced | Updated | Died | Asked | Broke | ReportSeen | ViewSeen | Tick
+
+
+# Actions: what the shell must do. -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Make every pending collective of ``epoch`` return now; none of them counts any more."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Publish the report, once per epoch, after :class:`Abort` and before anything else."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell every group that the epoch is over; the reason is this group's own, so the others may not know."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Compare-and-set the view; feed whichever view won back as :class:`ViewSeen`."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute one microbatch into all local buckets. ``patch`` marks work taken over from a lost group."""
+
+    microbatch: Microbatch
+    patch: bool
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Build the outer communicator of the view, together with everybody else in it."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Do this group's part of the view's transfers, state first, then buckets in ascending order."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Sum these buckets' kept local gradients over the outer communicator."""
+
+    step: int
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The gate is open: divide by N*G, clip, take the optimizer's step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class AwaitView:
+    """Nothing to do but to look for reports, notices and the next view."""
+
+    epoch: int
+    missing: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Every step is committed here; stay reachable until every live group says the same."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """This group must not go on."""
+
+    reason: str
+
+
+Action = Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Reduce | Update | AwaitView | Finish | Stop
