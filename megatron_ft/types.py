@@ -46,8 +46,8 @@ class Report:
     """What a survivor publishes when an epoch ends. After it, nothing of that epoch may finish at this group any more.
 
     ``step`` is the step the group is working on, so ``step - 1`` is committed there. ``have`` are the buckets of
-    ``step`` whose reduction the host saw complete before the abort. ``synced`` is False until the group has received
-    the model state it starts from.
+    ``step`` whose reduction the host saw complete before the abort; with ``complete`` those are all, and the group can
+    commit ``step`` without anybody's help. ``synced`` is False until it has received the model state it starts from.
     """
 
     epoch: int
@@ -55,6 +55,7 @@ class Report:
     step: int
     have: tuple[Bucket, ...] = ()
     synced: bool = True
+    complete: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,11 +64,12 @@ class Report:
             "step": self.step,
             "have": list(self.have),
             "synced": self.synced,
+            "complete": self.complete,
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Report:
-        return cls(raw["epoch"], raw["group"], raw["step"], tuple(raw["have"]), raw["synced"])
+        return cls(raw["epoch"], raw["group"], raw["step"], tuple(raw["have"]), raw["synced"], raw["complete"])
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def _state_transfer(
     """Who has the state that ``step`` starts from, and who needs it.
 
     A group that has passed the gate of step s works on s+1: s is decided, and the others catch up by one step instead
-    of reducing again. When nobody is synced yet (the run has just started) the lowest group's initial model is it.
+    of reducing again; unless they hold every bucket of s, then they only have to commit it. When nobody is synced yet
+    (the run has just started) the lowest group's initial model is the state.
     """
     lowest = min((report.step for report in told.values() if report.synced), default=step)
     assert step - lowest <= 1, f"live groups are {step - lowest} steps apart: {told}"
@@ -82,7 +83,7 @@ def _state_transfer(
     behind = tuple(
         group
         for group, report in sorted(told.items())
-        if group != source and (report.step < step or not report.synced)
+        if group != source and not (report.synced and (report.step == step or report.complete))
     )
     behind = tuple(sorted((*behind, *joined)))
     return (source, behind) if behind else (None, ())

@@ -129,6 +129,11 @@ class GroupState:
         return tuple(bucket for bucket in range(self.job.buckets) if bucket not in self.final)
 
     @property
+    def complete(self) -> bool:
+        """Every bucket of ``step`` is held here."""
+        return not self.finished and len(self.have) == self.job.buckets
+
+    @property
     def todo(self) -> tuple[Microbatch, ...]:
         """Microbatches this group still has to compute; none once all buckets are final (hard case 5)."""
         if not self.unfinished or self.finished:
@@ -176,6 +181,8 @@ def next_action(state: GroupState) -> Action:
         if state.todo and state.synced:
             return _compute(state)
         return AwaitView(state.view.epoch, _unreported(state))
+    if state.complete and state.ahead is not None:
+        return Update(state.step)  # the step is decided, and nothing of it is missing here
     needs_transfer = bool(state.view.behind or state.view.missing) and not state.transferred
     if needs_transfer:
         return Transfer(state.view) if state.connected else Connect(state.view)
@@ -248,10 +255,16 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 
 def _begin(state: GroupState, new: int) -> GroupState:
-    """Enter step ``new`` under the present view."""
-    begun = Begun(state.view.live)
+    """Enter step ``new`` under the present view, or with the plan that others follow for it already."""
+    begun = state.ahead or Begun(state.view.live)
     return replace(
-        state, step=new, begun=begun, plan=_plan(state.job, new, begun), computed=frozenset(), have=frozenset()
+        state,
+        step=new,
+        begun=begun,
+        plan=_plan(state.job, new, begun),
+        ahead=None,
+        computed=frozenset(),
+        have=frozenset(),
     )
 
 
@@ -265,7 +278,7 @@ def _close(state: GroupState, now: float) -> tuple[GroupState, tuple[Action, ...
     reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or entry
     if state.reported or state.stopped or not reason:
         return state, ()
-    report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced)
+    report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = replace(state, reported=True, closed_by=reason, reports=reports, waiting_since=now)
     announcement = (Announce(epoch, reason),) if reason == entry else ()
@@ -358,13 +371,4 @@ def _transferred(state: GroupState) -> GroupState:
     state = replace(state, transferred=True, synced=True)
     if state.ahead is None:
         return replace(state, have=state.final)
-    step = state.view.step
-    return replace(
-        state,
-        step=step,
-        begun=state.ahead,
-        plan=_plan(state.job, step, state.ahead),
-        ahead=None,
-        computed=frozenset(),
-        have=frozenset(),
-    )
+    return _begin(state, state.view.step)

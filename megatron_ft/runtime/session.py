@@ -268,7 +268,8 @@ class Session:
                 with self._timeline.span("reduce"):
                     self._attempt(lambda: self._reduce(self._outer, buckets))
             case recovery.Update(step=step):
-                self._resume()
+                if self._state.ahead is None:  # else others have decided it, and the next step is what was interrupted
+                    self._resume()
                 self._update(step)
             case recovery.Connect(view=view):
                 with self._timeline.span("recover"):

@@ -106,10 +106,18 @@ def test_the_wire_form_keeps_everything(data):
         incarnations=data.draw(st.dictionaries(groups, groups)),
     )
     assert View.from_json(view.to_json()) == view
-    report = Report(1, 2, 3, tuple(data.draw(st.lists(groups))), data.draw(st.booleans()))
+    flags = data.draw(st.booleans()), data.draw(st.booleans())
+    report = Report(1, 2, 3, tuple(data.draw(st.lists(groups))), *flags)
     assert Report.from_json(report.to_json()) == report
 
 
 def test_the_first_view_makes_group_0_the_source():
     assert first_view(3).behind == (1, 2) and first_view(3).source == 0
     assert first_view(1).behind == ()
+
+
+def test_who_holds_every_bucket_commits_by_itself():
+    """A has committed step 5; B holds all its buckets and needs nothing, C lacks one and takes A's state."""
+    b = Report(3, 1, 5, (0, 1), complete=True)
+    view = decide(Report(3, 0, 6), b, Report(3, 2, 5, (0,)), dead={3: "killed"})
+    assert (view.step, view.source, view.behind) == (6, 0, (2,))
