@@ -21,7 +21,7 @@ setup(
     packages=find_packages(include=["megatron_ft", "megatron_ft.*"]),
     package_data={"megatron_ft.data": ["fallback.txt"]},
     entry_points={"console_scripts": ["megatron-ft=megatron_ft.cli:main"]},
-    # Any torch >= 2.8 the user has is kept; tested with 2.13. NVIDIA's apex is optional and not on PyPI (README).
+    # Any torch >= 2.8 the user has is kept; tested with 2.13.
     install_requires=[
         "torch>=2.8",
         "numpy>=1.26",

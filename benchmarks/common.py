@@ -22,7 +22,7 @@ def save(name: str, result: dict) -> Path:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     about = {
         "benchmark": name,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "machine": {
