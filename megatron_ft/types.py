@@ -101,7 +101,8 @@ class View:
     ``step`` is the step that goes on, ``begun`` the origin of its plan. ``behind`` take the committed state from
     ``source`` first; ``joined``, who enter with this view, are always among them. ``final`` names, for every bucket of
     ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says who lacks it.
-    ``incarnations`` are the starts of the groups that were started more than once.
+    ``incarnations`` are the starts of the groups that were started more than once. ``reports`` are those of the epoch
+    before that all this was decided from.
     """
 
     epoch: int
@@ -116,6 +117,7 @@ class View:
     missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
     begun: Begun = Begun(())
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
+    reports: tuple[Report, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -131,6 +133,7 @@ class View:
             "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
             "begun": self.begun.to_json(),
             "incarnations": {str(group): number for group, number in self.incarnations.items()},
+            "reports": _fold(self.reports),
         }
 
     @classmethod
@@ -148,7 +151,25 @@ class View:
             missing={int(bucket): tuple(groups) for bucket, groups in raw["missing"].items()},
             begun=Begun.from_json(raw["begun"]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
+            reports=_unfold(raw["epoch"] - 1, raw["reports"]),
         )
+
+
+def _fold(reports: tuple[Report, ...]) -> list[list[Any]]:
+    """Reports as ``[step, have, synced, complete, groups]``: thousands of groups say one of a few things."""
+    alike: dict[tuple, list[GroupId]] = {}
+    for report in reports:
+        alike.setdefault((report.step, report.have, report.synced, report.complete), []).append(report.group)
+    return [[step, list(have), synced, complete, groups] for (step, have, synced, complete), groups in alike.items()]
+
+
+def _unfold(epoch: int, raw: list[list[Any]]) -> tuple[Report, ...]:
+    found = [
+        Report(epoch, group, step, tuple(have), synced, complete)
+        for step, have, synced, complete, groups in raw
+        for group in groups
+    ]
+    return tuple(sorted(found, key=lambda report: report.group))
 
 
 @dataclass(frozen=True)

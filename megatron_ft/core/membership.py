@@ -29,13 +29,15 @@ def next_view(
     """The view to propose, or None while a report is still awaited; its ``begun`` is left to the caller.
 
     ``dead`` have a verdict against them; ``silent`` are given up on because their report did not come in time. A group
-    that is neither must have reported. None as well when nobody would be left. ``joining`` are groups that ask for a
-    seat, with their incarnation; one that is live has one, and its old incarnation must leave first.
+    that is neither must have reported. ``joining`` are groups that ask for a seat, with their incarnation; one that is
+    live has one, and its old incarnation must leave first.
     """
     gone = {group: why for group, why in {**silent, **dead}.items() if group in view.live}
     live = tuple(group for group in view.live if group not in gone)
-    if not live or any(group not in reports for group in live):
+    if any(group not in reports for group in live):
         return None
+    if not live:
+        return View(view.epoch + 1, (), "every group is taken for dead (wipe-out)", lost=gone)
     told = {group: reports[group] for group in live}
     # Who has just entered and has no state yet has no say in which step is decided.
     step = max((report.step for report in told.values() if report.synced), default=None)
@@ -58,6 +60,7 @@ def next_view(
         final=final,
         missing=missing,
         incarnations={**view.incarnations, **joined},
+        reports=tuple(report for _, report in sorted(told.items())),
     )
 
 

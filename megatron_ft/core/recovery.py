@@ -52,12 +52,16 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
+from megatron_ft.core.replication import Placement
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is fixed for the whole run. ``shards`` is N, ``per_shard`` is G, ``buckets`` how many gradient buckets."""
+    """What is fixed for the whole run. ``shards`` is N, ``per_shard`` is G, ``buckets`` how many gradient buckets.
+
+    ``placement`` says who hosts which shards; without one everybody hosts everything.
+    """
 
     shards: int
     per_shard: int
@@ -65,6 +69,7 @@ class Job:
     steps: int
     min_groups: int = 1
     report_timeout_s: float = 60.0
+    placement: Placement | None = None
 
     @property
     def microbatches(self) -> int:
@@ -204,9 +209,9 @@ def _compute(state: GroupState) -> Compute:
 
 def _plan(job: Job, number: int, begun: Begun) -> Plan:
     """The plan of a step, from the membership it was begun with and the changes since. The same at everybody."""
-    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live)
+    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live, job.placement)
     for lost, joined in begun.changes:
-        plan = scheduler.admit(scheduler.patch_plan(plan, lost), joined)
+        plan = scheduler.admit(scheduler.patch_plan(plan, lost, job.placement), joined)
     return plan
 
 

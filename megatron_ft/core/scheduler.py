@@ -12,7 +12,7 @@ versions of those libraries. A difference would show at once, because every redu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -62,16 +62,15 @@ def plan_step(
     speed = tuple(float((weights or {}).get(group, 1.0)) for group in members)
     if min(speed) <= 0:
         raise ValueError(f"weights must be positive, got {dict(zip(members, speed, strict=True))}")
-    if previous is None and min(speed) == max(speed) and _hosts_everything(placement):
-        chosen = _levelled(shards, per_shard, members)
+    if previous is None and min(speed) == max(speed):
+        chosen = _even(shards, per_shard, members, None if _hosts_everything(placement) else placement)
     else:
         home = _home(shards, per_shard, members, previous)
         chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, speed, home), home)
-    assignment = {group: _microbatches(step, own) for group, own in chosen.items()}
-    largest = max(len(own) for own in assignment.values())
+    largest = max(sum(map(len, own.values())) for own in chosen.values())
     moved = shards * per_shard - sum(len(own.get(group, ())) for group, own in chosen.items())
     reason = f"{len(members)} of {shards} groups live, at most {largest} microbatches each, {moved} taken over"
-    return Plan(step, assignment, reason)
+    return Plan(step, _Named(step, chosen), reason)
 
 
 def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | None = None) -> Plan:
@@ -109,7 +108,7 @@ def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Place
     """Those whose samples ``group`` has to fetch now, because their shard is not in its stack."""
     if _hosts_everything(placement):
         return ()
-    return tuple(m for m in microbatches if m.shard not in placement.stacks[group])
+    return tuple(m for m in microbatches if not placement.is_host(group, m.shard))
 
 
 def check_exactly_once(assignment: Assignment, expected: Collection[Microbatch]) -> None:
@@ -123,10 +122,38 @@ def _hosts_everything(placement: Placement | None) -> bool:
     return placement is None or placement.redundancy >= placement.groups
 
 
-# --- everybody hosts everything: levelling is enough ------------------------------------------------------------------
+class _Named(Mapping):
+    """An assignment that names a group's microbatches when it is asked for them.
+
+    A group asks for its own only, in every step; naming all N*G takes longer than the rest of a plan.
+    """
+
+    def __init__(self, step: int, chosen: Chosen) -> None:
+        self._step, self._chosen = step, chosen
+
+    def __getitem__(self, group: GroupId) -> tuple[Microbatch, ...]:
+        own = self._chosen[group].items()
+        return tuple(Microbatch(self._step, shard, index) for shard, indices in own for index in indices)
+
+    def __iter__(self) -> Iterator[GroupId]:
+        return iter(self._chosen)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
 
 
 @lru_cache(maxsize=64)
+def _even(shards: int, per_shard: int, members: tuple[GroupId, ...], placement: Placement | None) -> Chosen:
+    """The plan of equally fast groups: it is the same in every step, so it is made once per membership."""
+    if placement is None:
+        return _levelled(shards, per_shard, members)
+    home = _home(shards, per_shard, members, None)
+    return _choose(per_shard, _quota(shards, per_shard, members, placement, (1.0,) * len(members), home), home)
+
+
+# --- everybody hosts everything: levelling is enough ------------------------------------------------------------------
+
+
 def _levelled(shards: int, per_shard: int, members: tuple[GroupId, ...]) -> Chosen:
     """A group keeps its own shard up to the quota ceil(N*G / live); the rest goes to whoever has least."""
     quota = -(-shards * per_shard // len(members))
@@ -201,11 +228,6 @@ def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
     return chosen
 
 
-def _microbatches(step: int, own: Mapping[int, Sequence[int]]) -> tuple[Microbatch, ...]:
-    """Their ids, in the order of ``own``."""
-    return tuple(Microbatch(step, shard, index) for shard, indices in own.items() for index in indices)
-
-
 def _spread(added: Mapping[GroupId, list[Microbatch]], pool: Sequence[Microbatch], placement: Placement) -> None:
     """Hand the lost microbatches to hosts of their shards, with the least largest addition."""
     from megatron_ft.core import flow
@@ -232,9 +254,14 @@ def _edges(shards: Iterable[int], members: Sequence[GroupId], placement: Placeme
     rows: list[int] = []
     columns: list[int] = []
     anybody: list[int] = []
+    beyond: dict[int, list[int]] = {}
+    for group in members if placement else ():
+        if group >= placement.groups:
+            for shard in placement.stack(group):
+                beyond.setdefault(shard, []).append(position[group])
     for row, shard in enumerate(shards):
         hosts = members if placement is None else placement.hosts[shard]
-        live = [position[group] for group in hosts if group in position]
+        live = [position[group] for group in hosts if group in position] + beyond.get(shard, [])
         if live:
             rows.extend([row] * len(live))
             columns.extend(live)

@@ -443,8 +443,7 @@ class Session:
         )
 
     def _record_view(self, view: View) -> None:
-        known = ("epoch", "live", "lost", "joined", "reason", "step")
-        self._history.record("view", **{name: value for name, value in view.to_json().items() if name in known})
+        self._history.record("view", **view.to_json())
 
     def _record_step(self, duration_s: float) -> None:
         view, result = self._state.view, self._result

@@ -1,5 +1,7 @@
 """From reports to the next view: who goes on, with which step, which buckets are final, who takes what from whom."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,8 +81,15 @@ def test_a_joiner_has_no_say_in_which_step_is_decided():
     assert view.missing == {0: (1, 2)}
 
 
-def test_when_nobody_would_be_left_there_is_no_view():
-    assert decide(dead=dict.fromkeys(range(4), "killed")) is None
+def test_when_every_group_is_taken_for_dead_it_is_a_wipe_out():
+    """One of them still lives, or nobody would decide; it must come to an end instead of waiting for the dead."""
+    view = decide(Report(3, 2, 5), dead=dict.fromkeys(range(4), "killed"))
+    assert view.live == () and "wipe-out" in view.reason
+
+
+def test_a_view_holds_the_reports_it_was_decided_from():
+    told = [Report(3, 0, 6), Report(3, 1, 5, (0,)), Report(3, 2, 5, (0,))]
+    assert decide(*told, dead={3: "killed"}).reports == tuple(told)
 
 
 def test_an_empty_loss_is_a_view_too():
@@ -104,7 +113,9 @@ def test_the_wire_form_keeps_everything(data):
         missing=data.draw(st.dictionaries(groups, st.lists(groups).map(tuple))),
         begun=Begun((1, 2)).after(data.draw(st.sets(groups)), data.draw(st.sets(groups))),
         incarnations=data.draw(st.dictionaries(groups, groups)),
+        reports=tuple(Report(0, group, group // 2, (group % 3,)) for group in sorted(data.draw(st.sets(groups)))),
     )
+    view = replace(view, reports=tuple(replace(report, epoch=view.epoch - 1) for report in view.reports))
     assert View.from_json(view.to_json()) == view
     flags = data.draw(st.booleans()), data.draw(st.booleans())
     report = Report(1, 2, 3, tuple(data.draw(st.lists(groups))), *flags)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import networkx
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from megatron_ft.core.replication import cyclic, golomb
 from megatron_ft.core.scheduler import (
     check_exactly_once,
     fetched,
@@ -19,18 +19,6 @@ from megatron_ft.core.scheduler import (
     patch_plan,
     plan_step,
 )
-
-GOLOMB_9 = (0, 1, 5, 12, 25, 27, 35, 41, 44)
-
-
-def cyclic(groups: int, offsets: tuple[int, ...]) -> SimpleNamespace:
-    """Shard j on groups j - o (mod N): the placement of arXiv 2603.00357, section 4."""
-    return SimpleNamespace(
-        groups=groups,
-        redundancy=len(offsets),
-        stacks=tuple(tuple((group + o) % groups for o in offsets) for group in range(groups)),
-        hosts=tuple(tuple((shard - o) % groups for o in offsets) for shard in range(groups)),
-    )
 
 
 @st.composite
@@ -167,7 +155,7 @@ def test_an_unhosted_shard_goes_to_anybody_and_is_fetched():
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.3])
 def test_the_load_is_the_ideal_one(groups, share):
     """papers.md, section 3: r = 9, G = 16, up to 30% dead groups: ceil(N*G / (N-k)) / G in at least 99% of cases."""
-    placement = cyclic(groups, GOLOMB_9)
+    placement = golomb(groups, 9)
     rng = np.random.default_rng(7)
     tries, ideal = (100, 0) if groups == 200 else (40, 0)
     for _ in range(tries):

@@ -1,0 +1,455 @@
+"""The replication manager: which groups host (prefetch) which shards (SPARe, arXiv 2603.00357, section 4).
+
+Shard j of N is hosted by r groups; a group's r shards are its *stack*, its own shard first. SPARe's Theorem 4.1 needs
+that *any two shards share at most one host*. Intuition: the deaths that exhaust one shard then cost every other shard
+one host at most, so no small set of failures takes many shards out, and the load of the dead spreads over many
+survivors. Stacks made by cyclic rotation (group i hosts i + o mod N for r offsets o) have it exactly when all
+differences of the offsets are distinct mod N: a *cyclic Golomb ruler*, or Sidon set. The paper's text takes consecutive
+offsets, which do not have it.
+
+Failures assumed: whole groups, singly, and whole failure domains (rack, switch), against which ``domain_aware`` spreads
+the hosts of a shard. A shard without a live host is a wipe-out to SPARe; to quotas it is a slower read of the dataset.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import combinations, islice, product
+from math import gcd, isqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.types import GroupId
+
+Shard = int
+Ints = NDArray[np.int64]
+Stacks = Sequence[tuple[int, ...]]
+
+
+class Source(NamedTuple):
+    """Live groups that hold a shard's samples, none if they have to be read from the dataset; and why."""
+
+    groups: tuple[GroupId, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a membership change does to the hosting.
+
+    ``shards`` have one live host fewer (leave) or more (join), ``unhosted`` have none afterwards, ``prefetch`` is what
+    the joiner has to read.
+    """
+
+    group: GroupId
+    shards: tuple[Shard, ...]
+    unhosted: tuple[Shard, ...]
+    prefetch: tuple[Shard, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Rotation(Sequence):
+    """Row i is i + o mod N for each offset o, made when asked for: ``full(10_000)`` would have 10^8 entries."""
+
+    groups: int
+    offsets: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.groups
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        row = range(self.groups)[index]
+        return tuple((row + o) % self.groups for o in self.offsets)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who hosts what. Every group hosts ``redundancy`` shards, every shard has as many hosts.
+
+    ``stacks[g]`` are the shards of group g and ``hosts[s]`` the groups of shard s, the own one first in both.
+    ``offsets`` generate them (group i hosts i + o mod N); empty where no single set does. ``warnings`` say what was
+    asked for and could not be had.
+    """
+
+    groups: int
+    redundancy: int
+    kind: str
+    stacks: Stacks
+    hosts: Stacks
+    offsets: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def stack(self, group: GroupId) -> tuple[Shard, ...]:
+        """The shards ``group`` hosts, and so has to prefetch; a group that came on top of the first N included."""
+        return self.stacks[group % self.groups]
+
+    def hosts_of(self, shard: Shard, live: Collection[GroupId]) -> tuple[GroupId, ...]:
+        """The groups of ``live`` that host ``shard``, in the order of the placement, then those beyond the first N."""
+        beyond = sorted(group for group in live if group >= self.groups and self.is_host(group, shard))
+        return (*(group for group in self.hosts[shard] if group in live), *beyond)
+
+    def is_host(self, group: GroupId, shard: Shard) -> bool:
+        return self.redundancy == self.groups or group % self.groups in self.hosts[shard]
+
+    def unhosted(self, live: Collection[GroupId]) -> tuple[Shard, ...]:
+        """Shards that no group of ``live`` hosts."""
+        return tuple(np.flatnonzero(self._live_hosts(live) == 0).tolist())
+
+    def wiped_out(self, live: Collection[GroupId]) -> bool:
+        """SPARe's wipe-out (section 4): some shard has no surviving host."""
+        return bool(self.unhosted(live))
+
+    def fetch_from(self, shard: Shard, live: Collection[GroupId]) -> Source:
+        """Who can serve the samples of ``shard``; nobody is no failure, because the dataset has them too."""
+        if found := self.hosts_of(shard, live):
+            return Source(found, f"shard {shard} is held by {len(found)} groups: {_names(found)}")
+        hosts = _names(self.hosts[shard])
+        return Source((), f"no live host of shard {shard} ({hosts}): who computes it reads it from the dataset")
+
+    def on_leave(self, group: GroupId, live: Collection[GroupId]) -> Change:
+        """``group`` goes; ``live`` may or may not still contain it."""
+        own, remaining = self.stack(group), set(live) - {group}
+        unhosted, weakest = self.unhosted(remaining), self._live_hosts(remaining)[list(own)].min()
+        reason = f"group {group} leaves: {len(own)} shards lose a host, the weakest keeps {weakest}"
+        if lost := set(unhosted) & set(own):
+            reason += f"; without a live host from now on: {_names(lost)}"
+        return Change(group, own, unhosted, (), reason)
+
+    def on_join(self, group: GroupId, live: Collection[GroupId]) -> Change:
+        """``group`` comes back; ``live`` may or may not contain it already. It has to prefetch its whole stack."""
+        own, others = self.stack(group), set(live) - {group}
+        reason = f"group {group} joins and prefetches {len(own)} shards"
+        if regained := set(self.unhosted(others)) & set(own):
+            reason += f"; hosted again: {_names(regained)}"
+        return Change(group, own, self.unhosted(others | {group}), own, reason)
+
+    def _live_hosts(self, live: Collection[GroupId]) -> Ints:
+        """How many hosts each shard has in ``live``."""
+        alive = np.bincount([group % self.groups for group in live] or [0], minlength=self.groups)
+        alive *= bool(live)
+        if self.redundancy == self.groups:
+            return np.full(self.groups, alive.sum())
+        return alive[self._host_table].sum(axis=1)
+
+    @cached_property
+    def _host_table(self) -> Ints:
+        return np.array(list(self.hosts))
+
+
+def golomb(groups: int, redundancy: int, seed: int = 0) -> Placement:
+    """Cyclic rotation with Golomb offsets (SPARe, section 4, Theorem 4.1): two shards share at most one host."""
+    return cyclic(groups, golomb_offsets(groups, redundancy, seed), "golomb")
+
+
+def consecutive(groups: int, redundancy: int) -> Placement:
+    """Cyclic rotation with offsets 0..r-1, as SPARe's text (section 4) describes it: a baseline."""
+    _check(groups, redundancy)
+    return cyclic(groups, tuple(range(redundancy)), "consecutive")
+
+
+def full(groups: int) -> Placement:
+    """Every group hosts every shard."""
+    _check(groups, 1)
+    return cyclic(groups, tuple(range(groups)), "full")
+
+
+def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) -> Placement:
+    """Spread the hosts of each shard over failure domains; ``domains[g]`` is the rack or switch of group g.
+
+    First the hosts of a shard share a domain as little as possible: not at all exactly if the largest domain holds at
+    most N / r groups, because its groups have r places each and every shard may use one of them. Then two shards share
+    at most one host (SPARe, section 4) where that can be kept. What could not be had is in ``warnings``.
+    """
+    groups, number = len(domains), {domain: i for i, domain in enumerate(dict.fromkeys(domains))}
+    _check(groups, redundancy)
+    label = np.array([number[domain] for domain in domains])
+    order, offsets = _spread_ring(label, redundancy, seed)
+    if np.array_equal(order, np.arange(groups)) and is_golomb(groups, offsets) or redundancy == groups:
+        placement = cyclic(groups, offsets, "domain_aware")
+    else:
+        stacks = order[(np.argsort(order)[:, None] + np.array(offsets)) % groups].tolist()
+        if not is_golomb(groups, offsets) and groups * redundancy**2 <= 4_000_000:  # in memory and time
+            stacks = _Exchange(stacks, label, seed).run()
+        placement = Placement(groups, redundancy, "domain_aware", tuple(map(tuple, stacks)), _transpose(stacks))
+    return replace(placement, warnings=_warnings(placement, label))
+
+
+def shared_hosts(placement: Placement) -> int:
+    """The largest number of hosts that any two shards share; at most 1 is what SPARe's Theorem 4.1 asks for."""
+    N, r = placement.groups, placement.redundancy
+    if r == N:
+        return r if N > 1 else 0
+    if placement.offsets:
+        o = np.array(placement.offsets)
+        return int(np.bincount((o[:, None] - o).ravel() % N)[1:].max(initial=0))
+    from scipy.sparse import csr_array  # 0.2 s that a rank does not need at its start
+
+    shards = np.repeat(np.arange(N), r)
+    hosting = csr_array((np.ones(N * r, dtype=np.int64), (shards, np.ravel(placement.hosts))), shape=(N, N))
+    overlap = hosting @ hosting.T
+    overlap.setdiag(0)
+    return int(overlap.max())
+
+
+def cyclic(groups: int, offsets: tuple[int, ...], kind: str = "cyclic") -> Placement:
+    """Cyclic rotation (SPARe, section 4) with these offsets, 0 first: group i hosts the shards i + o (mod N)."""
+    hosts = _Rotation(groups, tuple(-o % groups for o in offsets))
+    return Placement(groups, len(offsets), kind, _Rotation(groups, offsets), hosts, offsets)
+
+
+def _check(groups: int, redundancy: int) -> None:
+    if not 1 <= redundancy <= groups:
+        rule = "1 <= redundancy <= groups must hold"
+        raise ConfigError(f"redundancy is {redundancy} and groups is {groups}; {rule}: lower redundancy or add groups")
+
+
+def _names(numbers: Iterable[int]) -> str:
+    return " ".join(str(number) for number in sorted(numbers))
+
+
+# --- offsets: cyclic Golomb rulers ------------------------------------------------------------------------------------
+
+
+def golomb_offsets(groups: int, redundancy: int, seed: int = 0) -> tuple[int, ...]:
+    """``redundancy`` offsets, 0 first, whose pairwise differences are distinct mod ``groups`` (SPARe, section 4).
+
+    A ruler stays one when it is shifted or multiplied by a unit mod N. Seed 0 takes the unit that keeps the offsets
+    farthest apart, so neighbouring groups (often of one rack) share few shards; higher seeds take the next best.
+    """
+    _check(groups, redundancy)
+    family = _family(groups, redundancy)
+    if not len(family):
+        rule = f"differences distinct mod {groups} need r * (r - 1) <= N - 1 = {groups - 1} and a known construction"
+        raise ConfigError(f"redundancy is {redundancy}; {rule}: take at most {largest_redundancy(groups)}")
+    turn, row = divmod(seed, len(family))
+    return tuple(sorted(((family[row] - family[row, turn % redundancy]) % groups).tolist()))
+
+
+@lru_cache(maxsize=1024)
+def largest_redundancy(groups: int) -> int:
+    """The largest redundancy for which :func:`golomb_offsets` finds offsets."""
+    _check(groups, 1)
+    bound = (1 + isqrt(4 * groups - 3)) // 2
+    return next(r for r in range(bound, 0, -1) if _base(groups, r))
+
+
+@lru_cache(maxsize=256)
+def _family(groups: int, redundancy: int) -> Ints:
+    """The base ruler times units mod N, one sorted row each, widest smallest gap first; no rows if there is none."""
+    base = _base(groups, redundancy)
+    if not base:
+        return np.empty((0, redundancy), dtype=np.int64)
+    units = [u for u in range(1, groups // 2 + 1) if gcd(u, groups) == 1] or [1]
+    rows = np.sort(np.outer(units[:4096], base) % groups, axis=1)
+    gaps = np.diff(rows, axis=1, append=rows[:, :1] + groups).min(axis=1)
+    return rows[np.argsort(-gaps, kind="stable")]
+
+
+@lru_cache(maxsize=4096)
+def _base(groups: int, redundancy: int) -> tuple[int, ...]:
+    """Some cyclic Golomb ruler mod ``groups``, empty if none is found."""
+    if redundancy * (redundancy - 1) > groups - 1:
+        return ()
+    if 2 * _ruler(redundancy)[-1] < groups:  # no two differences can then meet around the ring
+        return _ruler(redundancy)
+    if groups == redundancy * (redundancy - 1) + 1 and _is_prime(redundancy - 1):
+        return tuple(_singer(redundancy - 1)[0, :redundancy].tolist())
+    if groups > 256:  # the rulers above are beyond what climbing finds
+        return ()
+    found = _climb(np.arange(groups), tuple(range(redundancy)), seed=0)  # every group a domain of its own
+    return found if is_golomb(groups, found) else ()
+
+
+@lru_cache(maxsize=1024)
+def _ruler(marks: int) -> tuple[int, ...]:
+    """A short integer Golomb ruler: the tightest run of marks in a Singer set of the next primes.
+
+    Optimal (as published) for 12, 14, 18 to 21 and 24 marks, at most a quarter longer for others up to 26.
+    """
+    candidates = []
+    for q in islice(filter(_is_prime, range(max(marks - 1, 2), 4 * marks + 8)), 3):
+        rows = _singer(q)
+        spans = rows[:, marks - 1 : marks + q] - rows[:, : q + 1]
+        row, first = divmod(int(spans.argmin()), q + 1)
+        candidates.append(tuple((rows[row, first : first + marks] - rows[row, first]).tolist()))
+    return min(candidates, key=lambda ruler: ruler[-1])
+
+
+@lru_cache(maxsize=32)
+def _singer(q: int) -> Ints:
+    """Singer's difference set (q prime) times every unit, each row sorted and unrolled over two turns.
+
+    The set are the zeros of a linear recurrence of order 3 over GF(q) that runs through all v = q*q + q + 1 points of
+    the plane: q + 1 residues whose differences are all the non-zero residues mod v.
+    """
+    v = q * q + q + 1
+    for a, b, c in product(range(q), range(q), range(1, q)):
+        x, y, z, zeros = 0, 0, 1, []
+        for i in range(v):
+            if x == 0:
+                zeros.append(i)
+            x, y, z = y, z, (a * z + b * y + c * x) % q
+        if len(zeros) == q + 1 and is_golomb(v, zeros):
+            units = [u for u in range(1, v // 2 + 1) if gcd(u, v) == 1]
+            rows = np.sort(np.outer(units, zeros) % v, axis=1)
+            return np.concatenate([rows, rows + v], axis=1)
+    raise AssertionError(f"no Singer set for q = {q}: is it a prime?")
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, isqrt(n) + 1))
+
+
+def is_golomb(groups: int, offsets: Sequence[int]) -> bool:
+    """Are all pairwise differences distinct mod ``groups``? (SPARe, section 4, the premise of Theorem 4.1)"""
+    return _repeats(groups, offsets) == 0
+
+
+def _repeats(groups: int, offsets: Sequence[int]) -> int:
+    o = np.array(offsets)
+    return len(o) * (len(o) - 1) + 1 - len(np.unique((o[:, None] - o) % groups))
+
+
+def _climb(ring: Ints, offsets: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """Move one offset at a time to a random place as long as fewer differences repeat and the crowding stays."""
+    groups, least, numbers = len(ring), _crowding(ring, offsets), _numbers(seed)
+    repeats = _repeats(groups, offsets)
+    for _ in range(4000):
+        if repeats == 0:
+            break
+        k, mark = 1 + next(numbers) % (len(offsets) - 1), next(numbers) % groups
+        moved = (*offsets[:k], mark, *offsets[k + 1 :])
+        if mark not in offsets and (now := _repeats(groups, moved)) <= repeats and _crowding(ring, moved) == least:
+            offsets, repeats = moved, now
+    return tuple(sorted(offsets))
+
+
+def _numbers(seed: int) -> Iterator[int]:
+    """A linear congruential generator: the same numbers on every machine and with every library version."""
+    state = seed % 2**64
+    while True:
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        yield state >> 33
+
+
+# --- failure domains --------------------------------------------------------------------------------------------------
+
+
+def _crowding(ring: Ints, offsets: Sequence[int]) -> int:
+    """Pairs of hosts of one shard in one domain, over all shards; ``ring`` are the domains around the ring."""
+    hosts = (np.arange(len(ring))[:, None] - np.array(offsets)) % len(ring)
+    count = _per_domain(ring[hosts])
+    return int((count * (count - 1) // 2).sum())
+
+
+def _per_domain(host_labels: Ints) -> Ints:
+    """How many hosts each shard has in each domain; ``host_labels[s]`` are the domains of the hosts of shard s."""
+    return np.bincount((host_labels + (host_labels.max() + 1) * np.arange(len(host_labels))[:, None]).ravel())
+
+
+def _rings(label: Ints, redundancy: int) -> Iterator[tuple[Ints, tuple[int, ...]]]:
+    """Ways to lay the groups around the ring, and offsets on it with the least crowding.
+
+    Where every domain is one arc, evenly spaced offsets put floor(n r / N) or ceil(n r / N) hosts of a shard into one of
+    n groups: no placement does better. Where equal domains take turns, neighbouring offsets do the same.
+    """
+    sizes, order = np.bincount(label), np.argsort(label, kind="stable")
+    yield order, tuple(k * len(label) // redundancy for k in range(redundancy))
+    if (sizes == sizes[0]).all():
+        yield order.reshape(len(sizes), -1).T.ravel(), tuple(range(redundancy))
+
+
+def _spread_ring(label: Ints, redundancy: int, seed: int) -> tuple[Ints, tuple[int, ...]]:
+    """A ring order and offsets on it with the least crowding and, if possible, no difference twice."""
+    groups, found = len(label), []
+    for order, start in _rings(label, redundancy):
+        least = _crowding(label[order], start)
+        for i in range(min(len(_family(groups, redundancy)), 64)):
+            offsets = golomb_offsets(groups, redundancy, seed + i)
+            if _crowding(label[order], offsets) == least:
+                return order, offsets
+        found.append((order, _climb(label[order], start, seed)))
+    return min(found, key=lambda ring: _repeats(groups, ring[1]))
+
+
+class _Exchange:
+    """Hill climbing by exchanges: group g gives shard s to h and takes x from it.
+
+    Domains do not get more crowded, and pairs of hosts that the same two shards share get fewer, in ``budget`` trials.
+    """
+
+    def __init__(self, stacks: list[list[int]], label: Ints, seed: int, budget: int = 30_000) -> None:
+        self.stacks, self.label, self.budget = stacks, label.tolist(), budget
+        self.hosts = [set(row) for row in _transpose(stacks)]
+        self.shared = Counter(pair for stack in stacks for pair in combinations(sorted(stack), 2))
+        self.numbers = _numbers(seed)
+
+    def run(self) -> list[list[int]]:
+        """Go through the pairs of shards that share more than one host until there are none, or the budget ends."""
+        while self.budget > 0 and (pairs := [pair for pair, count in self.shared.items() if count > 1]):
+            for s, t in islice(pairs, self.budget):
+                self.budget -= 1
+                common = sorted(self.hosts[s] & self.hosts[t] - {s})
+                if self.shared[s, t] > 1:
+                    self._try(common[next(self.numbers) % len(common)], s)
+        return self.stacks
+
+    def _try(self, g: GroupId, s: Shard) -> None:
+        h = next(self.numbers) % len(self.stacks)
+        x = self.stacks[h][next(self.numbers) % len(self.stacks[h])]
+        if x == h or g in self.hosts[x] or h in self.hosts[s] or self._crowds(g, h, s) + self._crowds(h, g, x) > 0:
+            return
+        if self._swap(g, s, h, x) > 0:
+            self._swap(g, x, h, s)
+
+    def _crowds(self, old: GroupId, new: GroupId, shard: Shard) -> int:
+        """How many more pairs of hosts of ``shard`` share a domain when ``new`` takes the place of ``old``."""
+        a, b = self.label[old], self.label[new]
+        return 0 if a == b else 1 + sum((self.label[host] == b) - (self.label[host] == a) for host in self.hosts[shard])
+
+    def _swap(self, g: GroupId, s: Shard, h: GroupId, x: Shard) -> int:
+        """Exchange, and return how many more pairs of hosts are shared by the same two shards."""
+        grown = 0
+        for group, old, new in ((g, s, x), (h, x, s)):
+            stack = self.stacks[group]
+            stack[stack.index(old)] = new
+            self.hosts[old].remove(group)
+            self.hosts[new].add(group)
+            for y in stack:
+                if y != new:
+                    before, after = (min(old, y), max(old, y)), (min(new, y), max(new, y))
+                    self.shared[before] -= 1
+                    grown += self.shared[after] - self.shared[before]
+                    self.shared[after] += 1
+        return grown
+
+
+def _transpose(stacks: Sequence[Sequence[int]]) -> Stacks:
+    """Hosts of each shard, its own group first."""
+    hosts: list[list[int]] = [[] for _ in stacks]
+    for group, stack in enumerate(stacks):
+        for shard in stack:
+            hosts[shard].append(group)
+    return tuple((shard, *(group for group in row if group != shard)) for shard, row in enumerate(hosts))
+
+
+def _warnings(placement: Placement, label: Ints) -> tuple[str, ...]:
+    """What ``domain_aware`` could not give, with the numbers."""
+    N, r, size, found = placement.groups, placement.redundancy, int(np.bincount(label).max()), []
+    if (worst := int(_per_domain(label[np.array(list(placement.hosts))]).max())) > 1:
+        found.append(
+            f"up to {worst} hosts of one shard share a failure domain: one per domain needs redundancy * largest domain"
+            f" <= groups, here {r} * {size} = {r * size} > {N} ({label.max() + 1} domains); spread as evenly as possible:"
+            f" lower the redundancy to {N // size} or use smaller domains"
+        )
+    if (overlap := shared_hosts(placement)) > 1:
+        why = "none found" if r * (r - 1) < N else f"impossible, r * (r - 1) = {r * (r - 1)} > N - 1 = {N - 1}"
+        found.append(f"some shards share {overlap} hosts; at most 1 (the Golomb property) within these domains: {why}")
+    return tuple(found)
