@@ -40,6 +40,7 @@ test: setup lint
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/kill_to_commit.py
+	$(BIN)/python benchmarks/decisions.py
 
 # make clean  delete environment, data and runs
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,9 @@ def save(name: str, result: dict) -> Path:
         },
     }
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    text = json.dumps({**about, **result}, indent=1)
+    # A list of numbers goes on one line: there can be thousands in it.
+    path.write_text(re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n")
     return path
 
 

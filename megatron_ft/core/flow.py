@@ -50,12 +50,13 @@ def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints
     """
     graph = _graph(supply, edges, len(weights))
     limits = _least_limits(graph, int(supply.sum()), weights)
-    amounts = _flow(graph, limits, supply) if kept is None else _cheapest_flow(graph, limits, supply, kept)
+    amounts = _flow(graph, limits) if kept is None else _cheapest_flow(graph, limits, supply, kept)
     found: list[dict[int, int]] = [{} for _ in weights]
     count = len(edges.rows)
-    for row, column, amount in zip(edges.rows, edges.columns, amounts[:count], strict=True):
-        if amount:
-            found[column][int(row)] = int(amount)
+    used = np.flatnonzero(amounts[:count])
+    triples = zip(edges.rows[used].tolist(), edges.columns[used].tolist(), amounts[used].tolist(), strict=True)
+    for row, column, amount in triples:
+        found[column][row] = amount
     _share_anywhere(found, supply, edges.anywhere, amounts[count : count + len(weights)])
     return found
 
@@ -132,7 +133,7 @@ def _maximum_flow(graph: _Graph, limits: Ints):
     return maximum_flow(matrix, graph.source, graph.sink)
 
 
-def _flow(graph: _Graph, limits: Ints, supply: Ints) -> Ints:
+def _flow(graph: _Graph, limits: Ints) -> Ints:
     """Amounts on all arcs of some flow that saturates the supply."""
     carried = _maximum_flow(graph, limits).flow.tocsr()
     return np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64)
@@ -143,23 +144,23 @@ def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints) -> Int
     capacities = graph.capacities.copy()
     capacities[-graph.last :] = limits
     costs = np.zeros(len(capacities), dtype=np.int64)
-    edges = len(kept)
-    costs[:edges] = 1
-    stays = np.minimum(kept, capacities[:edges])
+    costs[: len(kept)] = 1
+    homes = np.flatnonzero(kept)
+    stays = np.minimum(kept[homes], capacities[homes])
     solver = min_cost_flow.SimpleMinCostFlow()
     solver.add_arcs_with_capacity_and_unit_cost(
-        np.concatenate([graph.tails, graph.tails[:edges]]),
-        np.concatenate([graph.heads, graph.heads[:edges]]),
+        np.concatenate([graph.tails, graph.tails[homes]]),
+        np.concatenate([graph.heads, graph.heads[homes]]),
         np.concatenate([capacities, stays]),
-        np.concatenate([costs, np.zeros(edges, dtype=np.int64)]),
+        np.concatenate([costs, np.zeros(len(homes), dtype=np.int64)]),
     )
     total = int(supply.sum())
     solver.set_node_supply(graph.source, total)
     solver.set_node_supply(graph.sink, -total)
     status = solver.solve()
     assert status == solver.OPTIMAL, f"minimum-cost flow ended with {status} although a flow exists"
-    amounts = solver.flows(np.arange(len(capacities) + edges))
-    amounts[:edges] += amounts[len(capacities) :]
+    amounts = solver.flows(np.arange(len(capacities) + len(homes)))
+    amounts[homes] += amounts[len(capacities) :]
     return amounts[: len(capacities)]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -79,29 +80,29 @@ def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | Non
     The survivors are usually done with their own share when a peer is found dead, so the *added* work is levelled:
     patch compute takes ceil(lost / survivors) microbatches (papers.md, section 3) where the hosting allows it.
     """
-    survivors = {group: own for group, own in plan.assignment.items() if group not in lost}
-    if not survivors:
+    gone = set(lost)
+    added: dict[GroupId, list[Microbatch]] = {group: [] for group in plan.assignment if group not in gone}
+    if not added:
         raise ValueError(f"patch_plan: no survivor of step {plan.step} among {sorted(plan.assignment)}")
     pool = sorted(microbatch for group in lost for microbatch in plan.of(group))
     if not pool:
-        return Plan(plan.step, survivors, plan.reason, plan.patched)
-    added: dict[GroupId, list[Microbatch]] = {group: [] for group in survivors}
+        return Plan(plan.step, _Patched(plan.assignment, added), plan.reason, plan.patched)
     if _hosts_everything(placement):
-        _level(added, pool, base={group: len(own) for group, own in survivors.items()})
+        _level(added, pool, base={group: _load(plan.assignment, group) for group in added})
     else:
         _spread(added, pool, placement)
     return Plan(
         step=plan.step,
-        assignment={group: own + tuple(added[group]) for group, own in survivors.items()},
-        reason=f"{len(pool)} microbatches of groups {_names(lost)} taken over by groups {_names(survivors)}",
+        assignment=_Patched(plan.assignment, added),
+        reason=f"{len(pool)} microbatches of groups {_names(lost)} taken over by groups {_names(added)}",
         patched=plan.patched | set(pool),
     )
 
 
 def admit(plan: Plan, joined: Collection[GroupId]) -> Plan:
     """The same plan with groups that have no share of the step yet; a later patch may give them one."""
-    assignment = {**dict.fromkeys(sorted(joined), ()), **plan.assignment}
-    return Plan(plan.step, dict(sorted(assignment.items())), plan.reason, plan.patched)
+    nothing_new: dict[GroupId, list[Microbatch]] = {group: [] for group in sorted({*plan.assignment, *joined})}
+    return Plan(plan.step, _Patched(plan.assignment, nothing_new), plan.reason, plan.patched)
 
 
 def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Placement | None) -> tuple[Microbatch, ...]:
@@ -129,17 +130,46 @@ class _Named(Mapping):
     """
 
     def __init__(self, step: int, chosen: Chosen) -> None:
-        self._step, self._chosen = step, chosen
+        self._step, self.chosen = step, chosen
 
     def __getitem__(self, group: GroupId) -> tuple[Microbatch, ...]:
-        own = self._chosen[group].items()
+        own = self.chosen[group].items()
         return tuple(Microbatch(self._step, shard, index) for shard, indices in own for index in indices)
 
     def __iter__(self) -> Iterator[GroupId]:
-        return iter(self._chosen)
+        return iter(self.chosen)
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self.chosen)
+
+    def load(self, group: GroupId) -> int:
+        return sum(map(len, self.chosen[group].values()))
+
+
+class _Patched(Mapping):
+    """An assignment and what its groups do on top; only the groups of ``added`` are left, or have come."""
+
+    def __init__(self, before: Assignment, added: Mapping[GroupId, Sequence[Microbatch]]) -> None:
+        self._before, self._added = before, added
+
+    def __getitem__(self, group: GroupId) -> tuple[Microbatch, ...]:
+        more = tuple(self._added[group])
+        return self._before.get(group, ()) + more
+
+    def __iter__(self) -> Iterator[GroupId]:
+        return iter(self._added)
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+    def load(self, group: GroupId) -> int:
+        more = len(self._added[group])
+        return (_load(self._before, group) if group in self._before else 0) + more
+
+
+def _load(assignment: Assignment, group: GroupId) -> int:
+    """How many microbatches a group has, without naming them where that can be avoided."""
+    return assignment.load(group) if isinstance(assignment, _Named | _Patched) else len(assignment[group])
 
 
 @lru_cache(maxsize=64)
@@ -173,9 +203,12 @@ def _levelled(shards: int, per_shard: int, members: tuple[GroupId, ...]) -> Chos
 def _level(assigned: Mapping[GroupId, list], pool: Iterable, base: Mapping[GroupId, int] | None = None) -> None:
     """Append each item of ``pool`` to the group with least; ties: the smaller base load, then the lower id."""
     base = base or {}
+    waiting = [(len(own), base.get(group, 0), group) for group, own in assigned.items()]
+    heapify(waiting)
     for item in pool:
-        group = min(assigned, key=lambda g: (len(assigned[g]), base.get(g, 0), g))
+        count, under, group = waiting[0]
         assigned[group].append(item)
+        heapreplace(waiting, (count + 1, under, group))
 
 
 # --- restricted stacks, weights, a previous plan: flows ---------------------------------------------------------------
@@ -185,6 +218,8 @@ def _home(shards: int, per_shard: int, members: Sequence[GroupId], previous: Pla
     """Where each microbatch would like to stay; those of absent groups have no home."""
     if previous is None:
         return {group: {group: range(per_shard)} if group < shards else {} for group in members}
+    if isinstance(previous.assignment, _Named):
+        return {group: previous.assignment.chosen.get(group, {}) for group in members}
     home: dict[GroupId, dict[int, list[int]]] = {group: {} for group in members}
     for group, own in home.items():
         for microbatch in previous.of(group):
@@ -203,28 +238,47 @@ def _quota(
     """How many microbatches of each shard every group computes: least largest load, then fewest moves."""
     from megatron_ft.core import flow  # half a second of imports that a run with full hosting never needs
 
-    edges = _edges(range(shards), members, placement)
-    rows, columns = edges.rows.tolist(), edges.columns.tolist()
-    kept = [len(home[members[column]].get(row, ())) for row, column in zip(rows, columns, strict=True)]
+    edges = _edges(np.arange(shards), members, placement)
     supply = np.full(shards, per_shard, dtype=np.int64)
-    loads = flow.balance(supply, edges, np.asarray(speed), np.asarray(kept, dtype=np.int64))
+    loads = flow.balance(supply, edges, np.asarray(speed), _kept(edges, members, home))
     return dict(zip(members, loads, strict=True))
+
+
+def _kept(edges: flow.Edges, members: Sequence[GroupId], home: Chosen) -> np.ndarray:
+    """How many microbatches are at home on each edge."""
+    at_home = [
+        (row * len(members) + column, len(indices))
+        for column, group in enumerate(members)
+        for row, indices in home[group].items()
+    ]
+    kept = np.zeros(len(edges.rows), dtype=np.int64)
+    if at_home and len(kept):
+        wanted, counts = np.array(at_home, dtype=np.int64).T
+        keys = edges.rows * len(members) + edges.columns
+        order = np.argsort(keys, kind="stable")
+        place = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
+        found = keys[order[place]] == wanted  # a shard may be at home with a group that does not host it
+        kept[order[place[found]]] = counts[found]
+    return kept
 
 
 def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
     """Turn counts into indices: each group first keeps what was its own, then takes what is left, in order."""
     chosen: dict[GroupId, dict[int, list[int]]] = {group: {} for group in counts}
-    kept: dict[int, set[int]] = {}
+    short: list[tuple[GroupId, int, int]] = []
     for group, row in counts.items():
         for shard, count in row.items():
-            own = list(home[group].get(shard, ())[:count])
-            chosen[group][shard] = own
-            kept.setdefault(shard, set()).update(own)
-    free = {shard: iter([i for i in range(per_shard) if i not in taken]) for shard, taken in kept.items()}
-    for group, row in sorted(counts.items()):
-        for shard, count in sorted(row.items()):
-            own = chosen[group][shard]
-            own.extend(islice(free[shard], count - len(own)))
+            own = chosen[group][shard] = list(home[group].get(shard, ())[:count])
+            if len(own) < count:
+                short.append((group, shard, count - len(own)))
+    taken: dict[int, set[int]] = {shard: set() for _, shard, _ in short}
+    for row in chosen.values():
+        for shard, own in row.items():
+            if shard in taken:
+                taken[shard].update(own)
+    free = {shard: iter([i for i in range(per_shard) if i not in kept]) for shard, kept in taken.items()}
+    for group, shard, lacking in sorted(short):
+        chosen[group][shard].extend(islice(free[shard], lacking))
     return chosen
 
 
@@ -238,7 +292,8 @@ def _spread(added: Mapping[GroupId, list[Microbatch]], pool: Sequence[Microbatch
         by_shard.setdefault(microbatch.shard, []).append(microbatch)
     names = sorted(by_shard)
     supply = np.array([len(by_shard[shard]) for shard in names], dtype=np.int64)
-    loads = flow.balance(supply, _edges(names, members, placement), np.ones(len(members)), None)
+    edges = _edges(np.array(names, dtype=np.int64), members, placement)
+    loads = flow.balance(supply, edges, np.ones(len(members)), None)
     for group, row in zip(members, loads, strict=True):
         for position, count in sorted(row.items()):
             rest = by_shard[names[position]]
@@ -246,28 +301,26 @@ def _spread(added: Mapping[GroupId, list[Microbatch]], pool: Sequence[Microbatch
             del rest[:count]
 
 
-def _edges(shards: Iterable[int], members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:
+def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:
     """Hosting edges as (position of the shard, position of the group); shards without a live host go to anybody."""
     from megatron_ft.core import flow
 
-    position = {group: i for i, group in enumerate(members)}
-    rows: list[int] = []
-    columns: list[int] = []
-    anybody: list[int] = []
-    beyond: dict[int, list[int]] = {}
+    hosts = np.broadcast_to(members, (len(shards), len(members)))
+    if placement is not None:
+        hosts = np.array([placement.hosts[shard] for shard in shards.tolist()], dtype=np.int64)
+    position = np.full(max(hosts.max(initial=0), members[-1]) + 1, -1, dtype=np.int64)
+    position[list(members)] = np.arange(len(members))
+    columns = position[hosts]
+    rows, places = np.nonzero(columns >= 0)
+    columns = columns[rows, places]
     for group in members if placement else ():
-        if group >= placement.groups:
-            for shard in placement.stack(group):
-                beyond.setdefault(shard, []).append(position[group])
-    for row, shard in enumerate(shards):
-        hosts = members if placement is None else placement.hosts[shard]
-        live = [position[group] for group in hosts if group in position] + beyond.get(shard, [])
-        if live:
-            rows.extend([row] * len(live))
-            columns.extend(live)
-        else:
-            anybody.append(row)
-    return flow.Edges(np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64), np.array(anybody, dtype=np.int64))
+        if group >= placement.groups:  # on top of the first N
+            more = np.flatnonzero(np.isin(shards, placement.stack(group)))
+            rows, columns = np.append(rows, more), np.append(columns, np.full(len(more), position[group]))
+    order = np.argsort(rows, kind="stable")
+    rows, columns = rows[order], columns[order]
+    anybody = np.flatnonzero(np.bincount(rows, minlength=len(shards)) == 0)
+    return flow.Edges(rows, columns, anybody)
 
 
 def _names(groups: Iterable[GroupId]) -> str:
