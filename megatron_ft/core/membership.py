@@ -41,9 +41,9 @@ def next_view(
     told = {group: reports[group] for group in live}
     # Who has just entered and has no state yet has no say in which step is decided.
     step = max((report.step for report in told.values() if report.synced), default=None)
-    if step is None and view.step > 0:
+    if step is None and not any(view.incarnations.get(group, 0) == 0 for group in live):
         return _wipe_out(view, live, gone)
-    step = step or 0
+    step = step or 0  # a group of the first start that is without state: so nobody can have committed anything
     joined = {group: number for group, number in sorted((joining or {}).items()) if group not in live}
     source, behind = _state_transfer(told, step, tuple(joined))
     holders = {group: r for group, r in told.items() if r.step == step and group not in behind}

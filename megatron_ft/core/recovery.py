@@ -55,6 +55,9 @@ from megatron_ft.core.protocol import (
 from megatron_ft.core.replication import Placement
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
 
+_LOOKS = 10
+"""A report is looked for at least so often before its group is given up."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -93,6 +96,7 @@ class GroupState:
     step: int
     begun: Begun
     plan: Plan
+    incarnation: int = 0
     ahead: Begun | None = None
     computed: frozenset[Microbatch] = frozenset()
     have: frozenset[Bucket] = frozenset()
@@ -105,7 +109,8 @@ class GroupState:
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     asking: Mapping[GroupId, int] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
-    waiting_since: float | None = None
+    looked: float | None = None
+    waited_s: float = 0.0
     stopped: str = ""
 
     @property
@@ -150,7 +155,14 @@ def start(me: GroupId, job: Job, view: View) -> GroupState:
     """The state of a group that enters with ``view``."""
     plan = _plan(job, view.step, view.begun)
     return GroupState(
-        me=me, job=job, view=view, step=view.step, begun=view.begun, plan=plan, synced=me not in view.behind
+        me=me,
+        job=job,
+        view=view,
+        step=view.step,
+        begun=view.begun,
+        plan=plan,
+        incarnation=view.incarnations.get(me, 0),
+        synced=me not in view.behind,
     )
 
 
@@ -170,11 +182,11 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
         case ViewSeen(view=view):
             state = _adopt(state, view)
         case Tick():
-            pass
+            state = _looked(state, now)
         case _:
             state = _progress(state, event)
-    state, closing = _close(state, now)
-    return state, (*closing, *_proposal(state, now), next_action(state))
+    state, closing = _close(_give_up(state))
+    return state, (*closing, *_proposal(state), next_action(state))
 
 
 def next_action(state: GroupState) -> Action:
@@ -273,7 +285,7 @@ def _begin(state: GroupState, new: int) -> GroupState:
     )
 
 
-def _close(state: GroupState, now: float) -> tuple[GroupState, tuple[Action, ...]]:
+def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     """If something is wrong with the present epoch, close it at this group: abort, and report what was finished by now.
 
     What is wrong may have been heard before the view came: a member of it died meanwhile, or a faster group has already
@@ -285,7 +297,7 @@ def _close(state: GroupState, now: float) -> tuple[GroupState, tuple[Action, ...
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
-    state = replace(state, reported=True, closed_by=reason, reports=reports, waiting_since=now)
+    state = replace(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     announcement = (Announce(epoch, reason),) if reason == entry else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
 
@@ -308,20 +320,44 @@ def _unreported(state: GroupState) -> tuple[GroupId, ...]:
     return tuple(group for group in state.view.live if group not in state.reports and group not in state.dead)
 
 
-def _proposal(state: GroupState, now: float) -> tuple[Action, ...]:
+def _looked(state: GroupState, now: float) -> GroupState:
+    """The store has answered, and there was nothing new.
+
+    Only time in which it answers counts as waiting. While it was away nobody could report: whoever is back first must
+    not leave the others out for that (hard case 16).
+    """
+    if not state.reported:
+        return state
+    since = 0.0 if state.looked is None else now - state.looked
+    longest = state.job.report_timeout_s / _LOOKS
+    return replace(state, looked=now, waited_s=state.waited_s + min(since, longest))
+
+
+def _proposal(state: GroupState) -> tuple[Action, ...]:
     """Propose the next view as soon as everybody who is not dead has reported, or has been waited for long enough."""
-    if state.stopped or not state.reported or state.waiting_since is None:
+    if state.stopped or not state.reported or not _has_say(state):
         return ()
-    others = [report for group, report in state.reports.items() if group not in state.dead]
-    if not state.synced and any(report.synced for report in others):
-        return ()  # who has just entered does not know how the steps before its own came about
     silent: dict[GroupId, str] = {}
-    waited = now - state.waiting_since
-    if waited >= state.job.report_timeout_s:
+    if state.waited_s >= state.job.report_timeout_s:
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
     view = membership.next_view(state.view, state.reports, state.dead, silent, state.closed_by, state.asking)
     return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
+
+
+def _has_say(state: GroupState) -> bool:
+    """Who has just entered does not know how a step before its own came about: it cannot propose to go on with that."""
+    told = [report.step for group, report in state.reports.items() if group not in state.dead and report.synced]
+    return state.synced or not told or max(told) == state.step
+
+
+def _give_up(state: GroupState) -> GroupState:
+    """Without a say and with nobody who decides there is nothing to wait for; the others, if they live, need no one."""
+    patience_s = 2 * state.job.report_timeout_s
+    if state.stopped or _has_say(state) or state.waited_s < patience_s:
+        return state
+    why = f"no group that has the model state decided on a view within {patience_s:g} s"
+    return replace(state, stopped=f"group {state.me} leaves before it has begun: {why}")
 
 
 def _origin(state: GroupState, view: View) -> Begun:
@@ -340,7 +376,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     if view.epoch <= state.view.epoch:
         return state
     assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
-    if state.me not in view.live:
+    if state.me not in view.live or state.incarnation != view.incarnations.get(state.me, 0):
         why = view.lost.get(state.me, view.reason)
         return replace(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
     if len(view.live) < state.job.min_groups:
@@ -366,7 +402,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
         asking={group: number for group, number in state.asking.items() if group not in view.joined},
         reports={},
-        waiting_since=None,
+        waited_s=0.0,
         synced=state.synced or state.me not in view.behind,
     )
 

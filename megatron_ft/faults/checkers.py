@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ft.types import Microbatch, View
+
 LOSS_TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-6
 
@@ -76,3 +78,150 @@ def _check_reference(lines: Lines, reference: Lines) -> list[str]:
     if abs(mine - theirs) / theirs > NORM_TOLERANCE:
         found.append(f"params_norm is {mine!r}, the reference has {theirs!r}: more than {NORM_TOLERANCE:g} apart")
     return found
+
+
+# --- histories that say who committed what (the simulated world's) ----------------------------------------------------
+
+_COUNTER_BITS = 8
+
+
+def contribution(microbatch: Microbatch, shards: int, per_shard: int) -> int:
+    """What stands for the gradient of one microbatch: a number whose digit of that microbatch is 1.
+
+    Sums of such numbers count every microbatch of two neighbouring steps by itself, so a sum tells what is in it.
+    """
+    position = microbatch.step % 2 * shards * per_shard + microbatch.shard * per_shard + microbatch.index
+    return 1 << (_COUNTER_BITS * position)
+
+
+def complete_sum(step: int, microbatches: int) -> int:
+    """The sum in which every microbatch of ``step`` counts once, and nothing else does."""
+    ones = sum(1 << (_COUNTER_BITS * position) for position in range(microbatches))
+    return ones << (_COUNTER_BITS * (step % 2 * microbatches))
+
+
+def check_commits(lines: Lines) -> list[str]:
+    """The violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words; empty when all is well."""
+    checks = (_once_each, _one_gradient, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end)
+    return [violation for check in checks for violation in check(lines)]
+
+
+def _of(lines: Lines, *events: str) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line["event"] in events]
+
+
+def _who(line: Mapping[str, Any]) -> str:
+    again = f" (start {line['incarnation']})" if line["incarnation"] else ""
+    return f"group {line['group']}{again}"
+
+
+def _once_each(lines: Lines) -> list[str]:
+    """Every committed step counts every microbatch exactly once, in every bucket."""
+    count = lines[0]["microbatches"]
+    found = []
+    for line in _of(lines, "commit"):
+        expected = complete_sum(line["step"], count)
+        wrong = [bucket for bucket, got in enumerate(line["sums"]) if got != expected]
+        found += [
+            f"{_who(line)} commits step {line['step']} with bucket {bucket}: {_in_words(line['sums'][bucket], expected)}"
+            for bucket in wrong
+        ]
+    return found
+
+
+def _in_words(got: int, expected: int) -> str:
+    """Which counters are not what they should be: ``position: count``."""
+    size = -(-max(got.bit_length(), expected.bit_length()) // _COUNTER_BITS)
+    pairs = zip(got.to_bytes(size, "little"), expected.to_bytes(size, "little"), strict=True)
+    return ", ".join(f"number {i} counts {a}, not {b}" for i, (a, b) in enumerate(pairs) if a != b)
+
+
+def _one_gradient(lines: Lines) -> list[str]:
+    """All that commit a step, or take its state, have the same model then."""
+    models: dict[int, set[str]] = {}
+    for line in _of(lines, "commit", "state"):
+        after = line["step"] + (line["event"] == "commit")
+        if after:
+            models.setdefault(after, set()).add(line["params"])
+    return [f"before step {step} the model is {sorted(found)}" for step, found in models.items() if len(found) > 1]
+
+
+def _one_view_an_epoch(lines: Lines) -> list[str]:
+    """No two views of one epoch: views are written once each, in order, and everybody adopts the one that stands."""
+    written = {}
+    found = []
+    for line in _of(lines, "view"):
+        if line["epoch"] != len(written):
+            found.append(f"view {line['epoch']} is written when {len(written)} are there")
+        written.setdefault(line["epoch"], View.from_json(line))
+    for line in _of(lines, "adopt", "enter"):
+        view = View.from_json(line["view"])
+        if view != written.get(view.epoch):
+            found.append(f"{_who(line)} adopts a view {view.epoch} that does not stand")
+    return found
+
+
+def _right_view(lines: Lines) -> list[str]:
+    """Who commits has a seat in the view it commits under, and goes no further than that view's successor does."""
+    views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
+    found = []
+    for line in _of(lines, "commit"):
+        view, later = views[line["epoch"]], views.get(line["epoch"] + 1)
+        seat = view.incarnations.get(line["group"], 0) if line["group"] in view.live else None
+        if seat != line["incarnation"]:
+            found.append(f"{_who(line)} commits step {line['step']} outside of view {view.epoch}")
+        if later is not None and later.live and line["step"] > later.step:
+            found.append(
+                f"{_who(line)} commits step {line['step']} under view {view.epoch}, view {later.epoch} is at {later.step}"
+            )
+    return found
+
+
+def _in_step(lines: Lines) -> list[str]:
+    """Every incarnation commits step after step, and the living members of a view are never more than one apart."""
+    views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
+    at: dict[tuple[int, int], int] = {}
+    gone: set[tuple[int, int]] = set()
+    found = []
+    for line in _of(lines, "enter", "commit", "state", "dead", "stop"):
+        me = (line["group"], line["incarnation"])
+        if line["event"] == "enter":
+            if line["view"]["step"] == 0:  # the initial model is everybody's
+                at[me] = 0
+        elif line["event"] in ("dead", "stop"):
+            gone.add(me)
+        elif line["event"] == "state":
+            at[me] = line["step"]
+        else:
+            if at.get(me) != line["step"]:
+                found.append(f"{_who(line)} commits step {line['step']}, it is at {at.get(me)}")
+            at[me] = line["step"] + 1
+            view = views[line["epoch"]]
+            seats = {(group, view.incarnations.get(group, 0)) for group in view.live} & at.keys()
+            behind = sorted(seat for seat in seats - gone if at[seat] < line["step"])
+            found += [f"{_who(line)} commits step {line['step']}, group {g} is at {at[g, n]}" for g, n in behind]
+    return found
+
+
+def _good_stops(lines: Lines) -> list[str]:
+    """A group stops only because a view leaves it out or is too small to go on with, or before it had the model."""
+    views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
+    found = []
+    for line in _of(lines, "stop"):
+        view = views.get(line["epoch"] + 1)
+        seat = view.incarnations.get(line["group"], 0) if view and line["group"] in view.live else None
+        if seat == line["incarnation"] and len(view.live) >= lines[0]["min_groups"] and line["synced"]:
+            found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
+    return found
+
+
+def check_nobody_left_out(lines: Lines) -> list[str]:
+    """No living group that has the model is left out of a view; for histories in which nothing calls for it."""
+    left_out = [line for line in _of(lines, "stop") if line["synced"] and "outside view" in line["reason"]]
+    return [f"{_who(line)} lives and is left out: {line['reason']}" for line in left_out]
+
+
+def _an_end(lines: Lines) -> list[str]:
+    """After the faults stop, every living group comes to the end within the bound."""
+    end = lines[-1]
+    return [f"no progress: {end['members']} at {end['t']}"] if end.get("reason") == "stuck" else []

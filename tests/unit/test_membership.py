@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,9 +68,15 @@ def test_a_group_enters_again_in_the_view_that_leaves_its_dead_self_out():
     assert view.live == (0, 1, 2, 3) and view.lost == {3: "killed"} and view.joined == (3,)
 
 
-def test_when_only_joiners_are_left_it_is_a_wipe_out():
+@pytest.mark.parametrize("step", [0, 5])
+def test_when_only_joiners_are_left_it_is_a_wipe_out(step):
+    """Also in the first step: a group that is gone may have committed it, from another initial model."""
     view = next_view(
-        View(epoch=3, live=(0, 4), reason="before", step=5), {4: Report(3, 4, 5, synced=False)}, {0: "killed"}, {}, "why"
+        View(epoch=3, live=(0, 4), reason="before", step=step, incarnations={4: 1}),
+        {4: Report(3, 4, step, synced=False)},
+        {0: "killed"},
+        {},
+        "why",
     )
     assert view.live == () and "wipe-out" in view.lost[4]
 

@@ -1,0 +1,1 @@
+"""A simulated world around the production core: no processes, no real time, every history replayable from its seed."""

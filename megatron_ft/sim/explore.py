@@ -1,0 +1,193 @@
+"""Hunt for a history that breaks the protocol: ``python -m megatron_ft.sim.explore --seeds 100000``.
+
+Every seed is one scenario. The first that fails is told with its violations, shrunk to the smallest list of faults that
+still fails, and printed with the command that replays it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.sim.cluster import History, play
+from megatron_ft.sim.scenario import Scenario, draw
+
+_CHUNK = 500
+COMMAND = "python -m megatron_ft.sim.explore"
+
+
+def explore(seeds: range, jobs: int, told: Callable[[int], None] = lambda seed: None) -> tuple[int | None, Counter]:
+    """Play the scenarios of these seeds in order; the first seed that fails, None if none does, and how histories ended.
+
+    With several ``jobs`` the result is the same; ``told`` hears how far it has come.
+    """
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    ends: Counter = Counter()
+    for chunk, (failed, some) in zip(chunks, _results(chunks, jobs), strict=False):
+        ends += some
+        if failed is not None:
+            return failed, ends
+        told(chunk[-1])
+    return None, ends
+
+
+def _results(chunks: Sequence[range], jobs: int) -> Iterator[tuple[int | None, Counter]]:
+    if jobs == 1:
+        yield from map(_play_chunk, chunks)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(_play_chunk, chunks)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _play_chunk(seeds: range) -> tuple[int | None, Counter]:
+    ends: Counter = Counter()
+    for seed in seeds:
+        history = play(draw(seed))
+        ends[history.lines[-1]["reason"]] += 1
+        if history.violations:
+            return seed, ends
+    return None, ends
+
+
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """The same scenario with as few faults as still make it fail: leaves out ever smaller parts of the list."""
+    size = len(scenario.faults)
+    while size:
+        for start in range(0, len(scenario.faults), size):
+            shorter = replace(scenario, faults=scenario.faults[:start] + scenario.faults[start + size :])
+            if fails(shorter):
+                scenario = shorter
+                break
+        else:
+            size = size // 2 if size > 1 else 0
+        size = min(size, len(scenario.faults))
+    return scenario
+
+
+def command(scenario: Scenario) -> str:
+    """What replays this scenario."""
+    whole = draw(scenario.seed)
+    kept = [index for index, fault in enumerate(whole.faults) if fault in scenario.faults]
+    if len(kept) == len(whole.faults):
+        return f"{COMMAND} --seed {scenario.seed}"
+    return f"{COMMAND} --seed {scenario.seed} --faults {','.join(map(str, kept)) or 'none'}"
+
+
+def tell(history: History) -> Iterator[str]:
+    """A history for people, a line each; then what is wrong with it."""
+    yield str(history.scenario)
+    for line in history.lines:
+        yield f"{line['t']:9.3f}  {_sentence(line)}"
+    yield from (f"VIOLATION {violation}" for violation in history.violations)
+    yield f"fingerprint {history.fingerprint}"
+
+
+def _sentence(line: dict[str, Any]) -> str:
+    again = f" (start {line['incarnation']})" if line.get("incarnation") else ""
+    who = f"group {line.get('group')}{again}"
+    match line["event"]:
+        case "fault":
+            return f"FAULT {line['what'].split(': ', 1)[1]}"
+        case "view":
+            lost = "".join(f", lost {group} ({why})" for group, why in line["lost"].items())
+            joined = f", joined {_names(line['joined'])}" if line["joined"] else ""
+            return f"view {line['epoch']}, step {line['step']}: live {_names(line['live'])}{lost}{joined}; {line['reason']}"
+        case "adopt" | "enter":
+            return f"{who} {line['event']}s view {line['view']['epoch']}"
+        case "state":
+            return f"{who} takes the state of step {line['step']} from group {line['source']}"
+        case "commit":
+            return f"{who} commits step {line['step']} under view {line['epoch']}, model {line['params'][:8]}"
+        case "dead":
+            return f"{who} is dead"
+        case "stop":
+            return f"{who} stops: {line['reason']}"
+    return " ".join([line["event"], *(f"{key} {value}" for key, value in line.items() if key not in ("t", "event"))])
+
+
+def _names(groups: Iterable[int]) -> str:
+    return " ".join(map(str, groups)) or "nobody"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: nothing found; 1: a violation; 2: misuse."""
+    options = _options().parse_args(arguments)
+    if options.seed is not None:
+        return _replay(options.seed, options.faults)
+    started = time.monotonic()
+    seeds = range(options.first, options.first + options.seeds)
+    failed, ends = explore(seeds, options.jobs, lambda seed: _progress(seed, seeds, started))
+    taken_s = time.monotonic() - started
+    played = sum(ends.values())
+    summary = ", ".join(f"{count} {reason}" for reason, count in ends.most_common())
+    if options.out:
+        result = {"first": seeds.start, "seeds": len(seeds), "violations": int(failed is not None), "ends": dict(ends)}
+        result |= {"seconds": round(taken_s, 1), "jobs": options.jobs, "command": " ".join([COMMAND, *sys.argv[1:]])}
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if failed is None:
+        print(f"{played} histories, seeds {seeds.start} to {seeds.stop - 1}: no violation ({summary}; {taken_s:.0f} s)")
+        return 0
+    print(f"seed {failed} fails, after {played} histories; replay it with: {COMMAND} --seed {failed}")
+    smallest = shrink(draw(failed), lambda scenario: bool(play(scenario).violations))
+    print(f"shrunk from {len(draw(failed).faults)} faults to {len(smallest.faults)}: {command(smallest)}\n")
+    print("\n".join(tell(play(smallest))))
+    return 1
+
+
+def _replay(seed: int, faults: list[int] | None) -> int:
+    scenario = draw(seed)
+    if faults is not None:
+        if faults and max(faults) >= len(scenario.faults):
+            last = len(scenario.faults) - 1
+            print(f"--faults {max(faults)}: the faults of seed {seed} are numbered from 0 to {last}", file=sys.stderr)
+            return 2
+        scenario = replace(scenario, faults=tuple(scenario.faults[index] for index in sorted(set(faults))))
+    history = play(scenario)
+    print("\n".join(tell(history)))
+    return 1 if history.violations else 0
+
+
+def _progress(seed: int, seeds: range, started: float) -> None:
+    done = seed - seeds.start + 1
+    if sys.stderr.isatty() or done % 20_000 == 0:
+        rate = done / (time.monotonic() - started)
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"{done} of {len(seeds)} histories, {rate:.0f} a second", end=end, file=sys.stderr, flush=True)
+
+
+def _whole_number(text: str) -> int:
+    value = int(text) if text.isdigit() else -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [] if text == "none" else [_whole_number(part) for part in text.split(",")]
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=_whole_number, default=10_000, help="how many histories (default 10000)")
+    parser.add_argument("--first", type=_whole_number, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=_whole_number, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--out", type=Path, help="write what was found as JSON")
+    parser.add_argument("--seed", type=_whole_number, help="replay this one, with its transcript")
+    parser.add_argument("--faults", type=_numbers, help="with --seed: only these of its faults, e.g. 0,3; or none")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

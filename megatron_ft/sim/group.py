@@ -1,0 +1,369 @@
+"""One simulated group: the shell of ``runtime.session`` and ``runtime.watcher``, without processes and tensors.
+
+It carries out what ``core.recovery`` decides and decides nothing itself. The training thread does one thing at a time
+and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
+all-reduce is everybody sending its part to everybody, so each bucket finishes at some groups and not at others when
+one of them dies: more ways to break than a ring has.
+
+A gradient is a number with one counter per microbatch (``faults.checkers.contribution``), the model a hash of all
+gradients it has taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Generator, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.core import detector, recovery
+from megatron_ft.sim.kernel import Future, Thread
+from megatron_ft.sim.store import Operation, Store
+from megatron_ft.types import GroupId, View
+
+if TYPE_CHECKING:
+    from megatron_ft.sim.cluster import Cluster
+
+Body = Generator[Future, Any, Any]
+"""Part of the training thread: yields what it waits for."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a group takes, in the kernel's unit, and by how much its own clock is wrong."""
+
+    compute: float = 1.0
+    update: float = 0.5
+    poll: float = 1.0
+    patience: float = 25.0
+    """After so long a collective is given up."""
+    clock: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A committed model: what a transfer carries. ``step`` is the one to go on with."""
+
+    step: int
+    params: str
+
+
+class Group:
+    """One incarnation of a group, from its seat to its end."""
+
+    def __init__(self, cluster: Cluster, me: GroupId, view: View, pace: Pace) -> None:
+        self.me, self.cluster, self.pace = me, cluster, pace
+        self.incarnation = view.incarnations.get(me, 0)
+        self.state = recovery.start(me, cluster.job, view)
+        self.next = recovery.next_action(self.state)
+        self.params = f"initial model of {me}.{self.incarnation}"
+        self.reset_step()
+        self.ended = False
+        self.frozen_until = 0.0
+        self._backlog: list[Any] = []
+        self._inbox: deque[recovery.Event] = deque()
+        self._inbound: dict[tuple, dict[GroupId, Any]] = {}
+        self._open: View | None = None
+        self._broken = ""
+        self._nudge: Future | None = None
+        self._heard = 0
+        self._thread = Thread(self._train())
+
+    def start(self) -> None:
+        self._listen()
+        self._thread.start()
+
+    def reset_step(self) -> None:
+        self.local = [0] * self.cluster.job.buckets
+        self.reduced: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        return self.state.finished and isinstance(self.next, recovery.Finish)
+
+    # --- what happens to the process ----------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        self.ended = True
+        self._thread.stop()
+
+    def freeze(self, until: float) -> None:
+        """Stopped (SIGSTOP) until then; what arrives waits in the sockets."""
+        self.frozen_until = max(until, self.frozen_until)
+        self._thread.suspend()
+        self.cluster.kernel.at(self.frozen_until, self._thaw)
+
+    @property
+    def frozen(self) -> bool:
+        return self.cluster.kernel.now < self.frozen_until
+
+    def _thaw(self) -> None:
+        if self.ended or self.frozen:
+            return
+        waiting, self._backlog = self._backlog, []
+        for notice in waiting:
+            self._hear(notice)
+        self._thread.resume()
+
+    # --- hearing ------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """The watcher: wait for the next entry of the log, hear it, wait for the one after."""
+        index = self._heard
+        future = self.cluster.store.call(self.me, lambda store: store.notice(index), lambda: self.ended)
+        future.then(self._heard_notice)
+
+    def _heard_notice(self, notice: Any) -> None:
+        self._heard += 1
+        self._hear(notice)
+        self._listen()
+
+    def _hear(self, notice: Any) -> None:
+        if self.ended:
+            return
+        if self.frozen:
+            self._backlog.append(notice)
+            return
+        event = understand(notice)
+        self._inbox.append(event)
+        if self._open is not None and _concerns(event, self._open):
+            self._broken = self._broken or "aborted by a notice"
+        self._poke()
+
+    def reset(self, epoch: int) -> None:
+        """The connection to a member of the epoch breaks."""
+        if self._open is not None and self._open.epoch == epoch:
+            self._broken = self._broken or "connection reset by peer"
+            self._poke()
+
+    def receive(self, sender: GroupId, key: tuple, value: Any) -> None:
+        """A message of another group, kept until it is asked for; the key names the epoch it belongs to."""
+        self._inbound.setdefault(key, {})[sender] = value
+        self._poke()
+
+    def _poke(self) -> None:
+        if self._nudge is not None:
+            nudge, self._nudge = self._nudge, None
+            nudge.resolve()
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def _train(self) -> Body:
+        while True:
+            while self._inbox:
+                yield from self._feed(self._inbox.popleft())
+            match self.next:
+                case recovery.Compute(microbatch=microbatch):
+                    yield self._sleep(self.pace.compute)
+                    gradient = self.cluster.contribution(microbatch)
+                    self.local = [part + gradient for part in self.local]
+                    yield from self._feed(recovery.Computed(microbatch))
+                case recovery.Connect(view=view):
+                    yield from self._attempt(self._connect(view))
+                case recovery.Transfer(view=view):
+                    yield from self._attempt(self._transfer(view))
+                case recovery.Reduce(step=step, buckets=buckets):
+                    yield from self._attempt(self._reduce(step, buckets))
+                case recovery.Update(step=step):
+                    yield from self._update(step)
+                case recovery.AwaitView(epoch=epoch, missing=missing):
+                    yield from self._await_view(epoch, missing)
+                case recovery.Finish():
+                    yield from self._finish()
+                case recovery.Stop(reason=reason):
+                    self.cluster.stopped(self, reason)
+                    return
+
+    def _feed(self, event: recovery.Event) -> Body:
+        self.state, actions = recovery.step(self.state, event, self.cluster.kernel.now + self.pace.clock)
+        self.next = actions[-1]
+        for action in actions[:-1]:
+            match action:
+                case recovery.Abort():
+                    self._open = None
+                case recovery.Publish(report=report):
+                    yield self._ask(lambda store, r=report: store.set(("report", r.epoch, r.group), r))
+                case recovery.Announce(epoch=epoch, reason=reason):
+                    yield self._announce(epoch, reason)
+                case recovery.Propose(view=view):
+                    standing = yield self._ask(lambda store, v=view: self.cluster.decide(store, self.me, v))
+                    yield from self._adopt(standing)
+                    return
+
+    def _adopt(self, view: View) -> Body:
+        if view.epoch > self.state.view.epoch:
+            self.cluster.record("adopt", group=self.me, incarnation=self.incarnation, view=view.to_json())
+            yield from self._feed(recovery.ViewSeen(view))
+
+    def _attempt(self, operation: Body) -> Body:
+        """Run an operation of the present epoch; if it breaks, tell the core, and the others who may not know."""
+        epoch = self.state.view.epoch
+        reason = yield from operation
+        if not reason:
+            return
+        while self._inbox:
+            yield from self._feed(self._inbox.popleft())
+        if not self.state.reported and self.state.view.epoch == epoch:
+            yield from self._break(reason)
+
+    def _break(self, reason: str) -> Body:
+        epoch = self.state.view.epoch
+        yield self._announce(epoch, reason)
+        yield from self._feed(recovery.Broke(epoch, f"group {self.me}: {reason}"))
+
+    def _connect(self, view: View) -> Body:
+        """Say hello to every member, and wait until all have; a notice ends it, and is heard first."""
+        self._send(view.live, ("hello", view.epoch), None)
+        self._broken = ""
+        missing = yield from self._gather(("hello", view.epoch), view.live, interruptible=True)
+        if missing == _HEARD:
+            return ""
+        if not missing:
+            self._open = view
+            yield from self._feed(recovery.Connected(view.epoch))
+        return missing
+
+    def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
+        """Start all reductions, then take them in order; one counts when its completion is seen here."""
+        view = self.state.view
+        for bucket in buckets:
+            self._send(view.live, ("sum", view.epoch, step, bucket), self.local[bucket])
+        for bucket in buckets:
+            key = ("sum", view.epoch, step, bucket)
+            broken = yield from self._gather(key, view.live)
+            if broken:
+                return broken
+            self.reduced[bucket] = sum(self._inbound[key][group] for group in view.live)
+            yield from self._feed(recovery.Reduced(bucket))
+        return ""
+
+    def _transfer(self, view: View) -> Body:
+        """Hand over or take what the view says: state first, then buckets in ascending order."""
+        outcome = None
+        if self.me == view.source:
+            self._send(view.behind, ("state", view.epoch), Outcome(self.state.step, self.params))
+        elif self.me in view.behind:
+            broken = yield from self._gather(("state", view.epoch), (view.source,))
+            if broken:
+                return broken
+            outcome = self._inbound["state", view.epoch][view.source]
+        received: dict[int, int] = {}
+        for bucket, lacking in view.missing.items():
+            key, owner = ("bucket", view.epoch, bucket), view.final[bucket]
+            if self.me == owner:
+                self._send(lacking, key, self.reduced[bucket])
+            elif self.me in lacking:
+                broken = yield from self._gather(key, (owner,))
+                if broken:
+                    return broken
+                received[bucket] = self._inbound[key][owner]
+        if outcome is not None:
+            self._take(outcome, view)
+        self.reduced.update(received)
+        yield from self._feed(recovery.Transferred(view.epoch))
+        return ""
+
+    def _take(self, outcome: Outcome, view: View) -> None:
+        if outcome.step > self.state.step:
+            self.reset_step()
+        self.params = outcome.params
+        fields = {"group": self.me, "incarnation": self.incarnation, "epoch": view.epoch}
+        self.cluster.record("state", **fields, step=outcome.step, source=view.source, params=outcome.params)
+
+    def _update(self, step: int) -> Body:
+        yield self._sleep(self.pace.update)
+        sums = [self.reduced.get(bucket, 0) for bucket in range(self.cluster.job.buckets)]
+        self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
+        fields = {"group": self.me, "incarnation": self.incarnation, "epoch": self.state.view.epoch}
+        self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params)
+        self.reset_step()
+        yield from self._feed(recovery.Updated(step))
+
+    def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
+        """Look once for what the agreement waits for: the next view, else reports."""
+        view, reports = yield self._ask(lambda store: look(store, epoch, missing))
+        if view is not None:
+            yield from self._adopt(view)
+            return
+        for report in reports:
+            if self.state.view.epoch == epoch:
+                yield from self._feed(recovery.ReportSeen(report))
+        if not reports:
+            yield self._sleep(self.pace.poll)
+            yield from self._feed(recovery.Tick())
+
+    def _finish(self) -> Body:
+        """Stay reachable until every live group is done."""
+        epoch = self.state.view.epoch
+        self.cluster.look_for_end()
+        yield self._wait(self.cluster.kernel.now + self.pace.patience)
+        if not self._inbox and self.state.view.epoch == epoch:
+            yield from self._break("not every live group is done")
+
+    # --- waiting and talking ------------------------------------------------------------------------------------------
+
+    def _gather(self, key: tuple, sources: Collection[GroupId], interruptible: bool = False) -> Body:
+        """Wait for a message from each source; returns why it cannot come, or nothing. An abort always goes first."""
+        deadline = self.cluster.kernel.now + self.pace.patience
+        while True:
+            if self._broken:
+                return self._broken
+            if interruptible and self._inbox:
+                return _HEARD
+            if all(group in self._inbound.get(key, ()) for group in sources):
+                return ""
+            if self.cluster.kernel.now >= deadline:
+                return f"no end of {key[0]} within {self.pace.patience:g}"
+            yield self._wait(deadline)
+
+    def _wait(self, deadline: float) -> Future:
+        """Until something is heard or received, at most until the deadline."""
+        self._nudge = Future()
+        self.cluster.kernel.at(max(deadline, self.cluster.kernel.now), self._nudge.resolve)
+        return self._nudge
+
+    def _sleep(self, duration: float) -> Future:
+        future = Future()
+        self.cluster.kernel.after(duration, future.resolve)
+        return future
+
+    def _send(self, targets: Iterable[GroupId], key: tuple, value: Any) -> None:
+        for target in targets:
+            if target == self.me:
+                self._inbound.setdefault(key, {})[self.me] = value
+            else:
+                self.cluster.deliver(self.me, target, self.state.view.incarnations.get(target, 0), key, value)
+
+    def _ask(self, operation: Operation) -> Future:
+        return self.cluster.store.call(self.me, operation, lambda: self.ended)
+
+    def _announce(self, epoch: int, reason: str) -> Future:
+        signal = detector.Reset(epoch, self.me, reason)
+        return self._ask(lambda store: store.append(signal))
+
+
+_HEARD = "a notice has come in"
+
+
+def understand(notice: Any) -> recovery.Event:
+    """A notice of the log as an event: what the detector makes of a signal; who asks for a seat is no signal."""
+    if isinstance(notice, recovery.Asked):
+        return notice
+    verdict = detector.judge(notice)
+    if verdict.dead is not None:
+        return recovery.Died(verdict.dead, verdict.reason, verdict.incarnation)
+    return recovery.Broke(verdict.broken, verdict.reason)
+
+
+def _concerns(event: recovery.Event, view: View) -> bool:
+    """Whether the watcher aborts the communicator of ``view`` for it."""
+    if isinstance(event, recovery.Died):
+        return event.group in view.live
+    return isinstance(event, recovery.Broke) and event.epoch == view.epoch
+
+
+def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[recovery.Report]]:
+    """The view after ``epoch`` if there is one, and the reports of these groups that are there."""
+    keys = [("report", epoch, group) for group in missing]
+    return store.values.get(("view", epoch + 1)), [store.values[key] for key in keys if key in store.values]

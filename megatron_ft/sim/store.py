@@ -1,0 +1,119 @@
+"""The simulated control store: the operations of ``runtime.store`` as one actor behind the network.
+
+It can be dead for a while (requests are lost, clients try again) or frozen (requests wait); what it holds survives both.
+A request whose answer was lost is sent again and answered from memory, so it takes effect once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ft.sim.kernel import Future, Kernel
+from megatron_ft.sim.network import STORE, Host, Network
+
+RETRY = 2.0
+"""A client that gets no answer sends its request again after this time."""
+
+Operation = Callable[["Store"], Any]
+"""What a request does; None means: not yet, ask again when something has changed."""
+
+
+class Request:
+    """One operation on its way. It is sent again until it is answered, or its client is gone."""
+
+    def __init__(self, store: Store, client: Host, operation: Operation, gone: Callable[[], bool]) -> None:
+        self.store, self.client, self.operation, self.gone = store, client, operation, gone
+        self.future = Future()
+        self.result: Any = None
+
+    def send(self) -> None:
+        if not self.gone() and not self.store.network.send(self.client, STORE, self.arrive):
+            self.again()
+
+    def again(self) -> None:
+        self.store.kernel.after(RETRY, self.send)
+
+    def arrive(self) -> None:
+        if self.store.dead:
+            self.again()
+        elif self.store.frozen:
+            self.store.queue.append(self)
+        else:
+            self.serve()
+
+    def serve(self) -> None:
+        if self.result is None:
+            self.result = self.operation(self.store)
+        if self.result is None:
+            self.store.parked.append(self)
+        elif not self.store.network.send(STORE, self.client, lambda: self.future.resolve(self.result)):
+            self.again()
+
+
+class Store:
+    """Keys, and the log of notices. ``call`` is what clients use."""
+
+    def __init__(self, kernel: Kernel, network: Network) -> None:
+        self.kernel, self.network = kernel, network
+        self.values: dict[tuple, Any] = {}
+        self.notices: list[Any] = []
+        self.queue: list[Request] = []
+        self.parked: list[Request] = []
+        self.dead_until = self.frozen_until = 0.0
+
+    @property
+    def dead(self) -> bool:
+        return self.kernel.now < self.dead_until
+
+    @property
+    def frozen(self) -> bool:
+        return self.kernel.now < self.frozen_until
+
+    def call(self, client: Host, operation: Operation, gone: Callable[[], bool]) -> Future:
+        """Send a request; the future has the answer, however often it takes to get one."""
+        request = Request(self, client, operation, gone)
+        request.send()
+        return request.future
+
+    # --- operations, as the server carries them out -------------------------------------------------------------------
+
+    def set(self, key: tuple, value: Any) -> bool:
+        self.values[key] = value
+        return True
+
+    def create(self, key: tuple, value: Any) -> Any:
+        """Compare-and-set: the first value stands; returns what stands."""
+        return self.values.setdefault(key, value)
+
+    def append(self, notice: Any) -> bool:
+        self.notices.append(notice)
+        waiting, self.parked = self.parked, []
+        for request in waiting:
+            request.serve()
+        return True
+
+    def notice(self, index: int) -> Any | None:
+        return self.notices[index] if index < len(self.notices) else None
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def die(self, lasts: float) -> None:
+        """Gone for so long, with all connections: who waited for a notice has to ask again."""
+        self.dead_until = self.kernel.now + lasts
+        broken, self.parked = self.parked + self.queue, []
+        self.queue = []
+        for request in broken:
+            request.again()
+
+    def freeze(self, lasts: float) -> None:
+        """Answers nothing for so long, then everything."""
+        self.frozen_until = max(self.frozen_until, self.kernel.now + lasts)
+        self.kernel.at(self.frozen_until, self._thaw)
+
+    def _thaw(self) -> None:
+        if self.frozen or self.dead:
+            return
+        waiting, self.queue = self.queue, []
+        for request in waiting:
+            request.serve()

@@ -1,0 +1,127 @@
+"""The simulated world: histories without violations, replay, shrinking, and that planted bugs are seen."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from megatron_ft.sim import explore
+from megatron_ft.sim.cluster import play
+from megatron_ft.sim.scenario import GENTLE, draw
+from tests.sim.mutations import MUTATIONS
+
+HISTORIES = 2000
+
+
+def test_two_thousand_histories_without_a_violation():
+    failed, ends = explore.explore(range(HISTORIES), jobs=2)
+    assert failed is None, f"replay it: {explore.COMMAND} --seed {failed}"
+    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
+    assert ends["finished"] > 0.7 * HISTORIES
+
+
+def test_the_histories_reach_what_is_rare():
+    """The test above is worth something only if its worlds visit the hard cases (docs/architecture.md, step protocol)."""
+    seen = Counter()
+    for seed in range(600):
+        scenario = draw(seed)
+        seen.update(fault.kind for fault in scenario.faults)
+        seen["gentle only"] += all(fault.kind in GENTLE for fault in scenario.faults)
+        history = play(scenario)
+        lost = set()
+        for line in history.lines:
+            if line["event"] == "view":
+                seen["final bucket fetched"] += bool(line["missing"])
+                seen["decided step caught up with"] += bool(set(line["behind"]) - set(line["joined"])) and line["epoch"] > 0
+                seen["two lost at once"] += len(line["lost"]) > 1
+                seen["lost and joined at once"] += bool(line["lost"] and line["joined"])
+                seen["comes back"] += bool(lost & set(line["joined"]))
+                seen["second failure of a step"] += len(line["begun"][1]) > 1
+                lost |= {int(group) for group in line["lost"]}
+            if line["event"] == "stop":
+                seen["left out alive"] += "outside view" in line["reason"]
+                seen["too few groups"] += "min_groups" in line["reason"]
+                seen["stopped for no report"] += "no report within" in line["reason"]
+    kinds = ("kill", "vanish", "freeze", "accuse", "break", "start", "cut", "isolate", "slow", "lose")
+    stories = (
+        "final bucket fetched",
+        "decided step caught up with",
+        "two lost at once",
+        "lost and joined at once",
+        "comes back",
+        "second failure of a step",
+        "left out alive",
+        "too few groups",
+        "stopped for no report",
+        "gentle only",
+        "store dies",
+        "store freezes",
+    )
+    missing = [name for name in (*kinds, *stories) if not seen[name]]
+    assert not missing, f"no history reached: {missing}"
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_caught(name, monkeypatch):
+    plant, seeds = MUTATIONS[name]
+    plant(monkeypatch)
+    failed, _ = explore.explore(seeds, jobs=1)
+    assert failed is not None, f"nobody noticed that {name}"
+
+
+def test_one_seed_replays_a_history_bit_for_bit():
+    """In another process, with other hashes of strings."""
+    program = "from megatron_ft.sim import cluster, scenario; print(cluster.play(scenario.draw({})).fingerprint)"
+    for seed in (7, 8, 9):
+        env = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        run = subprocess.run([sys.executable, "-c", program.format(seed)], capture_output=True, text=True, env=env)
+        assert run.stdout.strip() == play(draw(seed)).fingerprint, run.stderr
+    assert play(draw(7)).fingerprint != play(draw(8)).fingerprint
+
+
+def test_the_simulation_needs_no_torch():
+    program = "import sys, megatron_ft.sim.explore; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_several_processes_find_the_same():
+    assert explore.explore(range(600), jobs=2) == explore.explore(range(600), jobs=1)
+
+
+def test_shrinking_keeps_only_what_is_needed():
+    scenario = next(draw(seed) for seed in range(100) if len(draw(seed).faults) > 5)
+    needed = {scenario.faults[1], scenario.faults[4]}
+    smallest = explore.shrink(scenario, lambda shorter: needed <= set(shorter.faults))
+    assert set(smallest.faults) == needed
+    assert explore.command(smallest) == f"{explore.COMMAND} --seed {scenario.seed} --faults 1,4"
+    assert explore.shrink(scenario, lambda shorter: True).faults == ()
+
+
+def test_a_violation_is_told_shrunk_and_replayed(monkeypatch, capsys):
+    plant, _ = MUTATIONS["what a lost group had is forgotten"]
+    plant(monkeypatch)
+    assert explore.main(["--seeds", "50", "--jobs", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "VIOLATION" in told and "counts 0, not 1" in told
+    command = next(line for line in told.splitlines() if line.startswith("shrunk")).split(": ")[1]
+    assert explore.main(command.removeprefix(explore.COMMAND).split()) == 1
+    assert "VIOLATION" in capsys.readouterr().out
+
+
+def test_without_a_violation_it_says_so_and_writes_what_it_did(tmp_path, capsys):
+    assert explore.main(["--seeds", "20", "--first", "5", "--jobs", "1", "--out", str(tmp_path / "found.json")]) == 0
+    assert "20 histories, seeds 5 to 24: no violation" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["first"], found["seeds"], found["violations"]) == (5, 20, 0) and sum(found["ends"].values()) == 20
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "-1"], ["--seed", "x"], ["--seed", "0", "--faults", "99"]])
+def test_misuse_ends_with_2_and_a_reason(arguments, capsys):
+    try:
+        code = explore.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and arguments[-1].removeprefix("-") in capsys.readouterr().err
