@@ -43,7 +43,7 @@ def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints
     """Per column, how much of which row it gets: ``[{row: amount}]``.
 
     Args:
-        supply: amount of each row, shape [rows].
+        supply: amount of each row, at least 1, shape [rows].
         edges: where it may go.
         weights: relative capacity of each column, > 0, shape [columns].
         kept: amount that is on each edge already, shape [edges]; None when nothing is.

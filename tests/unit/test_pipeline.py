@@ -102,10 +102,36 @@ def test_a_patch_in_the_running_flush_never_costs_more_than_a_flush_of_its_own(s
     assert len(clocked(stages, [count] * at + [count + patch])) <= alone + len(clocked(stages, [patch]))
 
 
+@given(stages=st.integers(1, 5), count=st.integers(1, 6), patch=st.integers(1, 3), data=st.data())
+def test_a_patch_joins_the_flush_exactly_while_the_first_stage_still_works(stages, count, patch, data):
+    """What comes before the first stage's last backward is done never costs a whole flush more, what comes after does."""
+    alone, own = len(clocked(stages, [count])), len(clocked(stages, [patch]))
+    at = data.draw(st.integers(0, alone + 2))
+    ticks = clocked(stages, [count] * at + [count + patch])
+    first = [tick[0] for tick in ticks[:at] if tick[0]]
+    backwards = sum(instruction.kind == "backward" for instruction in first)
+    done = Progress(len(first) - backwards, backwards)
+    assert fits_running_flush(done, count) == (at < alone)
+    if at >= alone:
+        assert len(ticks) == at + own
+    else:
+        assert len(ticks) <= alone + own
+
+
 def test_the_flush_is_over_when_the_first_stage_is_through():
     assert fits_running_flush(Progress(4, 3), 4)
     assert not fits_running_flush(Progress(4, 4), 4)
     assert not fits_running_flush(Progress(), 0)
+
+
+@given(st.lists(st.builds(Microbatch, st.just(1), st.integers(0, 5), st.integers(0, 5)), unique=True), st.data())
+def test_the_list_only_grows_at_its_end(listed, data):
+    """Stages may be anywhere in the list when a patch comes: nothing that is in it may move, whoever was lost when."""
+    cut = data.draw(st.integers(0, len(listed)))
+    more = data.draw(st.integers(cut, len(listed)))
+    before, after = order(listed[:cut], listed[cut:more]), order(listed[:cut], listed[cut:])
+    assert after[: len(before)] == before and sorted(after) == sorted(listed)
+    assert list(after[:cut]) == sorted(listed[:cut])
 
 
 def test_own_first_then_what_was_taken_over_as_it_came():

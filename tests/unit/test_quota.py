@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import networkx
 import numpy as np
@@ -40,15 +41,19 @@ def hosting(placement, live) -> list[tuple[int, int]]:
 
 
 def feasible(placement, per_shard: int, live, limits: dict[int, int]) -> bool:
-    """An independent maximum flow (networkx)."""
+    return feasible_for(dict.fromkeys(range(placement.groups), per_shard), hosting(placement, live), limits)
+
+
+def feasible_for(supply: dict[int, int], pairs: list[tuple[int, int]], limits: dict[int, int]) -> bool:
+    """An independent maximum flow (networkx): does the supply of every shard find a place within the limits?"""
     graph = networkx.DiGraph()
-    for shard in range(placement.groups):
-        graph.add_edge("source", ("shard", shard), capacity=per_shard)
-    for shard, group in hosting(placement, live):
-        graph.add_edge(("shard", shard), ("group", group), capacity=per_shard)
-    for group in live:
-        graph.add_edge(("group", group), "sink", capacity=limits[group])
-    return networkx.maximum_flow_value(graph, "source", "sink") == placement.groups * per_shard
+    for shard, amount in supply.items():
+        graph.add_edge("source", ("shard", shard), capacity=amount)
+    for shard, group in pairs:
+        graph.add_edge(("shard", shard), ("group", group))
+    for group, limit in limits.items():
+        graph.add_edge(("group", group), "sink", capacity=limit)
+    return networkx.maximum_flow_value(graph, "source", "sink") == sum(supply.values())
 
 
 def fewest_moves(placement, per_shard: int, live, limit: int, home: dict[tuple[int, int], int]) -> int:
@@ -135,9 +140,24 @@ def test_a_patch_goes_to_hosts_and_adds_as_little_as_possible(case, data):
     check_exactly_once(patched.assignment, microbatches_of_step(1, placement.groups, per_shard))
     survivors = sorted(set(live) - lost)
     allowed = set(hosting(placement, survivors))
+    most = max(len(patched.of(group)) - len(plan.of(group)) for group in survivors)
+    pool = Counter(m.shard for group in lost for m in plan.of(group))
+    assert most == 0 or not feasible_for(pool, sorted(allowed), dict.fromkeys(survivors, most - 1))
     for group in survivors:
         assert patched.of(group)[: len(plan.of(group))] == plan.of(group)
         assert all((m.shard, group) in allowed for m in patched.of(group)[len(plan.of(group)) :])
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_fetched_is_what_the_stack_lacks(case):
+    placement, per_shard, live = case
+    plan = plan_step(0, placement.groups, per_shard, live, placement)
+    unhosted = placement.unhosted(live)
+    for group, own in plan.assignment.items():
+        lacking = fetched(own, group, placement)
+        assert lacking == tuple(m for m in own if m.shard not in placement.stack(group))
+        assert all(m.shard in unhosted for m in lacking), "only what no live group hosts is read anew"
 
 
 def test_an_unhosted_shard_goes_to_anybody_and_is_fetched():

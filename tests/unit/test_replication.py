@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_ft.core import replication
 from megatron_ft.core.replication import (
     consecutive,
+    cyclic,
     domain_aware,
     full,
     golomb,
@@ -86,6 +87,22 @@ def test_every_seed_gives_a_golomb_ruler_that_starts_at_0(groups, seed, data):
     assert offsets[0] == 0 and differences_are_distinct(groups, offsets)
 
 
+@given(st.integers(1, 40), st.data())
+def test_is_golomb_is_what_its_definition_says(groups, data):
+    """SPARe section 4, premise of Theorem 4.1: all pairwise differences distinct mod N."""
+    offsets = sorted(data.draw(st.sets(st.integers(0, groups - 1), min_size=1, max_size=6)))
+    assert is_golomb(groups, offsets) == differences_are_distinct(groups, offsets)
+
+
+@given(st.integers(1, 130))
+@settings(max_examples=25, deadline=None)
+def test_the_largest_redundancy_is_to_be_had_and_one_more_is_not(groups):
+    largest = largest_redundancy(groups)
+    assert differences_are_distinct(groups, golomb_offsets(groups, largest)) and largest * (largest - 1) <= groups - 1
+    with pytest.raises(ConfigError, match=f"at most {largest}|1 <= redundancy <= groups"):
+        golomb_offsets(groups, largest + 1)
+
+
 def test_seeds_give_different_offsets():
     assert len({golomb_offsets(600, 9, seed) for seed in range(40)}) >= 20
 
@@ -155,6 +172,28 @@ def test_every_group_hosts_r_shards_and_every_shard_has_r_hosts_own_first(placem
 def test_is_host_agrees_with_the_stacks(placement):
     everywhere = range(placement.groups)
     assert all(placement.is_host(g, s) == (s in placement.stacks[g]) for g in everywhere for s in everywhere)
+
+
+@given(placements(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_shard_is_served_by_exactly_its_live_hosts(placement, data):
+    """Also by groups that came on top of the first N: they host what their number mod N does."""
+    live = data.draw(st.sets(st.integers(0, 2 * placement.groups)))
+    shard = data.draw(st.integers(0, placement.groups - 1))
+    hosts = placement.hosts_of(shard, live)
+    assert sorted(hosts) == [group for group in sorted(live) if shard in placement.stack(group)]
+    source = placement.fetch_from(shard, live)
+    assert source.groups == hosts and ("dataset" in source.reason) == (not hosts)
+
+
+@given(st.integers(1, 30), st.data())
+def test_cyclic_rotation_is_the_published_rule(groups, data):
+    """SPARe section 4: shard j stands on the groups j - o (mod N) for the offsets o, and nowhere else."""
+    offsets = (0, *sorted(data.draw(st.sets(st.integers(1, groups - 1)) if groups > 1 else st.just(set()))))
+    placement = cyclic(groups, offsets)
+    for shard in range(groups):
+        assert set(placement.hosts[shard]) == {(shard - o) % groups for o in offsets}
+        assert set(placement.stack(shard)) == {(shard + o) % groups for o in offsets}
 
 
 @given(placements(), st.data())

@@ -126,6 +126,35 @@ def test_spares_are_about_eighty_to_twenty():
     assert (len(roles.majors), len(roles.major_spares), len(roles.minor), len(roles.minor_spares)) == (32, 3, 1, 1)
 
 
+@given(clusters, st.data())
+def test_of_the_spares_a_fifth_stands_by_for_the_minor(cluster, data):
+    """ReCoVer, versatile workload: about 80% major, 20% minor; to the nearest spare, and none where there is no minor."""
+    lost = data.draw(st.sets(st.integers(0, cluster[0] - 1), max_size=cluster[0] - 1))
+    roles = on_failure(initial(*cluster), lost).roles if lost else initial(*cluster)
+    spares = len(roles.major_spares) + len(roles.minor_spares)
+    assert spares == roles.W - len(roles.majors) - len(roles.minor)
+    assert abs(len(roles.minor_spares) - (0.2 * spares if roles.minor else 0)) <= 0.5
+
+
+@given(clusters, st.data())
+def test_the_communicator_is_in_the_order_of_the_roles(cluster, data):
+    """ReCoVer, versatile workload: [majors | major spares | minor | minor spares]; a boundary deals, it does not shuffle."""
+    roles = initial(*cluster)
+    for _ in range(3):
+        if roles.W == 1:
+            return
+        lost = set(data.draw(st.permutations(roles.live))[: data.draw(st.integers(1, roles.W - 1))])
+        recovery = on_failure(roles, lost)
+        after = recovery.roles
+        kinds = ("majors", "major_spares", "minor", "minor_spares")
+        assert after.live == tuple(group for kind in kinds for group in getattr(after, kind))
+        if not recovery.promoted:
+            assert after.live == tuple(group for group in roles.live if group not in lost)
+        dealt = [group for group, own in plan(after, 0, *cluster).assignment.items() for _ in own]
+        assert dealt == [group for group in after.live for _ in range(next_step(after).contributed[group])]
+        roles = next_step(after)
+
+
 def test_spares_stand_in_until_none_matches():
     roles = next_step(on_failure(initial(97, 2), range(60)).roles)
     first, second = roles.major_spares[:2]

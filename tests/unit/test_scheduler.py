@@ -1,9 +1,11 @@
 """The plan: every microbatch exactly once, least possible largest load, nobody loses what it has."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.scheduler import check_exactly_once, microbatches_of_step, patch_plan, plan_step
+from megatron_ft.core.scheduler import admit, check_exactly_once, microbatches_of_step, patch_plan, plan_step
+from megatron_ft.types import Microbatch
 
 shapes = st.tuples(st.integers(1, 12), st.integers(1, 8))
 
@@ -58,3 +60,52 @@ def test_fewer_microbatches_than_groups_leaves_some_with_none(shards, groups):
     plan = plan_step(0, shards, 1, range(groups))
     check_exactly_once(plan.assignment, microbatches_of_step(0, shards, 1))
     assert len(plan.assignment) == groups
+
+
+@given(st.integers(0, 9), shapes)
+def test_a_step_has_every_id_once_in_order(step, shape):
+    shards, per_shard = shape
+    ids = microbatches_of_step(step, shards, per_shard)
+    assert list(ids) == sorted(set(ids)) and len(ids) == shards * per_shard
+    assert {m.step for m in ids} == {step}
+    assert all(m.shard < shards and m.index < per_shard for m in ids)
+
+
+@given(shapes, st.data())
+def test_who_is_admitted_has_no_share_until_somebody_is_lost(shape, data):
+    """Architecture, rejoin: the step goes on as it was planned; the next loss is spread over the entrant, too."""
+    shards, per_shard = shape
+    plan = plan_step(2, shards, per_shard, range(shards))
+    joined = data.draw(st.sets(st.integers(0, shards + 3), min_size=1))
+    grown = admit(plan, joined)
+    assert set(grown.assignment) == set(range(shards)) | joined and list(grown.assignment) == sorted(grown.assignment)
+    assert all(grown.of(group) == plan.of(group) for group in grown.assignment)
+    assert grown.reason == plan.reason and grown.patched == plan.patched
+    lost = data.draw(st.sampled_from(range(shards)))
+    if joined - set(range(shards)):
+        patched = patch_plan(grown, [lost])
+        check_exactly_once(patched.assignment, microbatches_of_step(2, shards, per_shard))
+        added = {group: len(own) - len(grown.of(group)) for group, own in patched.assignment.items()}
+        assert max(added.values()) - min(added.values()) <= 1
+        newcomer = min(joined - set(range(shards)))
+        assert added[newcomer] == max(added.values()), "of equally much added, who has least comes first"
+
+
+@given(shapes, st.data())
+def test_an_assignment_that_is_not_exact_is_found(shape, data):
+    shards, per_shard = shape
+    ids = microbatches_of_step(0, shards, per_shard)
+    whole = {0: ids, 1: ()}
+    check_exactly_once(whole, ids)
+    one = data.draw(st.sampled_from(ids))
+    with pytest.raises(AssertionError, match=f"assigned twice: .*shard={one.shard}, index={one.index}"):
+        check_exactly_once({0: ids, 1: (one,)}, ids)
+    with pytest.raises(AssertionError, match="differ"):
+        check_exactly_once({0: tuple(m for m in ids if m != one), 1: ()}, ids)
+    with pytest.raises(AssertionError, match="differ"):
+        check_exactly_once({0: ids, 1: (Microbatch(1, one.shard, one.index),)}, ids)
+
+
+def test_a_patch_without_a_survivor_is_refused():
+    with pytest.raises(ValueError, match=r"no survivor of step 3 among \[0, 1\]"):
+        patch_plan(plan_step(3, 2, 1, [0, 1]), [0, 1])

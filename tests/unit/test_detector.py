@@ -1,0 +1,54 @@
+"""What a signal means: a death names its group, a broken connection names nobody; and both survive the notice log."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.detector import Ended, Reset, from_json, judge, to_json
+from megatron_ft.types import Exit
+
+numbers = st.integers(0, 10**6)
+exits = st.builds(
+    Exit,
+    group=numbers,
+    position=numbers,
+    pid=numbers,
+    host=st.text(min_size=1),
+    signal=st.none() | st.sampled_from(["SIGKILL", "SIGSEGV"]),
+    code=st.none() | st.integers(0, 255),
+    detail=st.text(),
+)
+ends = st.builds(Ended, exits, numbers)
+resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
+
+
+@given(ends)
+def test_a_death_is_a_verdict_against_one_incarnation_of_one_group(signal):
+    """One dead rank takes its whole group out; no epoch is named, it concerns whichever the group is in."""
+    verdict = judge(signal)
+    assert (verdict.dead, verdict.incarnation, verdict.broken) == (signal.exit.group, signal.incarnation, None)
+    how = signal.exit.signal or f"exit code {signal.exit.code}"
+    for word in (f"rank {signal.exit.position}", signal.exit.host, f"pid {signal.exit.pid}", how, signal.exit.detail):
+        assert word in verdict.reason
+
+
+@given(resets)
+def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
+    """gloo never says who is lost, so whoever reports the reset, or its neighbour, must not be taken for dead."""
+    verdict = judge(signal)
+    assert verdict.dead is None and verdict.broken == signal.epoch
+    assert verdict.reason == f"group {signal.by}: {signal.detail}"
+
+
+@given(ends | resets)
+def test_the_wire_form_keeps_everything(signal):
+    assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
+
+
+def test_what_is_no_signal_is_refused():
+    with pytest.raises(ValueError, match="kind 'omen' is not known; do all nodes run the same megatron_ft"):
+        from_json({"kind": "omen"})
+    with pytest.raises(TypeError, match="'omen' is not a signal"):
+        judge("omen")

@@ -1,0 +1,72 @@
+"""Balanced flows against trying every way there is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.core.flow import Edges, balance
+
+
+@st.composite
+def problems(draw):
+    """Up to three rows and columns; a row may go along its edges, or anywhere."""
+    columns = draw(st.integers(1, 3))
+    allowed = [sorted(draw(st.sets(st.integers(0, columns - 1)))) for _ in range(draw(st.integers(1, 3)))]
+    supply = [draw(st.integers(1, 3)) for _ in allowed]
+    weights = [draw(st.sampled_from([0.5, 1.0, 1.0, 2.0])) for _ in range(columns)]
+    edges = [(row, column) for row, own in enumerate(allowed) for column in own]
+    kept = [draw(st.integers(0, supply[row])) for row, _ in edges]
+    return supply, allowed, weights, edges, draw(st.none() | st.just(kept))
+
+
+def splits(amount: int, columns: list[int]):
+    """All ways to cut ``amount`` into parts for the columns."""
+    if len(columns) == 1:
+        yield {columns[0]: amount}
+        return
+    for first in range(amount + 1):
+        for rest in splits(amount - first, columns[1:]):
+            yield {columns[0]: first, **rest}
+
+
+def best(supply, allowed, weights, kept: dict[tuple[int, int], int]) -> tuple[float, int]:
+    """The least largest load / weight, and how much can stay among all flows within floor(least * weight)."""
+    everywhere = list(range(len(weights)))
+    ways = [list(splits(amount, own or everywhere)) for amount, own in zip(supply, allowed, strict=True)]
+    found = []
+    for way in product(*ways):
+        loads = [sum(row.get(column, 0) for row in way) for column in everywhere]
+        time = max(load / weight for load, weight in zip(loads, weights, strict=True))
+        stays = sum(min(row.get(c, 0), kept.get((number, c), 0)) for number, row in enumerate(way) for c in row)
+        found.append((time, stays))
+    least = min(time for time, _ in found)
+    return least, max(stays for time, stays in found if time <= least + 1e-9)
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_no_other_way_is_more_level_or_moves_less(problem):
+    supply, allowed, weights, edges, kept = problem
+    rows, columns = (np.array([edge[i] for edge in edges], dtype=np.int64) for i in (0, 1))
+    anywhere = np.array([row for row, own in enumerate(allowed) if not own], dtype=np.int64)
+    found = balance(
+        np.array(supply, dtype=np.int64),
+        Edges(rows, columns, anywhere),
+        np.array(weights),
+        None if kept is None else np.array(kept, dtype=np.int64),
+    )
+    assert len(found) == len(weights)
+    for row, amount in enumerate(supply):
+        assert sum(own.get(row, 0) for own in found) == amount
+    for column, own in enumerate(found):
+        assert all(amount > 0 and (not allowed[row] or column in allowed[row]) for row, amount in own.items())
+    at_home = dict(zip(edges, kept or [0] * len(edges), strict=True))
+    least, most = best(supply, allowed, weights, at_home)
+    assert max(sum(own.values()) / weight for own, weight in zip(found, weights, strict=True)) <= least + 1e-9
+    if kept is not None:
+        stays = sum(min(amount, at_home.get((row, c), 0)) for c, own in enumerate(found) for row, amount in own.items())
+        assert stays == most

@@ -1,0 +1,119 @@
+"""Any reports, any deaths, any joiners: what every next view must keep. The single cases are in test_membership.py."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.core.membership import first_view, next_view
+from megatron_ft.types import Begun, Report, View
+
+BUCKETS = 3
+
+
+class Case(NamedTuple):
+    view: View
+    reports: dict[int, Report]
+    dead: dict[int, str]
+    silent: dict[int, str]
+    joining: dict[int, int]
+
+    def next(self) -> View | None:
+        return next_view(self.view, self.reports, self.dead, self.silent, "why", self.joining)
+
+
+@st.composite
+def cases(draw) -> Case:
+    """What the protocol can meet: live groups at most one step apart, and no bucket of the later step reduced then."""
+    live = tuple(sorted(draw(st.sets(st.integers(0, 6), min_size=1))))
+    low = draw(st.integers(0, 3))
+    steps = {group: low + draw(st.integers(0, 1)) for group in live}
+    high = max(steps.values())
+    together = min(steps.values()) == high
+    reports = {}
+    for group, step in steps.items():
+        synced = draw(st.booleans())
+        can_have = synced and (together or step < high)
+        have = tuple(sorted(draw(st.sets(st.integers(0, BUCKETS - 1))))) if can_have else ()
+        reports[group] = Report(4, group, step, have, synced, complete=len(have) == BUCKETS)
+    groups = st.sampled_from(live)
+    dead = dict.fromkeys(draw(st.sets(groups | st.integers(0, 9), max_size=3)), "killed")
+    silent = dict.fromkeys(draw(st.sets(groups, max_size=2)), "no report")
+    told = {group: report for group, report in reports.items() if draw(st.integers(0, 9)) or group in live[:1]}
+    joining = {group: draw(st.integers(1, 3)) for group in draw(st.sets(st.integers(0, 9), max_size=2))}
+    return Case(View(4, live, "before", step=low), told, dead, silent, joining)
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_a_view_waits_for_exactly_those_who_are_neither_dead_nor_silent(case):
+    awaited = [g for g in case.view.live if g not in case.reports and g not in case.dead and g not in case.silent]
+    assert (case.next() is None) == bool(awaited)
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_who_is_in_and_who_is_out(case):
+    view = case.next()
+    if view is None:
+        return
+    gone = {group for group in case.view.live if group in case.dead or group in case.silent}
+    stay = set(case.view.live) - gone
+    assert view.epoch == case.view.epoch + 1
+    assert gone <= set(view.lost) <= set(case.view.live)
+    assert all(view.lost[group] == case.dead.get(group, "no report") for group in gone)
+    if not view.live:  # nobody is left, or nobody who has the model
+        assert not any(case.reports[group].synced for group in stay) and "wipe-out" in view.reason
+        return
+    assert set(view.joined) == set(case.joining) - stay
+    assert view.live == tuple(sorted(stay | set(view.joined))) and set(view.lost) == gone
+    assert all(view.incarnations[group] == case.joining[group] for group in view.joined)
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_everybody_ends_up_with_the_state_and_every_final_bucket(case):
+    """Architecture, step protocol 4: what any survivor finished is final, a passed gate decides the step."""
+    view = case.next()
+    if view is None or not view.live:
+        return
+    stay = {group: case.reports[group] for group in view.live if group not in view.joined}
+    synced = {group: report for group, report in stay.items() if report.synced}
+    if synced:
+        assert view.step == max(report.step for report in synced.values()), "the step of who is furthest goes on"
+        assert view.source is None or (synced[view.source].step == view.step)
+    by_itself = {g for g, report in synced.items() if report.step == view.step or report.complete}
+    if synced:
+        assert set(view.behind) == set(view.live) - by_itself
+    assert (view.source is None) == (not view.behind) and view.source not in view.behind
+    holders = {g: set(report.have) for g, report in synced.items() if report.step == view.step}
+    assert set(view.final) == {bucket for have in holders.values() for bucket in have}
+    for bucket, owner in view.final.items():
+        assert bucket in holders[owner]
+        lacking = {g for g, have in holders.items() if bucket not in have} | set(view.behind)
+        assert set(view.missing.get(bucket, ())) == lacking
+    assert set(view.missing) <= set(view.final)
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_order_in_which_things_were_heard_does_not_matter(case, shuffle):
+    def shuffled(mapping):
+        items = list(mapping.items())
+        shuffle.shuffle(items)
+        return dict(items)
+
+    view = case.next()
+    assert Case(case.view, *map(shuffled, case[1:])).next() == view
+    if view is not None:
+        assert View.from_json(json.loads(json.dumps(view.to_json()))) == view, "it is the same at who reads it"
+
+
+@given(st.integers(1, 40))
+def test_the_run_starts_from_one_model(groups):
+    """Whatever every script initialised, all begin with what group 0 has."""
+    view = first_view(groups)
+    assert view.live == tuple(range(groups)) and view.begun == Begun(view.live)
+    assert view.source == 0 and view.behind == tuple(range(1, groups)) and (view.epoch, view.step) == (0, 0)
