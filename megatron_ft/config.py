@@ -10,11 +10,15 @@ import difflib
 import json
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import floor, log2
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.core import replication
 from megatron_ft.errors import ConfigError
+
+AUTO = "auto"
 
 USED_ENGINE_KEYS = frozenset(
     {
@@ -34,6 +38,24 @@ IGNORED_ENGINE_KEYS = frozenset(
 )
 
 
+def _auto_or_count(name: str, value: Any) -> int | str:
+    if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a whole number >= 1')
+    return value
+
+
+def _auto_or_domains(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...] | str:
+    if value == AUTO:
+        return value
+    rule = f'it must be "{AUTO}" or a list with the failure domain (e.g. rack) of each group'
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name} is {value!r}; {rule}")
+    kinds = {type(domain) for domain in value}
+    if not (kinds <= {str} or kinds <= {int}):  # 1 and "1" would be two racks, and nobody would notice
+        raise ConfigError(f"{name} is {value!r}; {rule}, all of them strings or all of them whole numbers")
+    return tuple(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DetectorConfig:
     """When a survivor gives up waiting. Deaths that an agent sees need none of these: they are known at once."""
@@ -51,9 +73,18 @@ class DetectorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultToleranceConfig:
-    """What a user can set. Defaults are meant to be left alone."""
+    """What a user can set. Defaults are meant to be left alone.
+
+    A setting whose type its default does not tell says in ``metadata["read"]`` how it is read.
+    """
 
     policy: str = "stacked_quota"
+    redundancy: int | str = field(default=AUTO, metadata={"read": _auto_or_count})
+    """How many groups host each shard; after :func:`resolve` a number, the one in force."""
+    placement: str = "golomb"
+    """Which groups host which shards. Groups prefetch what they host; ``full``: everything, and prefetch their own."""
+    failure_domains: tuple[str, ...] | tuple[int, ...] | str = field(default=AUTO, metadata={"read": _auto_or_domains})
+    """The rack, switch, ... of each group: the hosts of a shard are spread over them. Auto: none known."""
     store: str = "embedded"
     min_groups: int = 1
     bucket_mb: float = 25.0
@@ -64,6 +95,7 @@ class FaultToleranceConfig:
 
     def check(self) -> None:
         _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
+        _one_of("fault_tolerance.placement", self.placement, ("golomb", "consecutive", "full"))
         _one_of("fault_tolerance.store", self.store, ("embedded",))
         _at_least("fault_tolerance.min_groups", self.min_groups, 1)
         _positive("fault_tolerance.bucket_mb", self.bucket_mb)
@@ -98,6 +130,7 @@ class RunConfig:
         """Inverse of :meth:`to_json` (what the launcher hands to its ranks)."""
         section = dict(raw["fault_tolerance"])
         section["detector"] = DetectorConfig(**section["detector"])
+        section["failure_domains"] = _auto_or_domains("fault_tolerance.failure_domains", section["failure_domains"])
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 
 
@@ -141,7 +174,7 @@ def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) ->
             f"lower it or start with more --groups"
         )
     samples, per_group = _batch(raw, groups)
-    return RunConfig(
+    run = RunConfig(
         groups=groups,
         ranks_per_group=ranks_per_group,
         samples_per_microbatch=samples,
@@ -149,6 +182,71 @@ def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) ->
         gradient_clipping=float(clipping),
         fault_tolerance=section,
     )
+    placement = placement_of(run)
+    for warning in placement.warnings:
+        warnings.warn(f"fault_tolerance.failure_domains: {warning}", stacklevel=2)
+    return replace(run, fault_tolerance=replace(section, redundancy=placement.redundancy))
+
+
+def placement_of(run: RunConfig) -> replication.Placement:
+    """Who hosts which shards in this run. Everybody who needs the placement makes it here, so all have the same.
+
+    Raises ``ConfigError`` for a redundancy or failure domains that the placement cannot have.
+    """
+    settings, redundancy = run.fault_tolerance, _redundancy(run)
+    if settings.failure_domains != AUTO:
+        return replication.domain_aware(_domains(run), redundancy)
+    if settings.placement == "golomb":
+        return replication.golomb(run.groups, redundancy)
+    if settings.placement == "consecutive":
+        return replication.consecutive(run.groups, redundancy)
+    return replication.full(run.groups)
+
+
+def optimal_redundancy(groups: int) -> int:
+    """SPARe's r* = floor(log2 N + 0.833), its near-optimal redundancy (arXiv 2603.00357), and at least 1."""
+    return max(1, floor(log2(groups) + 0.833))
+
+
+def _redundancy(run: RunConfig) -> int:
+    """The number in force. A redundancy that is asked for is refused rather than changed."""
+    settings, groups, name = run.fault_tolerance, run.groups, "fault_tolerance.redundancy"
+    asked, placement = settings.redundancy, settings.placement
+    if asked == AUTO:
+        largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
+        return groups if placement == "full" else min(optimal_redundancy(groups), largest)
+    if asked > groups:
+        raise ConfigError(
+            f"{name} is {asked} but the run starts with {groups} groups, and a group hosts a shard once; lower it to at "
+            f"most {groups} or start with more --groups"
+        )
+    if placement == "full" and asked != groups:
+        raise ConfigError(
+            f'{name} is {asked} but with placement "full" each of the {groups} groups hosts every shard; leave it out, or '
+            f'use placement "golomb"'
+        )
+    if placement == "golomb" and settings.failure_domains == AUTO and asked > replication.largest_redundancy(groups):
+        raise ConfigError(
+            f'{name} is {asked}; with placement "golomb" any two shards share at most one host, which {groups} groups '
+            f"allow up to redundancy {replication.largest_redundancy(groups)}: lower it, start with more --groups, or use "
+            f'placement "consecutive" or "full"'
+        )
+    return asked
+
+
+def _domains(run: RunConfig) -> tuple[str, ...] | tuple[int, ...]:
+    settings, name = run.fault_tolerance, "fault_tolerance.failure_domains"
+    if settings.placement != "golomb":
+        raise ConfigError(
+            f'{name} is given but placement is "{settings.placement}", which does not look at domains; use placement '
+            f'"golomb", or leave {name} out'
+        )
+    if len(settings.failure_domains) != run.groups:
+        raise ConfigError(
+            f"{name} names {len(settings.failure_domains)} domains but the run starts with {run.groups} groups; name one "
+            f"for each group, in order"
+        )
+    return settings.failure_domains
 
 
 def _batch(raw: Mapping[str, Any], groups: int) -> tuple[int, int]:
@@ -188,7 +286,9 @@ def _section(cls: type, raw: Any, where: str) -> Any:
         if key not in known:
             raise ConfigError(f"setting {where}.{key} is not known{_nearest(key, known)}")
         default = getattr(cls(), key)
-        if hasattr(default, "__dataclass_fields__"):
+        if read := known[key].metadata.get("read"):
+            values[key] = read(f"{where}.{key}", value)
+        elif hasattr(default, "__dataclass_fields__"):
             values[key] = _section(type(default), value, f"{where}.{key}")
         else:
             values[key] = _typed(f"{where}.{key}", value, default)

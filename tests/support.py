@@ -86,13 +86,14 @@ def start(
     steps: int = STEPS,
     extra: Sequence[str] = (),
     preexec_fn: Callable[[], None] | None = None,
+    script: Path = SCRIPT,
     **changes,
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher."""
     config = write_config(directory.with_suffix(".json"), **changes)
     own = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     arguments = command(
-        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, *extra, SCRIPT, "--", *own
+        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, *extra, script, "--", *own
     )
     process = subprocess.Popen(
         arguments,

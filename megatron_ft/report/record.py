@@ -27,12 +27,14 @@ class Failure:
     """One lost group: its fault, the recovery that followed and when the record says the step was committed.
 
     ``view`` is the one that left it out, None when the run ended before; ``recovery`` is None when no step was
-    interrupted (the group died after the last one, or the run stopped).
+    interrupted (the group died after the last one, or the run stopped). ``patches`` are the lines of the groups that took
+    its microbatches over, and those of the groups that were lost with it.
     """
 
     fault: dict[str, Any]
     view: dict[str, Any] | None
     recovery: dict[str, Any] | None
+    patches: tuple[dict[str, Any], ...] = ()
 
     @property
     def how(self) -> str:
@@ -121,8 +123,21 @@ class RunRecord:
         for fault in self.faults:
             view = next((view for view in self.views if str(fault["group"]) in view["lost"]), None)
             after = [line for line in self.recoveries if view is not None and line["epoch"] >= view["epoch"]]
-            found.append(Failure(fault, view, min(after, key=lambda line: line["epoch"], default=None)))
+            recovery = min(after, key=lambda line: line["epoch"], default=None)
+            found.append(Failure(fault, view, recovery, self._patches(recovery)))
         return found
+
+    def _patches(self, recovery: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+        """What belongs to a recovery: a group may have gone on an epoch earlier than the writer of its line."""
+        if recovery is None:
+            return ()
+        same = [line for line in self.recoveries if line["step"] == recovery["step"]]
+        before = max((line["epoch"] for line in same if line["epoch"] < recovery["epoch"]), default=-1)
+        return tuple(
+            line
+            for line in self.events("patch")
+            if line["step"] == recovery["step"] and before < line["epoch"] <= recovery["epoch"]
+        )
 
     @cached_property
     def timeline(self) -> dict[int, list[Span]]:

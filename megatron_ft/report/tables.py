@@ -18,6 +18,7 @@ def failures_table(record: RunRecord) -> Table:
         ("detected by (after s)", "left"),
         ("stall s", "right"),
         ("micro-\nbatches\npatched", "right"),
+        ("of them\nprefetched /\nfetched", "right"),
         ("buckets\nkept /\nredone", "right"),
     ):
         table.add_column(name, justify=justify)
@@ -40,9 +41,17 @@ def _row(failure: Failure, point: str | None) -> list[str]:
         f"{failure.how}{after}",
     ]
     if recovery is None:
-        return [*row, "-", "-", "-"]
+        return [*row, "-", "-", "-", "-"]
     buckets = f"{recovery['buckets_kept']} / {recovery['buckets_redone']}"
-    return [*row, f"{recovery['stall_s']:.3f}", str(recovery["patched"]), buckets]
+    return [*row, f"{recovery['stall_s']:.3f}", str(recovery["patched"]), _samples(failure), buckets]
+
+
+def _samples(failure: Failure) -> str:
+    """How many of the patched microbatches were in memory when they were needed, and how many had to be read."""
+    if not failure.patches:
+        return "-"
+    prefetched, fetched = (sum(len(line[kind]) for line in failure.patches) for kind in ("prefetched", "fetched"))
+    return f"{prefetched} / {fetched}"
 
 
 def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Table:

@@ -74,17 +74,21 @@ class History:
         self._writer = False
         self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._pending: list[dict[str, Any]] = []
+        self._own: list[dict[str, Any]] = []
         self._present: deque[tuple[str, Any]] = deque(maxlen=8 * _REMEMBERED)
         self._seen_bytes = 0
         self._warned = False
 
+    def note(self, event: str, **fields: Any) -> None:
+        """Write an event that this group alone knows of, whoever the writer is."""
+        self._own.append({"t": round(time.time(), 6), "event": event, **fields})
+        self._flush()
+
     def record(self, event: str, **fields: Any) -> None:
         """Take in an event every group knows of; it reaches the file through the group that is the writer."""
         line = {"t": round(time.time(), 6), "event": event, **fields}
-        if not self._writer:
-            self._remembered.append(line)
-        else:
-            self._pending.append(line)
+        (self._pending if self._writer else self._remembered).append(line)
+        if self._pending or self._own:
             self._flush()
 
     def set_writer(self, writer: bool) -> None:
@@ -101,16 +105,22 @@ class History:
         this group was frozen for minutes, the others went on without it, and its own line comes late.
         """
         try:
-            self._look()
+            while self._own:
+                self._put(self._own[0])
+                del self._own[0]
+            if self._pending:
+                self._look()
             while self._pending:
-                line = self._pending[0]
-                if _key(line) not in self._present:
-                    _write(self._run_dir / FILE, (json.dumps(line) + "\n").encode())
+                if _key(self._pending[0]) not in self._present:
+                    self._put(self._pending[0])
                 del self._pending[0]
         except OSError as error:
             if not self._warned:
                 print(f"megatron_ft: history not written, training goes on: {error}", file=sys.stderr, flush=True)
             self._warned = True
+
+    def _put(self, line: dict[str, Any]) -> None:
+        _write(self._run_dir / FILE, (json.dumps(line) + "\n").encode())
 
     def _look(self) -> None:
         """Take in the lines that were added since the last look, ours and others'; nearly always few or none."""

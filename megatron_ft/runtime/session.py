@@ -12,16 +12,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from megatron_ft import config as config_module
-from megatron_ft.core import detector, recovery
+from megatron_ft.core import detector, recovery, scheduler
 from megatron_ft.data.dataset import PackedDataset
+from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import Engine, Progress, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, RunStopped, StoreError
@@ -29,6 +31,7 @@ from megatron_ft.runtime import transfer, watcher
 from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.history import History
+from megatron_ft.runtime.interruption import Interruptions
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.store import ControlStore
@@ -37,9 +40,6 @@ from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
 _STORE_TIMEOUT_S = 30.0
-
-Dataset = Callable[[Microbatch], Any]
-"""Microbatch id -> whatever the engine's loss function takes. Must be a pure function of the id."""
 
 
 def init(config: str | Path | None = None, *, seed: int | None = None) -> Session:
@@ -89,8 +89,9 @@ class Session:
         self._next: recovery.Action = recovery.Finish(0)
         self._result: StepResult | None = None
         self._total = 0
-        self._patched: frozenset[Microbatch] = frozenset()
-        self._interruption: _Interruption | None = None
+        self._placement = config_module.placement_of(env.config)
+        self._interruptions = Interruptions(self._history, env.group, self._placement)
+        self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
         first = self._store.get("view/0")
         if first is None:
             raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
@@ -156,11 +157,12 @@ class Session:
         started = time.monotonic()
         step = self._state.step
         engine.begin_step()
-        self._patched = frozenset()
+        self._interruptions.begin_step()
+        self._begin_prefetch(dataset)
         self._points.reach("begin", step)
         while self._state.step == step:
             self._drain_verdicts()
-            self._perform(self._next, dataset)
+            self._perform(self._next)
         self._record_step(time.monotonic() - started)
         return self._result
 
@@ -176,6 +178,7 @@ class Session:
             steps=self._total,
             min_groups=settings.min_groups,
             report_timeout_s=settings.detector.report_timeout_s,
+            placement=self._placement,
         )
         self._state = recovery.start(self.group, job, self._first_view)
         self._next = recovery.next_action(self._state)
@@ -185,6 +188,7 @@ class Session:
 
     def _finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
+        self._prefetcher.close()
         norm, sha256 = self._engine.fingerprint()
         self._store.set(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
@@ -193,10 +197,10 @@ class Session:
         while self._store.get("ended") is None:
             self._drain_verdicts()
             if not isinstance(self._next, recovery.Finish):
-                self._perform(self._next, None)
+                self._perform(self._next)
                 deadline = time.monotonic() + patience_s
                 continue
-            self._resume()
+            self._interruptions.resumed(self._state)
             if self.group == min(self._state.view.live) and self._write_end():
                 break
             if time.monotonic() > deadline:
@@ -257,19 +261,19 @@ class Session:
                     self._adopt(standing)
                     return
 
-    def _perform(self, action: recovery.Action, dataset: Dataset | None) -> None:
+    def _perform(self, action: recovery.Action) -> None:
         """Do the one thing the training thread has to do now, and report it to the core."""
         match action:
             case recovery.Compute(microbatch=microbatch, patch=patch):
-                self._compute(microbatch, patch, dataset)
+                self._compute(microbatch, patch)
             case recovery.Reduce(buckets=buckets):
-                self._resume()
+                self._interruptions.resumed(self._state)
                 self._timeline.write(self._state.step, self._state.view.epoch)
                 with self._timeline.span("reduce"):
                     self._attempt(lambda: self._reduce(self._outer, buckets))
             case recovery.Update(step=step):
                 if self._state.ahead is None:  # else others have decided it, and the next step is what was interrupted
-                    self._resume()
+                    self._interruptions.resumed(self._state)
                 self._update(step)
             case recovery.Connect(view=view):
                 with self._timeline.span("recover"):
@@ -285,17 +289,29 @@ class Session:
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
 
-    def _compute(self, microbatch: Microbatch, patch: bool, dataset: Dataset) -> None:
+    def _compute(self, microbatch: Microbatch, patch: bool) -> None:
         step = self._state.step
         if patch:
             self._points.reach("patch", step)
         started = time.monotonic()
         with self._timeline.span("patch" if patch else "compute"):
+            batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self.config.fault_tolerance.seed, microbatch)
-            self._engine.compute(microbatch, dataset(microbatch), seed, self._progress(step))
-        if self._interruption is not None:
-            self._interruption.computing_s += time.monotonic() - started
+            self._engine.compute(microbatch, batch, seed, self._progress(step))
+        self._interruptions.computed(microbatch, patch, prefetched, time.monotonic() - started)
         self._feed(recovery.Computed(microbatch))
+
+    def _begin_prefetch(self, dataset: Dataset) -> None:
+        """Tell what this step needs, may need, and what the next one will if nobody dies or joins meanwhile."""
+        state, job, everything = self._state, self._state.job, self._placement.redundancy == self.config.groups
+        # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
+        hosted = () if everything else self._placement.stack(self.group)
+        stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
+        following: tuple[Microbatch, ...] = ()
+        if state.step + 1 < job.steps:
+            plan = scheduler.plan_step(state.step + 1, job.shards, job.per_shard, state.view.live, self._placement)
+            following = plan.of(self.group)
+        self._prefetcher.begin(dataset, state.plan.of(self.group), stack, following)
 
     def _progress(self, step: int) -> Progress:
         return lambda point: self._points.reach(point, step)
@@ -404,7 +420,7 @@ class Session:
         self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
 
     def _close_epoch(self) -> None:
-        self._interruption = self._interruption or _Interruption(time.monotonic())
+        self._interruptions.noticed()
         with self._outer_lock:
             outer, self._outer = self._outer, None
         if outer is not None:
@@ -417,30 +433,7 @@ class Session:
         if self.group in view.live:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)
-            if self._interruption is not None:
-                self._interruption.view = view
-
-    def _resume(self) -> None:
-        """The interrupted step goes on; say what it cost."""
-        stopped, self._interruption = self._interruption, None
-        if stopped is None or stopped.view is None:
-            return
-        plan, view = self._state.plan, stopped.view
-        # With every bucket final nothing had to be taken over, whatever the plan would have been.
-        new = plan.patched - self._patched if self._state.unfinished else frozenset()
-        self._patched |= new
-        patched_by = {group: len(new.intersection(own)) for group, own in plan.assignment.items()}
-        self._history.record(
-            "recovery",
-            step=self._state.step,
-            epoch=view.epoch,
-            patched=len(new),
-            patched_by={str(group): count for group, count in patched_by.items() if count},
-            buckets_kept=len(self._state.final),
-            buckets_redone=len(self._state.unfinished),
-            state_from=view.source,
-            stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6),
-        )
+            self._interruptions.adopted(view)
 
     def _record_view(self, view: View) -> None:
         self._history.record("view", **view.to_json())
@@ -457,15 +450,6 @@ class Session:
             duration_s=round(duration_s, 6),
         )
         self._timeline.write(result.step, view.epoch)
-
-
-@dataclass
-class _Interruption:
-    """An epoch that ended, from the moment this group noticed until it could go on."""
-
-    since: float
-    computing_s: float = 0.0
-    view: View | None = None
 
 
 def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:

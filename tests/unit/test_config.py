@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import config
 from megatron_ft.config import RunConfig
+from megatron_ft.core.replication import shared_hosts
 from megatron_ft.errors import ConfigError
 
 
@@ -32,6 +33,22 @@ from megatron_ft.errors import ConfigError
         ({"train_batch_size": 2}, ["train_batch_size 2", "4 groups"]),
         ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps is 0", ">= 1"]),
         ({"gradient_clipping": "no"}, ["gradient_clipping is 'no'", "number"]),
+        ({"fault_tolerance": {"redundancy": "most"}}, ["redundancy is 'most'", '"auto" or a whole number >= 1']),
+        ({"fault_tolerance": {"redundancy": 0}}, ["redundancy is 0", ">= 1"]),
+        ({"fault_tolerance": {"redundancy": 2.0}}, ["redundancy is 2.0", "whole number"]),
+        ({"fault_tolerance": {"redundancy": True}}, ["redundancy is True", "whole number"]),
+        ({"fault_tolerance": {"redundancy": 5}}, ["redundancy is 5", "4 groups", "lower it", "--groups"]),
+        ({"fault_tolerance": {"redundancy": 3}}, ["redundancy is 3", "at most one host", "up to redundancy 2", "full"]),
+        ({"fault_tolerance": {"redundancy": 2, "placement": "full"}}, ["redundancy is 2", "every shard", "leave it out"]),
+        ({"fault_tolerance": {"placement": "random"}}, ["'random'", "golomb, consecutive, full"]),
+        ({"fault_tolerance": {"failure_domains": "rack1"}}, ["failure_domains is 'rack1'", "list", "each group"]),
+        ({"fault_tolerance": {"failure_domains": ["a", "b"]}}, ["names 2 domains", "4 groups", "one for each"]),
+        ({"fault_tolerance": {"failure_domains": [1, "1", 2, 2]}}, ["[1, '1', 2, 2]", "all of them strings or"]),
+        ({"fault_tolerance": {"failure_domains": [True, False, True, False]}}, ["whole numbers"]),
+        (
+            {"fault_tolerance": {"failure_domains": list("abab"), "placement": "consecutive"}},
+            ["failure_domains is given", 'placement is "consecutive"', "does not look at domains", '"golomb"'],
+        ),
     ],
 )
 def test_bad_settings_are_refused(raw, words):
@@ -77,12 +94,55 @@ def test_any_two_of_the_three_batch_settings_give_the_third(groups, samples, per
         assert config.resolve(rest, groups=groups) == whole
 
 
+@pytest.mark.parametrize(
+    ("groups", "section", "redundancy"),
+    [
+        (1, {}, 1),
+        (2, {}, 1),
+        (4, {}, 2),
+        (9, {}, 3),  # SPARe's formula says 4, the Golomb property allows 3
+        (9, {"placement": "consecutive"}, 4),
+        (9, {"placement": "full"}, 9),
+        (200, {}, 8),
+        (600, {}, 10),
+        (4, {"redundancy": 1}, 1),
+        (4, {"redundancy": 3, "placement": "consecutive"}, 3),
+        (4, {"redundancy": 4, "placement": "full"}, 4),
+    ],
+)
+def test_the_redundancy_in_force_is_a_number(groups, section, redundancy):
+    resolved = config.resolve({"fault_tolerance": section}, groups=groups)
+    assert resolved.fault_tolerance.redundancy == redundancy
+    placement = config.placement_of(resolved)
+    assert (placement.groups, placement.redundancy) == (groups, redundancy)
+
+
+@pytest.mark.parametrize("groups", [*range(1, 34), 64, 100])
+def test_auto_is_possible_for_every_number_of_groups(groups):
+    placement = config.placement_of(config.resolve({}, groups=groups))
+    assert 1 <= placement.redundancy <= config.optimal_redundancy(groups)
+    assert groups == 1 or shared_hosts(placement) <= 1
+
+
+def test_hosts_are_spread_over_failure_domains():
+    resolved = config.resolve({"fault_tolerance": {"failure_domains": ["a", "a", "b", "b"]}}, groups=4)
+    placement = config.placement_of(resolved)
+    assert all(len({"aabb"[group] for group in placement.hosts[shard]}) == 2 for shard in range(4))
+
+
+def test_what_domains_cannot_have_is_told():
+    section = {"failure_domains": [0, 0, 0, 1], "redundancy": 2}
+    with pytest.warns(UserWarning, match="fault_tolerance.failure_domains: .*one per domain needs"):
+        config.resolve({"fault_tolerance": section}, groups=4)
+
+
 def test_a_setting_of_deepspeed_that_is_not_used_is_named():
     with pytest.warns(UserWarning, match="zero_optimization"):
         config.resolve({"zero_optimization": {"stage": 1}}, groups=2)
 
 
 def test_the_resolved_config_survives_json():
-    resolved = config.resolve({"fault_tolerance": {"detector": {"report_timeout_s": 5}}}, groups=2)
+    section = {"detector": {"report_timeout_s": 5}, "failure_domains": ["a", "b"]}
+    resolved = config.resolve({"fault_tolerance": section}, groups=2)
     assert RunConfig.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert resolved.fault_tolerance.detector.report_timeout_s == 5.0

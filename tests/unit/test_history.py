@@ -95,3 +95,22 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path, monkeypatch, caps
     writer.record("step", step=100)
     assert steps(tmp_path) == list(range(101))
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_what_a_group_alone_knows_is_written_whoever_the_writer_is(tmp_path, monkeypatch, capsys):
+    """And it waits for room on the disk like any other line, without holding up the steps."""
+    other = History(tmp_path)
+    other.note("patch", group=1)
+    real = history._write
+
+    def full(path, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(history, "_write", full)
+    other.note("patch", group=2)
+    monkeypatch.setattr(history, "_write", real)
+    other.record("step", step=0)
+    assert [line["group"] for line in history.read(tmp_path)] == [1, 2]
+    other.set_writer(True)
+    assert steps(tmp_path) == [0]
+    assert "No space left" in capsys.readouterr().err

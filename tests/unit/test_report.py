@@ -38,6 +38,7 @@ def write_run(run_dir):
             {"step": 2, "epoch": 1, "patched": 2, "patched_by": {"0": 2}, "buckets_kept": 1, "buckets_redone": 2,
              "state_from": None, "stall_s": 0.125},
         ),
+        ("patch", {"step": 2, "epoch": 1, "group": 0, "prefetched": ["2/1.0"], "fetched": ["2/1.1"]}),
         *(("step", step(number, 8.0 - number, [0])) for number in (2, 3)),
         ("end", {"step": 3, "loss": 5.0, "params_norm": 10.0, "params_sha256": "x"}),
     ]
@@ -64,8 +65,28 @@ def text_of(table) -> str:
 
 def test_the_failures_table_has_the_whole_story(run_dir):
     text = text_of(tables.failures_table(RunRecord.load(run_dir)))
-    for word in ("SIGKILL at reduce 1, step 2", "agent's waitpid (0.025)", "0.125", "1 / 2", "steps lost = 0"):
+    for word in ("SIGKILL at reduce 1, step 2", "agent's waitpid (0.025)", "0.125", "1 / 2", "1 / 1", "steps lost = 0"):
         assert word in text
+
+
+def test_patches_belong_to_the_recovery_that_counts_them(tmp_path):
+    """Two recoveries in one step; a group that goes on with epoch 2 before it breaks belongs to the one of epoch 3."""
+    for epoch, group in ((1, 1), (3, 2)):
+        view = {"epoch": epoch, "live": [0], "lost": {str(group): "died"}, "joined": [], "reason": "died", "step": 5}
+        history.append(tmp_path, "fault", group=group, pid=group, signal="SIGKILL", how="waitpid", detected_s=None)
+        history.append(tmp_path, "view", **view)
+        history.append(tmp_path, "recovery", step=5, epoch=epoch, patched=2, stall_s=0.1, buckets_kept=0, buckets_redone=1)
+    for step, epoch, samples in ((5, 1, "a"), (5, 2, "b"), (5, 3, "c"), (6, 3, "d")):
+        history.append(tmp_path, "patch", step=step, epoch=epoch, group=0, prefetched=[samples], fetched=[])
+    found = [[line["prefetched"] for line in failure.patches] for failure in RunRecord.load(tmp_path).failures]
+    assert found == [[["a"]], [["b"], ["c"]]]
+
+
+def test_a_record_without_patches_says_nothing_of_them(run_dir):
+    path = run_dir / history.FILE
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"patch"' not in line))
+    assert RunRecord.load(run_dir).failures[0].patches == ()
+    assert "1 / 1" not in text_of(tables.failures_table(RunRecord.load(run_dir)))
 
 
 def test_a_lost_step_is_counted(tmp_path):

@@ -55,6 +55,13 @@ def test_imports_point_down_the_arrows(path):
     assert ours <= ALLOWED[room] | shared | {room}
 
 
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_shared_words_use_no_room_but_config_asks_which_placements_exist(name):
+    ours = {found for found in imports(PACKAGE / f"{name}.py") if found.startswith("megatron_ft.")}
+    rooms = {found for found in ours if found.split(".")[1] not in SHARED}
+    assert rooms <= ({"megatron_ft.core.replication"} if name == "config" else set())
+
+
 @pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda path: path.name)
 def test_core_imports_nothing_but_pure_libraries(path):
     """No clock, thread, process, file, randomness or tensor: what is not on the list is not in core."""

@@ -1,0 +1,144 @@
+"""Groups host restricted stacks: after a real kill, the record says what its heirs had in memory.
+
+Groups freeze in an all-reduce of a step, so the others wait in theirs until the test says go on: their prefetchers
+have all the time they need, and none of the tests depends on how fast anything is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.faults import inject
+from megatron_ft.runtime.points import Hold
+from tests import support
+from tests.support import GROUPS, PER_GROUP
+
+STEP = 3
+
+# The example, with a dataset that notes each call before it is answered.
+TRAIN = """
+import os, runpy, sys
+from pathlib import Path
+from megatron_ft.runtime.session import Session
+
+class Noted:
+    def __init__(self, inner, path):
+        self.inner, self.path = inner, path
+    def __call__(self, microbatch):
+        with self.path.open("a") as file:
+            file.write(f"{microbatch}\\n")
+        return self.inner(microbatch)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+plain = Session.dataset
+def noted(self, *args, **kwargs):
+    return Noted(plain(self, *args, **kwargs), self.env.run_dir / f"calls.g{self.group}")
+Session.dataset = noted
+sys.path.insert(0, os.path.dirname(TRAIN))
+runpy.run_path(TRAIN, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.replace("TRAIN", repr(str(support.SCRIPT))))
+    return path
+
+
+def calls(run: support.Run, group: int) -> list[str]:
+    """What that group's dataset was asked for so far, in order."""
+    try:
+        return (run.directory / f"calls.g{group}").read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def is_frozen(run: support.Run, group: int) -> bool:
+    pid = inject.pid_of(run.directory, group)
+    return pid is not None and inject.is_stopped(pid)
+
+
+def wait_for_the_stacks(run: support.Run, groups: set[int]) -> None:
+    """Until those groups hold their stacks: the next step's share comes after them, one call at a time."""
+    ready = {f"{STEP + 1}/{group}.0": group for group in groups}
+    support.wait_for(lambda: all(first in calls(run, group) for first, group in ready.items()), run)
+
+
+def names(step: int, *shards: int) -> list[str]:
+    return [f"{step}/{shard}.{index}" for shard in shards for index in range(PER_GROUP)]
+
+
+def patched(run: support.Run) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """By group, the microbatches that were prefetched and those that were fetched; each has one line."""
+    found: tuple[dict[int, list[str]], dict[int, list[str]]] = ({}, {})
+    for line in run.events("patch"):
+        assert line["step"] == STEP
+        for by_group, kind in zip(found, ("prefetched", "fetched"), strict=True):
+            if line[kind]:
+                by_group.setdefault(line["group"], []).extend(line[kind])
+    everything = [name for by_group in found for own in by_group.values() for name in own]
+    assert len(everything) == len(set(everything)) == sum(line["patched"] for line in run.events("recovery"))
+    return found
+
+
+def struck(tmp_path, data_dir, script, *dead: int, **changes) -> support.Run:
+    """A run whose groups ``dead`` are killed together, in an all-reduce of the step."""
+    holds = [Hold(group, STEP, "reduce", 3) for group in dead]
+    run = support.start(tmp_path / "run", data_dir, holds, script=script, **changes)
+    wait_for_the_stacks(run, set(range(GROUPS)) - set(dead))
+    # Else one that has not come so far would live to take over something of the other.
+    support.wait_for(lambda: all(is_frozen(run, group) for group in dead), run)
+    run.strike(*holds)
+    return run
+
+
+def test_a_host_has_the_lost_groups_samples_in_memory(tmp_path, data_dir, reference, script):
+    """Shard 2 is hosted by groups 2 and 1; group 1 takes all of it over, and reads nothing for that."""
+    run = struck(tmp_path, data_dir, script, 2, redundancy=2)
+    run.check(reference)
+    assert patched(run) == ({1: names(STEP, 2)}, {})
+    (recovery,) = run.events("recovery")
+    assert (recovery["patched"], recovery["patched_by"], recovery["unhosted"]) == (PER_GROUP, {"1": PER_GROUP}, 0)
+    assert max(Counter(calls(run, 1)).values()) == 1
+    shown = support.ft("report", run.directory).stdout
+    assert f"{PER_GROUP} / 0" in shown, shown
+
+
+def test_a_shard_that_lost_both_hosts_is_fetched_by_anybody(tmp_path, data_dir, reference, script):
+    """Of shard 1 group 0 is left, of shard 2 nobody is.
+
+    The survivors may hear of both deaths at once or one after the other; only in the first case is it certain who takes
+    shard 2, so the test does not ask.
+    """
+    run = struck(tmp_path, data_dir, script, 1, 2, redundancy=2)
+    run.check(reference)
+    prefetched, fetched = patched(run)
+    assert prefetched == {0: names(STEP, 1)}
+    assert sorted(sum(fetched.values(), [])) == names(STEP, 2)
+    assert sum(line["unhosted"] for line in run.events("recovery")) == PER_GROUP
+
+
+@pytest.mark.parametrize("changes", [{"redundancy": 1}, {"placement": "full"}], ids=["its own shard", "everything"])
+def test_who_prefetches_its_own_share_only_fetches_what_it_takes_over(tmp_path, data_dir, reference, script, changes):
+    run = struck(tmp_path, data_dir, script, 2, **changes)
+    run.check(reference)
+    prefetched, fetched = patched(run)
+    assert not prefetched
+    assert sorted(sum(fetched.values(), [])) == names(STEP, 2)
+    (recovery,) = run.events("recovery")
+    assert recovery["unhosted"] == (PER_GROUP if "redundancy" in changes else 0)
+
+
+def test_a_dataset_with_torch_s_random_numbers_changes_nothing(tmp_path, data_dir, reference, script):
+    """Beside training its draws would change dropout: it is noticed, and stays in the training thread."""
+    script.write_text(script.read_text().replace("return self.inner", "import torch; torch.rand(1); return self.inner"))
+    run = support.start(tmp_path / "run", data_dir, script=script)
+    run.check(reference)
+    assert run.logs().count("draws from the global random numbers") == GROUPS
+    for group in range(GROUPS):
+        assert calls(run, group) == [name for step in range(support.STEPS) for name in names(step, group)]

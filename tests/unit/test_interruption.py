@@ -1,0 +1,87 @@
+"""The account of an interrupted step: who took over what, what was in memory, what no living group hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ft.core import recovery, replication, scheduler
+from megatron_ft.core.membership import first_view
+from megatron_ft.runtime import history
+from megatron_ft.runtime.history import History
+from megatron_ft.runtime.interruption import Interruptions
+
+PLACEMENT = replication.golomb(4, 2)  # group i hosts the shards i and i + 1
+JOB = recovery.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMENT)
+
+
+def interrupted(me: int, *lost: int) -> recovery.GroupState:
+    """Group ``me`` in step 0, right after ``lost`` are found dead."""
+    state = recovery.start(me, JOB, first_view(4))
+    view = replace(state.view, epoch=1, live=tuple(g for g in range(4) if g not in lost))
+    return replace(state, view=view, plan=scheduler.patch_plan(state.plan, lost, PLACEMENT))
+
+
+def account(run_dir, group: int, writer: bool = True) -> Interruptions:
+    shared = History(run_dir)
+    shared.set_writer(writer)
+    return Interruptions(shared, group, PLACEMENT)
+
+
+def events(run_dir, event: str) -> list[dict]:
+    return [line for line in history.read(run_dir) if line["event"] == event]
+
+
+def go_on(account: Interruptions, state: recovery.GroupState, prefetched=lambda microbatch: True) -> None:
+    account.noticed()
+    account.adopted(state.view)
+    for microbatch in state.plan.of(state.me):
+        account.computed(microbatch, microbatch in state.plan.patched, prefetched(microbatch), 0.0)
+    account.resumed(state)
+
+
+def test_a_patch_names_what_was_in_memory_and_what_was_not(tmp_path):
+    state = interrupted(1, 2)
+    go_on(account(tmp_path, 1, writer=False), state, prefetched=lambda microbatch: microbatch.index == 0)
+    (line,) = events(tmp_path, "patch")
+    assert {key: line[key] for key in ("step", "epoch", "group")} == {"step": 0, "epoch": 1, "group": 1}
+    assert (line["prefetched"], line["fetched"]) == (["0/2.0"], ["0/2.1"])
+
+
+def test_who_takes_nothing_over_writes_no_patch(tmp_path):
+    go_on(account(tmp_path, 0), interrupted(0, 2))
+    assert not events(tmp_path, "patch")
+    (line,) = events(tmp_path, "recovery")
+    assert (line["patched"], line["patched_by"], line["unhosted"]) == (2, {"1": 2}, 0)
+
+
+def test_shards_without_a_living_host_are_counted(tmp_path):
+    """Shard 2 is hosted by groups 2 and 1; with both gone somebody takes it who does not host it."""
+    go_on(account(tmp_path, 0), interrupted(0, 1, 2))
+    (line,) = events(tmp_path, "recovery")
+    assert (line["patched"], line["unhosted"]) == (4, 2)
+
+
+def test_each_resumption_accounts_for_what_is_new(tmp_path):
+    """A second group is lost in the same step: the first patch is neither written nor counted again."""
+    mine = account(tmp_path, 1)
+    first = interrupted(1, 2)
+    go_on(mine, first)
+    second = replace(
+        first, view=replace(first.view, epoch=2, live=(1, 3)), plan=scheduler.patch_plan(first.plan, (0,), PLACEMENT)
+    )
+    mine.noticed()
+    mine.adopted(second.view)
+    mine.resumed(second)
+    assert [line["prefetched"] for line in events(tmp_path, "patch")] == [["0/2.0", "0/2.1"]]
+    assert [(line["epoch"], line["patched"]) for line in events(tmp_path, "recovery")] == [(1, 2), (2, 2)]
+
+
+def test_a_step_committed_elsewhere_leaves_no_patch_to_the_next(tmp_path):
+    """Its gradient never counted: the group took the state of those that were ahead."""
+    mine, state = account(tmp_path, 1), interrupted(1, 2)
+    mine.noticed()
+    mine.adopted(state.view)
+    mine.computed(state.plan.of(1)[-1], True, True, 0.0)
+    mine.begin_step()
+    mine.resumed(replace(state, step=1))
+    assert not events(tmp_path, "patch")
