@@ -61,6 +61,24 @@ def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints
     return found
 
 
+def most(supply: Ints, edges: Edges, limits: Ints) -> list[dict[int, int]]:
+    """Per column, how much of which row it gets when as much as possible is placed along the edges.
+
+    ``limits`` is what each column can take, shape [columns]; what found no place is in no column, ``edges.anywhere`` too.
+    """
+    graph = _graph(supply, edges._replace(anywhere=edges.anywhere[:0]), len(limits))
+    amounts = _flow(graph, limits)[: len(edges.rows)]
+    found: list[dict[int, int]] = [{} for _ in limits]
+    for at in np.flatnonzero(amounts).tolist():
+        found[edges.columns[at]][int(edges.rows[at])] = int(amounts[at])
+    return found
+
+
+def fits(supply: Ints, edges: Edges, limits: Ints) -> bool:
+    """Whether everything finds a place along the edges with these limits."""
+    return _fits(_graph(supply, edges, len(limits)), limits, int(supply.sum()))
+
+
 def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
     """Arcs in a fixed order: edges, anybody -> columns, rows -> anybody, source -> rows, columns -> sink."""
     rows = len(supply)

@@ -77,8 +77,9 @@ def plan_step(
 def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | None = None) -> Plan:
     """Spread the microbatches of ``lost`` groups over the others; nobody loses what it already has.
 
-    The survivors are usually done with their own share when a peer is found dead, so the *added* work is levelled:
-    patch compute takes ceil(lost / survivors) microbatches (papers.md, section 3) where the hosting allows it.
+    The survivors are usually done with their own share when a peer is found dead, so the *added* work is levelled: patch
+    compute takes ceil(lost / survivors) microbatches. Of those that allow it, as many as possible are computed by hosts
+    of their shards, who have the samples at hand; the others have to be fetched (:func:`fetched`).
     """
     gone = set(lost)
     added: dict[GroupId, list[Microbatch]] = {group: [] for group in plan.assignment if group not in gone}
@@ -87,10 +88,11 @@ def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | Non
     pool = sorted(microbatch for group in lost for microbatch in plan.of(group))
     if not pool:
         return Plan(plan.step, _Patched(plan.assignment, added), plan.reason, plan.patched)
+    base = {group: _load(plan.assignment, group) for group in added}
     if _hosts_everything(placement):
-        _level(added, pool, base={group: _load(plan.assignment, group) for group in added})
+        _level(added, pool, base)
     else:
-        _spread(added, pool, placement)
+        _spread(added, pool, placement, base)
     return Plan(
         step=plan.step,
         assignment=_Patched(plan.assignment, added),
@@ -282,8 +284,16 @@ def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
     return chosen
 
 
-def _spread(added: Mapping[GroupId, list[Microbatch]], pool: Sequence[Microbatch], placement: Placement) -> None:
-    """Hand the lost microbatches to hosts of their shards, with the least largest addition."""
+def _spread(
+    added: Mapping[GroupId, list[Microbatch]],
+    pool: Sequence[Microbatch],
+    placement: Placement,
+    base: Mapping[GroupId, int],
+) -> None:
+    """Hand the lost microbatches out evenly: as many as possible to hosts of their shards, the rest to who has least.
+
+    Somebody who has to fetch its samples first is still faster than a host that computes several, one after the other.
+    """
     from megatron_ft.core import flow
 
     members = sorted(added)
@@ -293,12 +303,14 @@ def _spread(added: Mapping[GroupId, list[Microbatch]], pool: Sequence[Microbatch
     names = sorted(by_shard)
     supply = np.array([len(by_shard[shard]) for shard in names], dtype=np.int64)
     edges = _edges(np.array(names, dtype=np.int64), members, placement)
-    loads = flow.balance(supply, edges, np.ones(len(members)), None)
+    most = -(-len(pool) // len(members))
+    loads = flow.most(supply, edges, np.full(len(members), most, dtype=np.int64))
     for group, row in zip(members, loads, strict=True):
         for position, count in sorted(row.items()):
             rest = by_shard[names[position]]
             added[group].extend(rest[:count])
             del rest[:count]
+    _level(added, (microbatch for name in names for microbatch in by_shard[name]), base)
 
 
 def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:

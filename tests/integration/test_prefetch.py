@@ -98,15 +98,16 @@ def struck(tmp_path, data_dir, script, *dead: int, **changes) -> support.Run:
 
 
 def test_a_host_has_the_lost_groups_samples_in_memory(tmp_path, data_dir, reference, script):
-    """Shard 2 is hosted by groups 2 and 1; group 1 takes all of it over, and reads nothing for that."""
+    """Shard 2 is hosted by groups 2 and 1: group 1 takes its part over without reading anything, 0 and 3 read theirs."""
     run = struck(tmp_path, data_dir, script, 2, redundancy=2)
     run.check(reference)
-    assert patched(run) == ({1: names(STEP, 2)}, {})
+    lost = names(STEP, 2)
+    assert patched(run) == ({1: lost[:2]}, {0: [lost[2]], 3: [lost[3]]})
     (recovery,) = run.events("recovery")
-    assert (recovery["patched"], recovery["patched_by"], recovery["unhosted"]) == (PER_GROUP, {"1": PER_GROUP}, 0)
+    assert (recovery["patched"], recovery["patched_by"], recovery["unhosted"]) == (4, {"0": 1, "1": 2, "3": 1}, 2)
     assert max(Counter(calls(run, 1)).values()) == 1
     shown = support.ft("report", run.directory).stdout
-    assert f"{PER_GROUP} / 0" in shown, shown
+    assert "2 / 2" in shown, shown
 
 
 def test_a_shard_that_lost_both_hosts_is_fetched_by_anybody(tmp_path, data_dir, reference, script):
@@ -118,9 +119,9 @@ def test_a_shard_that_lost_both_hosts_is_fetched_by_anybody(tmp_path, data_dir, 
     run = struck(tmp_path, data_dir, script, 1, 2, redundancy=2)
     run.check(reference)
     prefetched, fetched = patched(run)
-    assert prefetched == {0: names(STEP, 1)}
-    assert sorted(sum(fetched.values(), [])) == names(STEP, 2)
-    assert sum(line["unhosted"] for line in run.events("recovery")) == PER_GROUP
+    assert set(prefetched) == {0} and set(prefetched[0]) <= set(names(STEP, 1))
+    everything = sum(prefetched.values(), []) + sum(fetched.values(), [])
+    assert set(everything) == set(names(STEP, 1, 2)) and set(names(STEP, 2)) <= set(sum(fetched.values(), []))
 
 
 @pytest.mark.parametrize("changes", [{"redundancy": 1}, {"placement": "full"}], ids=["its own shard", "everything"])

@@ -15,7 +15,7 @@ JOB = recovery.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMEN
 
 
 def interrupted(me: int, *lost: int) -> recovery.GroupState:
-    """Group ``me`` in step 0, right after ``lost`` are found dead."""
+    """Group ``me`` in step 0, right after ``lost`` are found dead: of shard 2, host 1 takes one and 0 or 3 the other."""
     state = recovery.start(me, JOB, first_view(4))
     view = replace(state.view, epoch=1, live=tuple(g for g in range(4) if g not in lost))
     return replace(state, view=view, plan=scheduler.patch_plan(state.plan, lost, PLACEMENT))
@@ -40,21 +40,21 @@ def go_on(account: Interruptions, state: recovery.GroupState, prefetched=lambda 
 
 
 def test_a_patch_names_what_was_in_memory_and_what_was_not(tmp_path):
-    state = interrupted(1, 2)
-    go_on(account(tmp_path, 1, writer=False), state, prefetched=lambda microbatch: microbatch.index == 0)
+    state = interrupted(3, 1, 2)
+    go_on(account(tmp_path, 3, writer=False), state, prefetched=lambda microbatch: microbatch.index == 0)
     (line,) = events(tmp_path, "patch")
-    assert {key: line[key] for key in ("step", "epoch", "group")} == {"step": 0, "epoch": 1, "group": 1}
+    assert {key: line[key] for key in ("step", "epoch", "group")} == {"step": 0, "epoch": 1, "group": 3}
     assert (line["prefetched"], line["fetched"]) == (["0/2.0"], ["0/2.1"])
 
 
 def test_who_takes_nothing_over_writes_no_patch(tmp_path):
-    go_on(account(tmp_path, 0), interrupted(0, 2))
+    go_on(account(tmp_path, 3), interrupted(3, 2))
     assert not events(tmp_path, "patch")
     (line,) = events(tmp_path, "recovery")
-    assert (line["patched"], line["patched_by"], line["unhosted"]) == (2, {"1": 2}, 0)
+    assert (line["patched"], line["patched_by"], line["unhosted"]) == (2, {"0": 1, "1": 1}, 1)
 
 
-def test_shards_without_a_living_host_are_counted(tmp_path):
+def test_what_goes_to_groups_that_do_not_host_it_is_counted(tmp_path):
     """Shard 2 is hosted by groups 2 and 1; with both gone somebody takes it who does not host it."""
     go_on(account(tmp_path, 0), interrupted(0, 1, 2))
     (line,) = events(tmp_path, "recovery")
@@ -72,7 +72,7 @@ def test_each_resumption_accounts_for_what_is_new(tmp_path):
     mine.noticed()
     mine.adopted(second.view)
     mine.resumed(second)
-    assert [line["prefetched"] for line in events(tmp_path, "patch")] == [["0/2.0", "0/2.1"]]
+    assert [line["prefetched"] for line in events(tmp_path, "patch")] == [["0/2.0"]]
     assert [(line["epoch"], line["patched"]) for line in events(tmp_path, "recovery")] == [(1, 2), (2, 2)]
 
 

@@ -18,7 +18,7 @@ from megatron_ft.core import rectlr, roles
 from megatron_ft.core.baselines import drop, replication
 from megatron_ft.core.recovery import Job
 from megatron_ft.core.replication import consecutive, golomb, is_golomb, largest_redundancy
-from megatron_ft.core.scheduler import microbatches_of_step, patch_plan, plan_step
+from megatron_ft.core.scheduler import fetched, microbatches_of_step, patch_plan, plan_step
 from megatron_ft.types import Plan
 
 
@@ -170,20 +170,20 @@ def test_the_table_of_loads(N, r, dead, published, published_consecutive, sample
 @pytest.mark.parametrize("N", [64, 200, 600])
 @pytest.mark.parametrize("G", [16, 64])
 def test_the_patch_is_a_few_microbatches_and_not_a_stack(N, G):
-    """Beyond, section 3: patch = ceil(lost / (N - k)), by all survivors at once, where everybody may take anything.
+    """Beyond, section 3: patch = ceil(lost / (N - k)), by all survivors at once, whatever the stacks.
 
-    Restricted to hosts, the r - 1 that are left of the lost shard share it: ceil(G / (r - 1)). SPARe's patch of the same
-    loss is a whole stack, G microbatches, at one survivor.
+    The r - 1 hosts that are left of the lost shard take as much of it as that allows; the others fetch theirs. SPARe's
+    patch of the same loss is a whole stack, G microbatches, at one survivor.
     """
     r, everybody = 9 if N > 64 else 8, range(N)
 
-    def added(placement) -> list[int]:
+    for placement in (None, golomb(N, r)):
         plan = plan_step(0, N, G, everybody, placement)
         patched = patch_plan(plan, [5], placement)
-        return [len(patched.of(group)) - len(plan.of(group)) for group in patched.assignment]
-
-    assert max(added(None)) == ceil(G / (N - 1))
-    assert max(added(golomb(N, r))) == ceil(G / (r - 1)) and sum(added(golomb(N, r))) == G
+        added = {group: patched.of(group)[len(plan.of(group)) :] for group in patched.assignment}
+        assert max(map(len, added.values())) == ceil(G / (N - 1)) and sum(map(len, added.values())) == G
+        hosted = sum(len(own) - len(fetched(own, group, placement)) for group, own in added.items())
+        assert hosted == (G if placement is None else min(G, (r - 1) * ceil(G / (N - 1))))
     orders = tuple(golomb(N, r).stacks)
     outcome = rectlr.reconfigure(orders, set(everybody) - {5}, 1)
     stacks = rectlr.patch(orders, 1, outcome)

@@ -41,7 +41,7 @@ def test_a_patch_moves_only_what_was_lost(shards, per_shard, data):
     for group in set(range(shards)) - lost:
         assert patched.of(group)[: len(plan.of(group))] == plan.of(group)
         added.append(len(patched.of(group)) - len(plan.of(group)))
-    # papers.md, section 3: the patch takes ceil(lost / survivors) microbatches.
+    # Beyond both papers: the patch takes ceil(lost / survivors) microbatches.
     assert max(added) == -(-len(lost) * per_shard // (shards - len(lost)))
 
 
