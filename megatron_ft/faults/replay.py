@@ -1,0 +1,413 @@
+"""Feed a run's record through ``core`` again: it must decide what the run recorded (``tools/replay.py`` prints it).
+
+A view line holds the decision and the reports it was made from. In between, a group does nothing but what core asks of
+it, so one machine per group can be walked, by core's own orders, from every view to where its next report says it
+stood. There it hears what the record says ended the epoch, and must report and propose exactly what is recorded. What
+was an input (who died, who asked, why) is taken from the record; everything else is decided again.
+
+A lost group leaves no report. Whether it still wrote a line before it died is not known, so such a line is compared
+with what the group would have written there, and is not missed when it is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from megatron_ft.core import membership, protocol, recovery, scheduler
+from megatron_ft.core.recovery import GroupState
+from megatron_ft.faults.recorded import Line, Record
+from megatron_ft.types import GroupId, Microbatch, Report, View
+
+_SILENT = "no report within"
+"""What the reason says of a group that was given up on, for which core needs no verdict but time."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that the run recorded and core decides otherwise."""
+
+    name: str
+    recorded: Any
+    decided: Any
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Something that was decided again; ``line`` of the history says what the run decided."""
+
+    kind: str
+    line: int
+    what: str
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass
+class Replay:
+    """What came of it. ``stopped`` says why what comes after some view could not be decided again."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    stopped: str = ""
+
+    @property
+    def different(self) -> list[Decision]:
+        return [decision for decision in self.decisions if decision.differences]
+
+    def count(self, kind: str) -> int:
+        return sum(decision.kind == kind for decision in self.decisions)
+
+
+def replay(record: Record) -> Replay:
+    """Decide a whole run again, up to the first view that differs: whatever follows from that one is another run."""
+    run = _Run(record)
+    run.replay()
+    run.result.decisions.sort(key=lambda decision: decision.line)
+    return run.result
+
+
+class _Differs(Exception):
+    """The machine cannot be brought to where the record says it was."""
+
+    def __init__(self, *difference: Any) -> None:
+        self.difference = Difference(*difference)
+
+
+# --- one group --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Machine:
+    """One group's protocol state, and what its account of interruptions (``runtime.interruption``) may be.
+
+    ``counted`` are the taken-over microbatches of this step that its recovery lines have named: the possibilities,
+    because a report does not tell whether a group was just about to reduce. ``recoveries`` are the lines it would write
+    for the present view (none when it has only just joined), ``resumed`` whether it went on: True, False, or None when
+    the record does not say.
+    """
+
+    state: GroupState
+    committed: Callable[[GroupState, int], None]
+    counted: set[frozenset[Microbatch]] = field(default_factory=lambda: {frozenset()})
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    resumed: bool | None = False
+
+    def enter(self, view: View) -> None:
+        """Adopt the view, and see what the recovery line for it has to say: that of the state it goes on from."""
+        # A view may be proposed by a group that has not heard yet of a death another one knew of: forget it again.
+        unheard = replace(self.state, graves={})
+        self.state, _ = recovery.step(unheard, protocol.ViewSeen(view), 0.0)
+        self.recoveries, self.resumed = [], False
+        at, action = self.state, recovery.next_action(self.state)
+        while not _resumes(at, action):
+            event = _obey(action)
+            if event is None:
+                return  # it has to stop
+            at, (*_, action) = recovery.step(at, event, 0.0)
+        counted = self.counted if at.step == self.state.step else {frozenset()}
+        self.recoveries = [_account(at, view, before) for before in counted]
+
+    def advance(self, arrived: Callable[[GroupState], bool], have: Callable[[GroupState], Collection | None]) -> bool:
+        """Do what core asks until the group has arrived; False when that leads nowhere near."""
+        action = recovery.next_action(self.state)
+        while not arrived(self.state):
+            event = _obey(action, have(self.state))
+            if event is None:
+                return False
+            if not self.resumed and _resumes(self.state, action):
+                self.resumed = True
+                self.counted = {before | _taken_over(self.state) for before in self.counted}
+            before = self.state
+            self.state, (*_, action) = recovery.step(before, event, 0.0)
+            if self.state.step != before.step:
+                self.committed(before, before.step)
+                self.counted = {frozenset()}
+        return True
+
+    def stand(self, report: Report) -> None:
+        """Get to where the group stood when it published the report."""
+
+        def stands(state: GroupState) -> bool:
+            return (state.step, tuple(sorted(state.have)), state.synced) == (report.step, report.have, report.synced)
+
+        def have(state: GroupState) -> Collection | None:
+            return report.have if state.step >= report.step else None
+
+        if not self.advance(stands, have):
+            reached = f"step {self.state.step} with buckets {sorted(self.state.have)}, where core asks for"
+            asks = f"{reached} {recovery.next_action(self.state)}"
+            raise _Differs(f"where group {report.group} stood", report, asks)
+        if self.resumed:
+            return
+        at, action = self.state, recovery.next_action(self.state)
+        while stands(at) and (event := _obey(action, report.have)):  # the report cannot tell how far it had come
+            at, (*_, action) = recovery.step(at, event, 0.0)
+        if stands(at) and _resumes(at, action):
+            self.resumed = None
+
+    def settle(self, wrote: bool | None) -> None:
+        """Whether it went on is known from its line if it is the writer, and stays open otherwise."""
+        if self.resumed is None and wrote is not False:
+            went_on = {before | _taken_over(self.state) for before in self.counted}
+            self.counted = went_on if wrote else self.counted | went_on
+
+    def hear(self, events: Iterable[protocol.Event]) -> list[protocol.Action]:
+        actions: list[protocol.Action] = []
+        for event in events:
+            self.state, new = recovery.step(self.state, event, 0.0)
+            actions += new
+        return actions
+
+    def propose(self, silent: bool) -> list[View]:
+        """What it proposes once it has looked again, and for long enough when somebody stays silent."""
+        patience_s, now = self.state.job.report_timeout_s, 0.0
+        self.state, actions = recovery.step(self.state, protocol.Tick(), now)
+        while silent and self.state.waited_s < patience_s and not self.state.stopped:
+            now += patience_s
+            self.state, actions = recovery.step(self.state, protocol.Tick(), now)
+        return [action.view for action in actions if isinstance(action, protocol.Propose)]
+
+
+def _obey(action: protocol.Action, have: Collection | None = None) -> protocol.Event | None:
+    """Core's order carried out; None where there is none, or it would lead past a report with the buckets ``have``."""
+    match action:
+        case protocol.Compute(microbatch=microbatch):
+            return protocol.Computed(microbatch)
+        case protocol.Connect(view=view):
+            return protocol.Connected(view.epoch)
+        case protocol.Transfer(view=view):
+            return protocol.Transferred(view.epoch)
+        case protocol.Reduce(buckets=buckets):
+            wanted = [bucket for bucket in buckets if have is None or bucket in have]
+            return protocol.Reduced(wanted[0]) if wanted else None
+        case protocol.Update(step=step) if have is None:
+            return protocol.Updated(step)
+    return None
+
+
+def _resumes(state: GroupState, action: protocol.Action) -> bool:
+    """Here the session writes its recovery line: an interrupted step goes on."""
+    own_update = isinstance(action, protocol.Update) and state.ahead is None
+    return own_update or isinstance(action, protocol.Reduce | protocol.Finish)
+
+
+def _taken_over(state: GroupState) -> frozenset[Microbatch]:
+    return state.plan.patched if state.unfinished else frozenset()
+
+
+def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> dict[str, Any]:
+    """What a recovery line has to say of the state in which the step goes on."""
+    new = _taken_over(state) - counted
+    taken = {group: new.intersection(own) for group, own in state.plan.assignment.items()}
+    return {
+        "step": state.step,
+        "epoch": view.epoch,
+        "patched": len(new),
+        "patched_by": {str(group): len(share) for group, share in taken.items() if share},
+        "unhosted": sum(len(scheduler.fetched(share, group, state.job.placement)) for group, share in taken.items()),
+        "buckets_kept": len(state.final),
+        "buckets_redone": len(state.unfinished),
+        "state_from": view.source,
+    }
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    def __init__(self, record: Record) -> None:
+        self.record, self.result = record, Replay()
+        self.machines: dict[GroupId, _Machine] = {}
+        self.commits: dict[int, dict[GroupId, int]] = {}  # step -> group -> epoch
+        self.planned: dict[int, int] = {}  # step -> microbatches of its plan
+        self.unseen: dict[int, set[int]] = {}  # step -> epochs whose lost writer may have committed it
+        self.epochs = 0  # how many have been decided again to their end
+
+    def replay(self) -> None:
+        views = [line.view for line in self.record.views]
+        self._first(self.record.views[0].number, views[0])
+        for old, new in pairwise(views) if not self.result.stopped else ():
+            self._end(old, new)
+            if self.result.stopped:
+                break
+        else:
+            if not self.result.stopped:
+                self._last(views[-1])
+        self._check_steps()
+
+    def _first(self, line: int, view: View) -> None:
+        decided = membership.first_view(self.record.job.shards)
+        self._decide_view(line, view, _compare(view.to_json(), decided.to_json()))
+        for group in decided.live:
+            self._seat(group, decided)
+
+    def _seat(self, group: GroupId, view: View) -> None:
+        def committed(state: GroupState, step: int) -> None:
+            self.commits.setdefault(step, {})[group] = state.view.epoch
+            if step not in self.planned:
+                self.planned[step] = sum(map(len, state.plan.assignment.values()))
+
+        self.machines[group] = _Machine(recovery.start(group, self.record.job, view), committed)
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    def _end(self, old: View, new: View) -> None:
+        """Decide how the epoch of ``old`` ends, and enter ``new``."""
+        line = self.record.views[new.epoch].number
+        if not new.live:
+            self.result.stopped = f"view {new.epoch} has no live group; it holds no reports to decide it from"
+            return
+        try:
+            differences = self._redecide(old, new)
+            if not differences:
+                self._enter(old, new)
+        except _Differs as error:
+            differences = (error.difference,)
+        except (AssertionError, ValueError) as error:
+            differences = (Difference("what core says of it", "a decision", f"refused: {error}"),)
+        self._decide_view(line, new, differences)
+
+    def _enter(self, old: View, new: View) -> None:
+        """Close the account of the epoch that ended, and go on in the next."""
+        reports = [report.step for report in new.reports if report.synced]
+        if _writer(old) in new.lost and reports:
+            for step in range(self.machines[_writer(old)].state.step, min(reports) + 1):
+                self.unseen.setdefault(step, set()).add(old.epoch)
+        self._check_recovery(old, new)
+        self.epochs = new.epoch
+        for group in new.lost:
+            del self.machines[group]
+        for machine in self.machines.values():
+            machine.enter(new)
+        for group in new.joined:
+            self._seat(group, new)
+
+    def _redecide(self, old: View, new: View) -> tuple[Difference, ...]:
+        """Bring everybody to where it reported; let them hear what ended the epoch; compare what they propose."""
+        first, *then = _heard(old, new)
+        told = [report for report in new.reports if report.group in self.machines]
+        proposed: list[View] = []
+        for report in told:
+            machine = self.machines[report.group]
+            machine.stand(report)
+            published = [a.report for a in machine.hear([first]) if isinstance(a, protocol.Publish)]
+            if published != [report]:
+                return (Difference(f"the report of group {report.group}", report, published),)
+            others = [protocol.ReportSeen(other) for other in told if other is not report]
+            machine.hear([*then, *others])
+            proposed += machine.propose(any(_SILENT in why for why in new.lost.values()))
+        for view in proposed:
+            if differences := _compare(new.to_json(), view.to_json()):
+                return differences
+        return () if proposed else (Difference("who proposes it", "somebody", "nobody, a report is still awaited"),)
+
+    def _decide_view(self, line: int, view: View, differences: tuple[Difference, ...]) -> None:
+        parts = [f"view {view.epoch}: live {_names(view.live)}"]
+        parts += [f"{word} {_names(some)}" for word, some in (("lost", view.lost), ("joined", view.joined)) if some]
+        self.result.decisions.append(Decision("view", line, ", ".join(parts), differences))
+        if differences:
+            self.result.stopped = f"view {view.epoch} differs"
+
+    # --- recoveries ---------------------------------------------------------------------------------------------------
+
+    def _last(self, view: View) -> None:
+        """The epoch the record ends in: as far as its step lines go."""
+        steps = [line.fields["step"] for line in self.record.steps if line.fields["epoch"] == view.epoch]
+        last = max(steps, default=-1)
+        for machine in self.machines.values():
+            machine.advance(lambda state: state.step > last, lambda state: None)
+            machine.resumed = machine.resumed or self.record.ended or None
+        self._check_recovery(view, None)
+        self.epochs = view.epoch + 1
+        for line in self.record.recoveries:
+            if line.fields["epoch"] > view.epoch:
+                self._decide_recovery(line, [])
+
+    def _check_recovery(self, old: View, new: View | None) -> None:
+        """The recovery line of this epoch is its writer's, or that of a later writer who finds that there is none."""
+        lines = [line for line in self.record.recoveries if line.fields["epoch"] == old.epoch]
+        gone = new.lost if new is not None else {}
+        later = [_writer(line.view) for line in self.record.views[old.epoch :] if line.view.live]
+        if not self.record.ended:
+            later += sorted(self.record.views[-1].view.live)  # any of them may have been the next one
+        writers = [group for group in dict.fromkeys(later) if group in old.live]
+        for group, machine in self.machines.items():
+            only = group == writers[0] and (not lines or writers == [group])  # then it is known who wrote, or did not
+            machine.settle(bool(lines) if only else None)
+        possible = [
+            account
+            for group in writers
+            if group in gone or self.machines[group].resumed is not False
+            for account in self.machines[group].recoveries
+        ]
+        for line in lines:
+            self._decide_recovery(line, possible if line is lines[0] else [])
+        first = next((self.machines[group] for group in writers[:2] if group not in gone), None)
+        if not lines and first is not None and first.resumed and first.recoveries:
+            what = f"recovery in epoch {old.epoch}: none recorded"
+            missing = Difference("line", None, first.recoveries[0])
+            self.result.decisions.append(Decision("recovery", self._line_of(old), what, (missing,)))
+
+    def _line_of(self, view: View) -> int:
+        return self.record.views[view.epoch].number
+
+    def _decide_recovery(self, line: Line, possible: list[dict[str, Any]]) -> None:
+        fields = line.fields
+        what = (
+            f"recovery in epoch {fields['epoch']}: step {fields['step']}, {fields['patched']} microbatches taken over, "
+            f"buckets {fields['buckets_kept']} kept {fields['buckets_redone']} redone, state from {fields['state_from']}"
+        )
+        found = [_compare({name: fields[name] for name in account}, account) for account in possible]
+        nothing = (Difference("line", f"a line for epoch {fields['epoch']}", "no (second) line for this epoch"),)
+        self.result.decisions.append(Decision("recovery", line.number, what, min(found, key=len, default=nothing)))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _check_steps(self) -> None:
+        """Every step line is the commit of the lowest group that has one, or of a writer that died right after it."""
+        lines = {line.fields["step"]: line for line in reversed(self.record.steps)}
+        for line in self.record.steps:
+            if line.fields["epoch"] < self.epochs or not self.result.stopped:
+                self._decide_step(line, line is not lines[line.fields["step"]])
+        last = self.record.job.steps if self.record.ended else max(lines, default=-1)
+        for step, commits in self.commits.items():
+            first = min(commits.values())
+            if step < last and first < self.epochs and step not in lines:
+                missing = Difference("line", None, {"step": step, "epoch": commits[min(commits)]})
+                at = self.record.views[first].number
+                self.result.decisions.append(Decision("step", at, f"step {step}: none recorded", (missing,)))
+
+    def _decide_step(self, line: Line, again: bool) -> None:
+        fields, step = line.fields, line.fields["step"]
+        commits = self.commits.get(step, {})
+        epochs = ([commits[min(commits)]] if commits else []) + sorted(self.unseen.get(step, ()))
+        names = ("epoch", "live", "microbatches")
+        recorded = {name: fields[name] for name in names}
+        planned = self.planned.get(step, self.record.job.microbatches)
+        decided = [dict(zip(names, (e, list(self.record.views[e].view.live), planned), strict=True)) for e in epochs]
+        found = [_compare(recorded, one) for one in decided]
+        nothing = (Difference("line", recorded, "a second line" if again else "no commit of this step"),)
+        differences = nothing if again else min(found, key=len, default=nothing)
+        self.result.decisions.append(Decision("step", line.number, f"step {step}", differences))
+
+
+def _heard(old: View, new: View) -> list[protocol.Event]:
+    """What ended the epoch, first, and all else that the proposer of the view must have heard."""
+    seats = old.incarnations
+    died = [protocol.Died(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
+    asked = [protocol.Asked(group, new.incarnations.get(group, 0)) for group in new.joined]
+    first = next((event for event in died if event.reason == new.reason), protocol.Broke(old.epoch, new.reason))
+    return [first, *(event for event in died if event is not first), *asked]
+
+
+def _writer(view: View) -> GroupId:
+    return min(view.live)
+
+
+def _names(groups: Iterable[GroupId]) -> str:
+    return " ".join(map(str, groups))
+
+
+def _compare(recorded: dict[str, Any], decided: dict[str, Any]) -> tuple[Difference, ...]:
+    return tuple(Difference(name, recorded[name], decided[name]) for name in decided if recorded[name] != decided[name])

@@ -1,0 +1,58 @@
+"""What real runs with real kills have recorded, core decides again in the same way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ft.faults.recorded import Record
+from megatron_ft.faults.replay import replay
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+STORIES = {
+    "before the models are equal, then inside an all-reduce": [Hold(0, 0, "connect"), Hold(2, 3, "reduce", 3)],
+    "with three buckets final, then before the gate": [Hold(1, 2, "bucket", 2), Hold(3, 5, "gate")],
+    "the writer inside its update, then the next one": [Hold(0, 3, "update"), Hold(1, 5, "bucket", 0)],
+    "the second while it patches for the first": [Hold(2, 3, "backward"), Hold(1, 3, "patch")],
+    "the second after its report on the first": [Hold(2, 3, "reduce", 1), Hold(0, 3, "recover")],
+}
+
+
+def killed(tmp_path, data_dir, holds: list[Hold]) -> support.Run:
+    run = support.start(tmp_path / "run", data_dir, holds)
+    run.strike(*holds)
+    run.check()
+    return run
+
+
+@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
+def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
+    run = killed(tmp_path, data_dir, holds)
+    command = [sys.executable, "tools/replay.py", str(run.directory), "--json"]
+    done = subprocess.run(command, cwd=support.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{run.history}"
+    told = json.loads(done.stdout)
+    assert told["same"] and told["ended"] and not told["stopped"]
+    kinds = [decision["kind"] for decision in told["decisions"]]
+    assert all(kinds.count(kind) == len(run.events(kind)) for kind in ("view", "recovery", "step"))
+    lost = {group for line in run.events("view") for group in line["lost"]}
+    assert lost == {str(hold.group) for hold in holds}
+
+
+def test_what_is_decided_again_has_every_kind_of_decision(tmp_path, data_dir):
+    """State handed over, buckets kept, buckets reduced again, microbatches taken over: or the rest proves little."""
+    run = killed(tmp_path, data_dir, [Hold(0, 0, "connect"), Hold(2, 3, "bucket", 2)])
+    record = Record.load(run.directory)
+    result = replay(record)
+    assert not result.different and not result.stopped
+    views = [line.view for line in record.views[1:]]
+    recoveries = [line.fields for line in record.recoveries]
+    assert any(view.source is not None and view.behind for view in views)
+    assert any(view.final for view in views)
+    assert any(line["state_from"] is not None for line in recoveries)
+    assert any(line["buckets_kept"] and line["buckets_redone"] for line in recoveries)
+    assert all(line["patched"] for line in recoveries)

@@ -1,0 +1,409 @@
+"""Replay must follow any run that keeps the protocol, wherever it is cut off, and see every decision that was changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft import config
+from megatron_ft.core import recovery
+from megatron_ft.core.membership import first_view
+from megatron_ft.faults.recorded import Line, Record
+from megatron_ft.faults.replay import replay
+from megatron_ft.runtime import history
+from megatron_ft.runtime.interruption import Interruptions
+from megatron_ft.types import Begun, Report, View
+from tests import support
+from tests.world import World
+from tools.replay import main
+
+
+class RecordedWorld(World):
+    """The malicious world, writing the record of a real run with the runtime's own writers."""
+
+    def __init__(self, directory: Path, run: config.RunConfig, buckets: int, steps: int, seed: int) -> None:
+        placement = config.placement_of(run)
+        job = recovery.Job(run.groups, run.microbatches_per_group, buckets, steps, placement=placement)
+        super().__init__(job, seed)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"run_id": "world", **run.to_json()}))
+        self.directory = directory
+        self.books: dict[int, tuple[history.History, Interruptions]] = {}
+        for me in self.alive:
+            self.open(me, self.views[0])
+
+    def open(self, me: int, view: View) -> None:
+        lines = history.History(self.directory)
+        self.books[me] = lines, Interruptions(lines, me, self.job.placement)
+        lines.set_writer(me == min(view.live))
+        lines.record("begin", steps=self.job.steps, microbatches=self.job.microbatches, buckets=self.job.buckets)
+        lines.record("view", **view.to_json())
+
+    @property
+    def lines(self) -> list[dict]:
+        return history.read(self.directory)
+
+    def seat(self, me: int, view: View) -> None:
+        waiting = me in self.seekers
+        super().seat(me, view)
+        if waiting and me not in self.seekers:
+            self.open(me, view)
+
+    def act(self, me: int) -> bool:
+        group = self.alive[me]
+        action, decided = group.action, group.state.ahead is not None
+        if isinstance(action, recovery.Reduce | recovery.Finish) or isinstance(action, recovery.Update) and not decided:
+            self.books[me][1].resumed(group.state)
+        return super().act(me)
+
+    def feed(self, me: int, event: recovery.Event) -> None:
+        state, (lines, account) = self.alive[me].state, self.books[me]
+        caught_up = isinstance(event, recovery.Transferred) and state.ahead and event.epoch == state.view.epoch
+        if isinstance(event, recovery.Updated) or caught_up and not state.reported:
+            live, count = list(state.view.live), self.job.microbatches
+            lines.record("step", step=state.step, microbatches=count, epoch=state.view.epoch, live=live)
+            account.begin_step()
+        if state.reported:
+            account.noticed()
+        super().feed(me, event)
+        if isinstance(event, recovery.ViewSeen) and event.view.epoch > state.view.epoch and me in event.view.live:
+            lines.set_writer(me == min(event.view.live))
+            lines.record("view", **event.view.to_json())
+            account.adopted(event.view)
+
+    def end(self) -> None:
+        if any(isinstance(group.action, recovery.Finish) for group in self.alive.values()):
+            history.append(self.directory, "end", step=self.job.steps - 1)
+
+
+def a_run(directory: Path, seed: int) -> RecordedWorld:
+    groups, kind = 3 + seed % 3, ("full", "golomb", "consecutive")[seed % 3]
+    section = {"gradient_accumulation_steps": 2, "fault_tolerance": {"placement": kind}}
+    world = RecordedWorld(directory, config.resolve(section, groups=groups), buckets=3, steps=6, seed=seed)
+    world.run(kills=1 + seed % groups)
+    world.end()
+    return world
+
+
+def same(directory: Path) -> Record:
+    """The record, which must be decided again in the same way."""
+    record = Record.load(directory)
+    result = replay(record)
+    assert not result.different and not result.stopped, (result, (directory / history.FILE).read_text())
+    assert result.count("view") == len(record.views) and result.count("step") == len(record.steps)
+    assert result.count("recovery") == len(record.recoveries)
+    return record
+
+
+# --- what happened is decided again -----------------------------------------------------------------------------------
+
+
+def test_every_random_run_is_decided_again(tmp_path):
+    seen = {"final": 0, "behind": 0, "recoveries": 0}
+    for seed in range(40):
+        a_run(tmp_path / str(seed), seed)
+        record = same(tmp_path / str(seed))
+        assert record.ended
+        seen["final"] += sum(bool(line.view.final) for line in record.views)
+        seen["behind"] += sum(bool(line.view.behind) for line in record.views[1:])
+        seen["recoveries"] += len(record.recoveries)
+    assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_cut_off_anywhere_is_decided_again_as_far_as_it_goes(tmp_path, seed):
+    path = a_run(tmp_path / "run", seed).directory / history.FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    for count in range(2, len(lines)):  # without a view there is nothing to decide
+        path.write_bytes(b"".join(lines[:count]) + lines[count][:20])
+        assert not same(tmp_path / "run").ended
+
+
+def test_groups_that_enter_are_decided_again():
+    joined = 0
+    for seed in range(40):
+        run = config.resolve({"gradient_accumulation_steps": 2}, groups=3 + seed % 3)
+        world = World(recovery.Job(run.groups, 2, 3, 6, placement=config.placement_of(run)), seed)
+        world.run(kills=2, joins=3)
+        begin = {"event": "begin", "steps": 6, "buckets": 3, "microbatches": run.microbatches}
+        views = [{"event": "view", **world.views[epoch].to_json()} for epoch in sorted(world.views)]
+        result = replay(Record.of(run, [Line(n, fields) for n, fields in enumerate([begin, *views], start=1)]))
+        assert not [decision for decision in result.different if decision.kind == "view"]
+        assert result.count("view") == len(views)
+        joined += sum(len(view["joined"]) for view in views)
+    assert joined > 40
+
+
+def silence(within: str) -> Record:
+    """Three groups, of which the last gave no sign in the middle of step 1."""
+    run = config.resolve({}, groups=3)
+    lost = {2: f"no report within {within} s of the end of epoch 0"}
+    begun = Begun((0, 1, 2)).after(lost, ())
+    reports = tuple(Report(0, group, 1, (0,)) for group in (0, 1))
+    view = View(1, (0, 1), "group 0: timeout", step=1, lost=lost, final={0: 0}, begun=begun, reports=reports)
+    step = {"event": "step", "step": 0, "epoch": 0, "live": [0, 1, 2], "microbatches": 3}
+    begin = {"event": "begin", "steps": 6, "buckets": 3, "microbatches": 3}
+    views = [{"event": "view", **v.to_json()} for v in (first_view(3), view)]
+    return Record.of(run, [Line(n, fields) for n, fields in enumerate([begin, views[0], step, views[1]], start=1)])
+
+
+def test_a_silent_group_is_given_up_after_the_time_that_is_set():
+    result = replay(silence("60"))
+    assert not result.different and result.count("view") == 2
+    (decision,) = replay(silence("30")).different
+    assert (decision.line, [d.name for d in decision.differences]) == (4, ["lost"])
+
+
+# --- what was changed is seen -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> RecordedWorld:
+    """A run of four groups: view 1 hands over the state of step 0, view 2 the third bucket of step 3."""
+    run = config.resolve({"gradient_accumulation_steps": 4}, groups=4)
+    world = RecordedWorld(tmp_path_factory.mktemp("told") / "run", run, buckets=7, steps=8, seed=0)
+    world.kill(0)
+    world.play(until=lambda: world.alive[3].state.step == 3 and len(world.alive[3].state.have) == 3)
+    world.kill(2)
+    world.play()
+    world.end()
+    return world
+
+
+def test_the_told_run_is_decided_again(told):
+    record = same(told.directory)
+    assert record.ended and record.views[1].view.source == 1
+    assert record.views[2].view.final == {0: 1, 1: 1, 2: 3} and record.views[2].view.missing == {2: (1,)}
+
+
+def find(lines: list[dict], event: str, **fields) -> int:
+    """Index of the line of an event with these fields."""
+    wanted = {"event": event, **fields}.items()
+    (found,) = [i for i, line in enumerate(lines) if wanted <= {k: line.get(k) for k, _ in wanted}.items()]
+    return found
+
+
+def write(directory: Path, lines: list[dict]) -> None:
+    (directory / history.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def copied(told, tmp_path) -> Path:
+    """A copy of the told run, to be tampered with."""
+    return shutil.copytree(told.directory, tmp_path / "run")
+
+
+VIEW_1, VIEW_2 = ("view", {"epoch": 1}), ("view", {"epoch": 2})
+RECOVERY, STEP = ("recovery", {"epoch": 2}), ("step", {"step": 4})
+TAMPERED = {
+    "first view": (("view", {"epoch": 0}), {"live": [0, 1, 2]}, {"live"}),
+    "live": (VIEW_2, {"live": [1, 2, 3]}, {"live"}),
+    "final": (VIEW_2, {"final": {"0": 3, "1": 1, "2": 3}}, {"final"}),
+    "missing": (VIEW_2, {"missing": {}}, {"missing"}),
+    "begun": (VIEW_2, {"begun": [[1, 2, 3], []]}, {"begun"}),
+    "step of a view": (VIEW_2, {"step": 4}, {"step"}),
+    "source": (VIEW_1, {"source": 2}, {"source"}),
+    "behind": (VIEW_1, {"behind": [3]}, {"behind"}),
+    "incarnations": (VIEW_1, {"incarnations": {"1": 1}}, {"incarnations"}),
+    "a lost group nobody heard of": (VIEW_2, {"lost": {}}, {"who proposes it"}),
+    "have of a report": (
+        VIEW_2,
+        {"reports": [[3, [0], True, False, [1]], [3, [0, 1, 2], True, False, [3]]]},
+        {"final", "missing"},
+    ),
+    "a bucket there is not": (VIEW_2, {"reports": [[3, [0, 9], True, False, [1, 3]]]}, {"where group 1 stood"}),
+    "a step there is not": (VIEW_2, {"reports": [[99, [], True, False, [1, 3]]]}, {"where group 1 stood"}),
+    "complete": (VIEW_2, {"reports": [[3, [0, 1, 2], True, True, [1, 3]]]}, {"the report of group 1"}),
+    "groups two steps apart": (
+        VIEW_2,
+        {"reports": [[3, [0, 1, 2], True, False, [1]], [1, [], True, False, [3]]]},
+        {"what core says of it"},
+    ),
+    "patched": (RECOVERY, {"patched": 99}, {"patched"}),
+    "patched_by": (RECOVERY, {"patched_by": {"1": 99}}, {"patched_by"}),
+    "unhosted": (RECOVERY, {"unhosted": 99}, {"unhosted"}),
+    "buckets_kept": (RECOVERY, {"buckets_kept": 4}, {"buckets_kept"}),
+    "buckets_redone": (RECOVERY, {"buckets_redone": 3}, {"buckets_redone"}),
+    "state_from": (("recovery", {"epoch": 1}), {"state_from": 2}, {"state_from"}),
+    "step of a recovery": (RECOVERY, {"step": 4}, {"step"}),
+    "live of a step": (STEP, {"live": [1]}, {"live"}),
+    "epoch of a step": (STEP, {"epoch": 1, "live": [1, 2, 3]}, {"epoch", "live"}),
+    "microbatches of a step": (STEP, {"microbatches": 12}, {"microbatches"}),
+}
+
+
+@pytest.mark.parametrize(("where", "changes", "names"), TAMPERED.values(), ids=TAMPERED.keys())
+def test_a_changed_decision_is_seen(copied, told, capsys, where, changes, names):
+    lines = told.lines
+    index = find(lines, where[0], **where[1])
+    lines[index].update(changes)
+    write(copied, lines)
+    (decision,) = replay(Record.load(copied)).different
+    assert decision.line == index + 1
+    assert {difference.name for difference in decision.differences} == names
+    assert main([str(copied)]) == 1
+    assert f"DIFFERENT (history.jsonl line {index + 1})" in capsys.readouterr().out
+
+
+def test_both_values_are_shown(copied, told, capsys):
+    lines = told.lines
+    line = lines[find(lines, "recovery", epoch=2)]
+    decided, line["patched"] = line["patched"], 99
+    write(copied, lines)
+    assert main([str(copied)]) == 1
+    assert f"patched: recorded 99, core decides {decided}" in capsys.readouterr().out
+    assert main([str(copied), "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    (different,) = [decision for decision in shown["decisions"] if decision["differences"]]
+    assert different["differences"] == [{"name": "patched", "recorded": 99, "decided": decided}]
+    assert shown["same"] is False and shown["ended"] is True
+
+
+LINES = {
+    "a recovery left out": (lambda lines: lines.pop(find(lines, "recovery", epoch=2)), "recovery in epoch 2: none recorded"),
+    "a step left out": (lambda lines: lines.pop(find(lines, "step", step=5)), "step 5: none recorded"),
+    "a second recovery": (lambda lines: lines.append(lines[find(lines, "recovery", epoch=2)]), "recovery in epoch 2: "),
+    "a recovery of no epoch": (
+        lambda lines: lines.append({**lines[find(lines, "recovery", epoch=2)], "epoch": 7}),
+        "recovery in epoch 7: ",
+    ),
+    "a second step": (lambda lines: lines.append(lines[find(lines, "step", step=5)]), "step 5"),
+    "a step after the last": (lambda lines: lines.append({**lines[find(lines, "step", step=7)], "step": 8}), "step 8"),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), LINES.values(), ids=LINES.keys())
+def test_lines_too_few_and_too_many_are_seen(copied, change, what):
+    rewritten(change)(copied)
+    (decision,) = replay(Record.load(copied)).different
+    assert decision.what.startswith(what)
+
+
+def test_a_run_that_went_on_although_it_had_to_stop_is_seen(copied):
+    section(min_groups=4)(copied)
+    result = replay(Record.load(copied))
+    assert [decision.what for decision in result.different if decision.kind == "view"] == ["view 2: live 1 3, lost 2"]
+    assert result.stopped == "view 2 differs"
+
+
+def test_another_placement_is_seen(copied):
+    """Plans depend on who hosts what: with another placement other groups take over."""
+    section(placement="full", redundancy=4)(copied)
+    different = replay(Record.load(copied)).different
+    assert {decision.kind for decision in different} == {"recovery"}
+    assert "patched_by" in {difference.name for decision in different for difference in decision.differences}
+
+
+# --- what cannot be replayed, and what does not matter ----------------------------------------------------------------
+
+
+def test_unknown_lines_and_fields_and_torn_lines_do_not_matter(copied, told, capsys):
+    write(copied, [{"event": "news", "step": "?"}, {"event": 7}, *({**line, "unknown": [1]} for line in told.lines)])
+    with (copied / history.FILE).open("a") as file:
+        file.write('{"t": 1.0, "event": "ste\n')
+    assert main([str(copied)]) == 0
+    shown = capsys.readouterr().out
+    assert "view 2: live 1 3, lost 2: same\n" in shown
+    assert "3 view lines, 2 recovery lines, 8 step lines: all the same" in shown
+    assert "1 torn lines were skipped" in shown and "cut off" not in shown
+
+
+def test_a_run_that_was_cut_off_says_so(copied, told, capsys):
+    write(copied, told.lines[:-1])
+    assert main([str(copied)]) == 0
+    assert "cut off" in capsys.readouterr().out
+
+
+def settings(**changes):
+    """Damage of a copied run: these settings instead."""
+
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def section(**changes):
+    """Damage of a copied run: these settings of fault tolerance instead."""
+
+    def change(directory: Path) -> None:
+        raw = json.loads((directory / "config.json").read_text())["fault_tolerance"]
+        settings(fault_tolerance={**raw, **changes})(directory)
+
+    return change
+
+
+def rewritten(change):
+    """Damage of a copied run: its lines after ``change`` has been made to their list."""
+
+    def rewrite(directory: Path) -> None:
+        lines = history.read(directory)
+        change(lines)
+        write(directory, lines)
+
+    return rewrite
+
+
+def text(name: str, content: bytes):
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def field(event: str, where: dict, **changes):
+    return rewritten(lambda lines: lines[find(lines, event, **where)].update(changes))
+
+
+def without(event: str, where: dict, name: str):
+    return rewritten(lambda lines: lines[find(lines, event, **where)].pop(name))
+
+
+MISUSE = {
+    "no directory": (shutil.rmtree, "is not a directory"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json does not exist"),
+    "no history": (lambda directory: (directory / history.FILE).unlink(), "history.jsonl does not exist"),
+    "an empty history": (text(history.FILE, b""), "no 'begin' line"),
+    "a history of something else": (text(history.FILE, bytes(range(256)) * 9), "no 'begin' line"),
+    "a history that nests too deep": (text(history.FILE, b"[" * 200_000 + b"\n"), "nests deeper"),
+    "a config that is no JSON": (text("config.json", b"{"), "not a config of this version"),
+    "a config that is a list": (text("config.json", b"[]"), "not a config of this version"),
+    "a config that nests too deep": (text("config.json", b"[" * 200_000), "nests deeper"),
+    "a config of an old version": (settings(fault_tolerance={"detector": {}}), "lacks 'failure_domains'"),
+    "a setting out of range": (settings(groups="4"), "groups is '4'"),
+    "a config of another run": (settings(microbatches_per_group=2), "16 microbatches in every step, config.json 8"),
+    "no begin": (rewritten(lambda lines: lines.pop(find(lines, "begin"))), "no 'begin' line"),
+    "no buckets": (without("begin", {}, "buckets"), "lacks 'buckets'"),
+    "buckets in words": (field("begin", {}, buckets="seven"), "says buckets 'seven'"),
+    "no views": (rewritten(lambda lines: lines.__setitem__(slice(1, None), [])), "no 'view' line"),
+    "a view too few": (rewritten(lambda lines: lines.pop(find(lines, "view", epoch=1))), "view 1 is missing"),
+    "two views of one epoch": (
+        rewritten(lambda lines: lines.append({**lines[find(lines, "view", epoch=1)], "step": 1})),
+        "another view of epoch 1",
+    ),
+    "a view of an old version": (without("view", {"epoch": 1}, "reports"), "lacks 'reports'"),
+    "a view with a group in words": (field("view", {"epoch": 1}, live=["one"]), "wrong kind"),
+    "a view with numbers for reports": (field("view", {"epoch": 1}, reports=[1]), "not a view of this version"),
+    "a step without groups": (without("step", {"step": 4}, "live"), "lacks 'live'"),
+    "a recovery without a step": (field("recovery", {"epoch": 1}, step=None), "says step None"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), MISUSE.values(), ids=MISUSE.keys())
+def test_what_cannot_be_replayed_is_said_in_a_sentence(copied, capsys, damage, message):
+    damage(copied)
+    assert main([str(copied)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
+    assert main([str(copied), "--json"]) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize("command", [["tools/replay.py"], ["-m", "tools.replay"]])
+def test_it_is_a_command(told, command):
+    arguments = [sys.executable, *command, str(told.directory)]
+    done = subprocess.run(arguments, cwd=support.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "all the same" in done.stdout, done.stderr
