@@ -135,8 +135,11 @@ class GroupState:
 
     @property
     def unfinished(self) -> tuple[Bucket, ...]:
-        """Buckets that must be reduced (again): held by no survivor the view knows of."""
-        return tuple(bucket for bucket in range(self.job.buckets) if bucket not in self.final)
+        """Buckets that must be reduced (again): held by no survivor the view knows of. None after the last step."""
+        if self.finished:
+            return ()
+        final = self.final
+        return tuple(bucket for bucket in range(self.job.buckets) if bucket not in final)
 
     @property
     def complete(self) -> bool:
@@ -146,7 +149,7 @@ class GroupState:
     @property
     def todo(self) -> tuple[Microbatch, ...]:
         """Microbatches this group still has to compute; none once all buckets are final (hard case 5)."""
-        if not self.unfinished or self.finished:
+        if not self.unfinished:
             return ()
         return tuple(microbatch for microbatch in self.plan.of(self.me) if microbatch not in self.computed)
 
@@ -238,12 +241,17 @@ def _died(state: GroupState, event: Died) -> GroupState:
 
 
 def _asked(state: GroupState, event: Asked) -> GroupState:
-    """A seat is for an incarnation that neither has one nor is dead already."""
+    """A seat is for an incarnation that neither has, or had, one nor is dead already; the notice may be late."""
     alive = event.incarnation > state.graves.get(event.group, (-1, ""))[0]
-    seated = event.group in state.view.live and event.incarnation <= state.view.incarnations.get(event.group, 0)
+    seated = event.incarnation <= _seat(state.view, event.group)
     if seated or not alive:
         return state
     return replace(state, asking={**state.asking, event.group: event.incarnation})
+
+
+def _seat(view: View, group: GroupId) -> int:
+    """The newest incarnation of ``group`` that ever had a seat; -1 if none had."""
+    return view.incarnations.get(group, 0 if group in view.live else -1)
 
 
 def _progress(state: GroupState, event: Event) -> GroupState:
@@ -400,7 +408,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         reported=False,
         closed_by="",
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
-        asking={group: number for group, number in state.asking.items() if group not in view.joined},
+        asking={group: number for group, number in state.asking.items() if number > _seat(view, group)},
         reports={},
         waited_s=0.0,
         synced=state.synced or state.me not in view.behind,

@@ -136,10 +136,11 @@ class Placement:
         alive *= bool(live)
         if self.redundancy == self.groups:
             return np.full(self.groups, alive.sum())
-        return alive[self._host_table].sum(axis=1)
+        return alive[self.host_table].sum(axis=1)
 
     @cached_property
-    def _host_table(self) -> Ints:
+    def host_table(self) -> Ints:
+        """The hosts of every shard, shape [N, r]."""
         return np.array(list(self.hosts))
 
 

@@ -95,7 +95,7 @@ class Session:
         first = self._store.get("view/0")
         if first is None:
             raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
-        self._first_view = View.from_json(first)
+        self._first_view = self._committed_under = View.from_json(first)
         watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
 
     # --- what a user touches ------------------------------------------------------------------------------------------
@@ -339,6 +339,7 @@ class Session:
     def _update(self, step: int) -> None:
         with self._timeline.span("update"):
             self._result = self._engine.update(step, self.config.microbatches, self._progress(step))
+        self._committed_under = self._state.view  # the next view may be there before the step is recorded
         self._feed(recovery.Updated(step))
 
     def _connect(self, view: View) -> None:
@@ -368,6 +369,7 @@ class Session:
             self._engine.load_state(received["engine"])
             if received["result"] is not None:
                 self._result = StepResult(*received["result"])
+                self._committed_under = view
         self._feed(recovery.Transferred(view.epoch))
 
     def _receive_bucket(self, outer: OuterCommunicator, bucket: int, owner: int) -> None:
@@ -439,7 +441,7 @@ class Session:
         self._history.record("view", **view.to_json())
 
     def _record_step(self, duration_s: float) -> None:
-        view, result = self._state.view, self._result
+        view, result = self._committed_under, self._result
         self._history.record(
             "step",
             step=result.step,
