@@ -50,12 +50,17 @@ class World:
             state = recovery.start(me, job, self.views[0])
             self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(job.buckets)])
         self.ended: dict[int, Group] = {}
+        self.frozen: set[int] = set()  # stopped processes: they neither act nor hear, until somebody thaws them
+        self.ghosts: dict[int, Group] = {}  # frozen processes whose group has been started anew meanwhile
+        self.store_up = True
+        self.now = 0.0
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def kill(self, me: int) -> None:
         """The process is gone. Its agent notices; who hears of it when is up to the schedule."""
         self.say(f"{me} dies")
+        self.frozen.discard(me)
         self.ended[me] = self.alive.pop(me)
         self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", self.starts.get(me, 0)))
 
@@ -76,6 +81,56 @@ class World:
         self.say(f"{me} dies waiting for its seat")
         self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", incarnation))
 
+    def freeze(self, me: int) -> None:
+        """The process is stopped (SIGSTOP, a lost network, a long garbage collection); nobody is told."""
+        self.say(f"{me} is frozen")
+        self.frozen.add(me)
+
+    def thaw(self, me: int) -> None:
+        self.say(f"{me} goes on")
+        self.frozen.discard(me)
+
+    def wake_ghost(self, me: int) -> Group:
+        """The frozen process of an older incarnation goes on, as far as it can by itself; the new one has its seat."""
+        self.say(f"the old process of {me} goes on")
+        new, ghost = self.alive.get(me), self.ghosts.pop(me)
+        self.alive[me] = ghost
+        moved = True
+        while moved:
+            moved = self.pending(me)
+            if moved:
+                self.notice(me)
+            moved |= self.act(me)
+        del self.alive[me]
+        if new is not None:
+            self.alive[me] = new
+        return ghost
+
+    def reset(self, me: int) -> None:
+        """A connection of the group fails; nobody is dead, and nobody is accused."""
+        self.say(f"{me} sees a connection reset")
+        epoch = self.alive[me].state.view.epoch
+        self.notices.append(recovery.Broke(epoch, f"group {me}: connection reset"))
+
+    def store_away(self) -> None:
+        """No notice, report or view can be written or read."""
+        self.say("the store is unreachable")
+        self.store_up = False
+
+    def store_back(self) -> None:
+        self.say("the store is reachable again")
+        self.store_up = True
+
+    def wait(self, seconds: int) -> None:
+        """So much time passes; who waits for a view looks for news every second."""
+        self.say(f"{seconds} s pass")
+        for _ in range(seconds):
+            self.now += 1.0
+            for me in sorted(self.alive):
+                waits = isinstance(self.alive[me].action, recovery.AwaitView)
+                if waits and self.store_up and me not in self.frozen and not self.act(me):
+                    self.feed(me, recovery.Tick())  # the store answers, and there is nothing new
+
     def notice(self, me: int) -> None:
         """Deliver the next notice of the log to one group."""
         group = self.alive[me]
@@ -87,23 +142,31 @@ class World:
 
     def feed(self, me: int, event: recovery.Event) -> None:
         group = self.alive[me]
-        group.state, actions = recovery.step(group.state, event, now=0.0)
+        was_stopped = group.state.stopped
+        group.state, actions = recovery.step(group.state, event, now=self.now)
+        group.action = actions[-1]
+        if group.state.stopped != was_stopped:
+            self.say(f"{me} stops: {group.state.stopped}")
         for action in actions:
             if isinstance(action, recovery.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
-                self.say(f"{me} reports step {action.report.step} have {list(action.report.have)}")
+                why = group.state.closed_by
+                self.say(f"{me} reports step {action.report.step} have {list(action.report.have)} because {why}")
             elif isinstance(action, recovery.Announce):
                 self.notices.append(recovery.Broke(action.epoch, action.reason))
             elif isinstance(action, recovery.Propose):
                 self.propose(me, action.view)
                 return
-        group.action = actions[-1]
 
     def propose(self, me: int, view: View) -> None:
+        if not self.store_up:
+            return
         winner = self.views.setdefault(view.epoch, view)
         if winner is view:
             joined = f" joined {list(view.joined)}" if view.joined else ""
-            self.say(f"{me} writes view {view.epoch}: live {list(view.live)} lost {sorted(view.lost)}{joined}")
+            final = f" final {list(view.final)}" if view.final else ""
+            told = f"live {list(view.live)} lost {sorted(view.lost)}{joined}{final}"
+            self.say(f"{me} writes view {view.epoch}: {told}")
             for group in view.joined:
                 self.seat(group, view)
         self.feed(me, recovery.ViewSeen(winner))
@@ -112,11 +175,16 @@ class World:
         """The joiner reads the view that lets it in; unless it has died meanwhile."""
         if self.seekers.get(me) == view.incarnations[me]:
             del self.seekers[me]
+            if me in self.alive and me in self.frozen:
+                self.ghosts[me] = self.alive[me]
+                self.frozen.discard(me)
             state = recovery.start(me, self.job, view)
             self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(self.job.buckets)])
 
     def act(self, me: int) -> bool:
         """Let one group do its present action once; False when it can only wait."""
+        if me in self.frozen:
+            return False
         group = self.alive[me]
         action = group.action
         handler = getattr(self, f"_{type(action).__name__.lower()}")
@@ -152,6 +220,8 @@ class World:
             if step > group.state.step:
                 self.say(f"{me} takes the state of step {step - 1} from {view.source}")
                 self.reset_step(group)
+            elif not group.state.synced:
+                self.say(f"{me} receives the model of {view.source}, which stands before step {step}")
             group.committed = list(committed)
         for bucket, owner in view.final.items():
             if me in view.missing.get(bucket, ()):
@@ -195,6 +265,8 @@ class World:
         return True
 
     def _awaitview(self, me: int, group: Group, action: recovery.AwaitView) -> bool:
+        if not self.store_up:
+            return False
         view = self.views.get(action.epoch + 1)
         if view is not None:
             self.feed(me, recovery.ViewSeen(view))
@@ -279,16 +351,18 @@ class World:
         epoch = self.alive[me].state.view.epoch
         broken = {event.epoch for event in self.notices if isinstance(event, recovery.Broke)}
         if self.rng.random() < 0.1 and epoch not in broken:
-            self.notices.append(recovery.Broke(epoch, f"group {me}: connection reset"))
+            self.reset(me)
 
     def pending(self, me: int) -> bool:
-        return self.alive[me].notices_seen < len(self.notices)
+        """Is there a notice it can hear and has not heard?"""
+        return self.store_up and me not in self.frozen and self.alive[me].notices_seen < len(self.notices)
 
     def check_end(self) -> None:
         """Every live group committed every step once, with equal values."""
         for me, group in self.alive.items():
             if group.state.stopped:
-                assert "outside view" in group.state.stopped
+                assert not isinstance(group.action, recovery.Update)
+                assert "outside view" in group.state.stopped or "min_groups" in group.state.stopped
                 continue
             assert isinstance(group.action, recovery.Finish), f"group {me} is stuck in {group.action}"
             assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"
