@@ -354,9 +354,15 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
 
 
 def _has_say(state: GroupState) -> bool:
-    """Who has just entered does not know how a step before its own came about: it cannot propose to go on with that."""
+    """Whether this group knows how the step came about that would go on.
+
+    Who has just entered knows that of its own step only. So does who has committed a step that the others have not, and
+    is to be left out: it has forgotten the one they are in.
+    """
     told = [report.step for group, report in state.reports.items() if group not in state.dead and report.synced]
-    return state.synced or not told or max(told) == state.step
+    if not told or max(told) == state.step:
+        return True
+    return state.synced and max(told) > state.step
 
 
 def _give_up(state: GroupState) -> GroupState:

@@ -8,7 +8,7 @@ from megatron_ft.runtime.points import Hold
 from tests import support
 from tests.support import GROUPS, STEPS
 
-LAST_BUCKET = 3
+LAST_BUCKET = 6
 
 STORIES = {
     "before anything of the step": [Hold(3, 3, "begin")],
@@ -29,6 +29,10 @@ STORIES = {
     "in the first step, before the models are equal": [Hold(0, 0, "connect")],
     "after the last step": [Hold(0, STEPS, "finish")],
 }
+
+
+def test_the_last_bucket_is_the_last(reference):
+    assert reference.events("begin")[0]["buckets"] == LAST_BUCKET + 1
 
 
 @pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())

@@ -89,6 +89,11 @@ def _(patch):
     patch.setattr(recovery, "_has_say", lambda state: True)
 
 
+@mutation("who has committed the step and is to be left out proposes how the others go on with it", range(28600, 28700))
+def _(patch):
+    patch.setattr(recovery, "_has_say", lambda state: state.synced or HAS_SAY(state))
+
+
 @mutation("who has no state waits for ever for those that had")
 def _(patch):
     patch.setattr(recovery, "_has_say", lambda state: state.synced or not any(r.synced for r in state.reports.values()))
@@ -247,6 +252,7 @@ def _change_views(patch, change):
 LOOK = group.look
 NEXT_VIEW = membership.next_view
 NEXT_ACTION = recovery.next_action
+HAS_SAY = recovery._has_say
 ADOPT = recovery._adopt
 PROPOSAL = recovery._proposal
 PATCH_PLAN = scheduler.patch_plan
