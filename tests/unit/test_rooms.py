@@ -20,10 +20,11 @@ ALLOWED = {
     "runtime": {"core", "engines", "data"},
     "faults": {"core", "runtime"},
     "sim": {"core", "faults"},
+    "planner": {"core"},
     "report": {"core", "runtime", "faults"},
     "launch": {"core", "runtime"},
     "doctor": set(),
-    "cli": {"data", "launch", "report", "doctor", "sim", "__version__"},
+    "cli": {"data", "planner", "launch", "report", "doctor", "sim", "__version__"},
     "__init__": {"runtime"},
 }
 PURE = {"__future__", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "typing"}

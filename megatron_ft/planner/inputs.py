@@ -1,0 +1,162 @@
+"""From flags, files and presets to a :class:`Cluster`; whatever is wrong with them is one ``ConfigError``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planner import closed_forms
+from megatron_ft.planner.cluster import OPTIONAL, WHOLE, Cluster
+from megatron_ft.planner.presets import PRESETS
+
+RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
+NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES)
+"""What a file may hold, and what the flags are called (with dashes)."""
+NONE = ("none", "null", "never")
+
+
+def cluster(preset: str | None, file: Path | None, flags: Mapping[str, str | None]) -> Cluster:
+    """A preset, what a file says on top, what the flags say on top of both; ``flags`` as typed, None where not given."""
+    inputs: dict[str, Any] = {}
+    for layer in (_preset(preset), read(file) if file else {}, _typed(flags)):
+        rates = [name for name in RATES if name in layer]
+        if len(rates) > 1:
+            raise ConfigError(f"{' and '.join(rates)} are both given, and say the same in two ways; give one of them")
+        if rates:
+            inputs = {name: value for name, value in inputs.items() if name not in RATES}
+        inputs |= layer
+    return build(inputs)
+
+
+def build(inputs: Mapping[str, Any]) -> Cluster:
+    """A cluster from named values, with its failure rate in one of the three units of ``RATES``."""
+    needed = [f.name for f in fields(Cluster) if f.default is MISSING and f.name != "mtbf_s"]
+    missing = [name for name in needed if name not in inputs]
+    if missing:
+        raise ConfigError(f"{_listed(missing)} missing; give {_flag(missing[0])}, a --file that has it, or a --preset")
+    if not any(name in inputs for name in RATES):
+        raise ConfigError(f"nothing says how often something fails; give {' or '.join(map(_flag, RATES))}, or a --preset")
+    values = {name: value for name, value in inputs.items() if name not in RATES}
+    # Checked with a time between failures that nothing can be wrong with, so that its own mistakes are told by its name.
+    sizes = Cluster(**values, mtbf_s=float("1e18"))
+    return Cluster(**values, mtbf_s=_system_mtbf_s(inputs, sizes))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file of the names in ``NAMES``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"file {path} does not exist; give a YAML or JSON file, or flags") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"file {path} cannot be read: {error}") from None
+    if path.suffix.lower() == ".json":
+        raw = _from_json(path, text)
+    elif path.suffix.lower() in (".yaml", ".yml"):
+        raw = _from_yaml(path, text)
+    else:
+        raise ConfigError(f"file {path} ends in {path.suffix!r}; the end of its name says what it is: .yaml, .yml or .json")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"file {path} holds a {type(raw).__name__}; it must hold names and values, such as gpus: 1024")
+    for name, value in raw.items():
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(NAMES)}"
+            raise ConfigError(f"file {path}: {name!r} is not known; {hint}")
+        if value is None and name not in OPTIONAL:
+            raise ConfigError(f"file {path}: {name} has no value; give it a number or remove it")
+    return raw
+
+
+def _from_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"file {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+
+
+def _from_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"file {path} is YAML, which needs PyYAML: pip install 'megatron_ft[plan]', or write the same as JSON"
+        ) from None
+    class Once(yaml.SafeLoader):
+        """PyYAML keeps the last of two equal names in silence."""
+
+    def mapping(loader: Once, node: yaml.MappingNode) -> dict[str, Any]:
+        return _once([(loader.construct_object(key), loader.construct_object(value)) for key, value in node.value])
+
+    Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    try:
+        return yaml.load(text, Loader=Once)  # a SafeLoader: no objects
+    except (yaml.YAMLError, TypeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{name} is given twice; only the last one would count, remove one")
+    return dict(pairs)
+
+
+def _preset(name: str | None) -> Mapping[str, Any]:
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is not known; there are: {', '.join(PRESETS)}")
+    return PRESETS[name].inputs
+
+
+def _typed(flags: Mapping[str, str | None]) -> dict[str, Any]:
+    return {name: _parsed(name, text) for name, text in flags.items() if text is not None}
+
+
+def _parsed(name: str, text: str) -> int | float | None:
+    if name in OPTIONAL and text.lower() in NONE:
+        return None
+    kind, rule = (int, "a whole number") if name in WHOLE else (float, "a number")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{_flag(name)} is {text!r}; it must be {rule}") from None
+
+
+def _system_mtbf_s(inputs: Mapping[str, Any], sizes: Cluster) -> float:
+    name = next(name for name in RATES if name in inputs)
+    value = inputs[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} is {value!r}; it must be a number > 0")
+    if name == "system_mtbf_s":
+        return float(value)
+    if name == "node_mtbf_hours":
+        return closed_forms.system_mtbf_s(value * closed_forms.HOUR_S, sizes.nodes)
+    return closed_forms.system_mtbf_s(closed_forms.node_mtbf_from_rate_s(value), sizes.nodes)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _listed(names: list[str]) -> str:
+    return f"{' '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def redundancy(text: str | None) -> int | None:
+    """What ``--redundancy`` says; whether this cluster can have it is the planner's to check."""
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--redundancy is {text!r}; it must be a whole number") from None

@@ -1,0 +1,59 @@
+"""The ``fault_tolerance`` section of a config that carries a recommendation out, ready to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+from megatron_ft.core.replication import largest_redundancy
+from megatron_ft.planner.cluster import Cluster
+from megatron_ft.planner.estimate import Estimate, Recommendation, duration, label
+
+Section = dict[str, Any]
+REPORT_TIMEOUT_S = 60.0
+"""The config's default: a group reports between two microbatches, so it has to be longer than the longest of them."""
+
+
+def section(cluster: Cluster, estimate: Estimate) -> Section:
+    """Keys of ``config.FaultToleranceConfig``; what its defaults do well is left out."""
+    policy = estimate.policy.removesuffix("_rejoin")
+    found: Section = {"policy": policy}
+    if policy in ("stacked_quota", "spare", "replication"):
+        found["redundancy"] = estimate.redundancy
+        found["placement"] = _placement(cluster.groups, estimate.redundancy)
+    if 4 * cluster.microbatch_s > REPORT_TIMEOUT_S:
+        found["detector"] = {"report_timeout_s": float(ceil(4 * cluster.microbatch_s))}
+    return {"fault_tolerance": found}
+
+
+def choose(
+    cluster: Cluster, plan: Recommendation, refused: Callable[[Section], str | None]
+) -> tuple[Section | None, list[str]]:
+    """The section of the best policy that the config accepts, and what a section cannot say.
+
+    ``refused`` gives the config's reason against a section, None for none.
+    """
+    hints: list[str] = []
+    for estimate in (plan.best, *(e for e in plan.estimates if e is not plan.best)):
+        candidate = section(cluster, estimate)
+        why = refused(candidate)
+        if why is None:
+            return candidate, hints + _beside(cluster, estimate)
+        if not hints:
+            hints.append(f"this version cannot run {label(estimate)} ({why})")
+    return None, hints
+
+
+def _beside(cluster: Cluster, estimate: Estimate) -> list[str]:
+    """What the plan counts on and no key says."""
+    hints = [f"checkpoint period: {estimate.period_s:.0f} s ({duration(estimate.period_s)}); there is no key for it yet"]
+    if estimate.policy == "stacked_quota_rejoin" and cluster.rejoin_s is not None:
+        hints.append(f"lost groups have to come back, after {duration(cluster.rejoin_s)}; there is no key for it yet")
+    return hints
+
+
+def _placement(groups: int, redundancy: int) -> str:
+    if redundancy == groups:
+        return "full"
+    return "golomb" if redundancy <= largest_redundancy(groups) else "consecutive"
