@@ -34,6 +34,7 @@ setup(
     ],
     extras_require={
         "deepspeed": ["deepspeed==0.19.8"],
+        "plan": ["pyyaml>=6.0"],  # for clusters described in YAML; JSON and flags need nothing
         "sim": [],  # nothing beyond the base install
         "track": TRACK,
         "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6", *TRACK],

@@ -1,4 +1,4 @@
-"""``megatron-ft``: prepare | launch | report | doctor. Parses, checks, calls; prints a user's mistake as one line."""
+"""``megatron-ft``: plan | prepare | launch | report | doctor. Parses, checks, calls; prints a user's mistake as one line."""
 
 from __future__ import annotations
 
@@ -36,11 +36,58 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-ft", description="Fault-tolerant LLM pre-training.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands.add_parser("plan", help="which policy, redundancy and checkpoint period a cluster needs, and why"))
     _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
     _add_doctor(commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it"))
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
+    parser.add_argument("--file", type=Path, help="YAML or JSON with the values below, names with underscores")
+    values = parser.add_argument_group("values", "of the cluster and the job; they replace those of --preset and --file")
+    # As text: a wrong value in a flag gets the same line as one in a file.
+    for name, text in (
+        ("gpus", "all GPUs"),
+        ("gpus-per-group", "GPUs of one model replica"),
+        ("gpus-per-node", "default: 8"),
+        ("node-mtbf-hours", "mean time between failures of one node"),
+        ("failures-per-1000-node-days", "or how often something fails (Llama 3: 3.79)"),
+        ("system-mtbf-s", "or the mean time between failures of the whole system"),
+        ("step-s", "a failure-free step"),
+        ("allreduce-s", "the part of it that only reduces (default: 0)"),
+        ("microbatches", "of one group in a step (default: 16)"),
+        ("steps", "of the whole run (default: 10000)"),
+        ("restart-s", "of the whole job"),
+        ("checkpoint-s", "during which training stands still"),
+        ("detection-s", "until a failure is known (default: 5)"),
+        ("reconfigure-s", "until the survivors go on (default: 2)"),
+        ("rejoin-s", "until a lost group is back, or none (default: 900)"),
+        ("price-per-gpu-hour", "to see the cost, in whatever it is in"),
+    ):
+        values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
+    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the best for each policy)")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: time-to-train over r and over cluster size")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section here")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_ft import config
+    from megatron_ft.planner import command
+
+    def refused(section: dict) -> str | None:
+        try:
+            config.resolve(section, groups=cluster.groups)
+        except FTError as error:
+            return str(error)
+        return None
+
+    cluster = command.cluster(options)
+    return command.show(cluster, options, refused)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

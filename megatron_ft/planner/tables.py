@@ -1,0 +1,139 @@
+"""A plan as tables for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megatron_ft.planner.cluster import Cluster
+from megatron_ft.planner.estimate import SEARCHED, Estimate, Recommendation, duration, search
+from megatron_ft.planner.section import Section
+
+_LEGEND = (
+    "mu: failures from one restart to the next. S_bar: stacks of compute per step, patch included. T_c*: checkpoint "
+    "period. A: availability. J = S_bar / A. T: time-to-train, T_0 without a failure."
+)
+_DIGITS = 6
+"""Of every number in the JSON: more would differ from one scipy to the next."""
+
+
+def policy_table(cluster: Cluster, plan: Recommendation) -> Table:
+    """One row per policy, fastest first."""
+    table = Table(title="Policies", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ["policy", "r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost"]
+    for name in columns + ["cost\nlost"] * _priced(cluster):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
+    for estimate in plan.estimates:
+        table.add_row(*_row(cluster, estimate), style="bold" if estimate is plan.best else None)
+    notes = [note for estimate in plan.estimates for note in estimate.notes]
+    table.caption = "\n".join([_LEGEND, f"SPARe's r* = floor(log2 N + 0.833) = {plan.r_star}.", *notes])
+    table.caption_justify = "left"
+    return table
+
+
+def _row(cluster: Cluster, e: Estimate) -> list[str]:
+    row = [
+        e.policy.replace("_rejoin", "\n+ rejoin"),
+        str(e.redundancy) if e.redundancy > 1 else "-",
+        f"{e.endured:.4g}" if isfinite(e.endured) else "never",
+        _number(e.mean_stacks),
+        _short(e.period_s),
+        f"{e.availability:.1%}",
+        f"{e.objective:.3g}" if isfinite(e.objective) else "-",
+        _number(e.relative_time),
+        _short(e.time_s),
+        _large(e.gpu_hours_lost),
+    ]
+    if e.cost_lost is not None:
+        row.append(_large(e.cost_lost))
+    return row
+
+
+def cluster_table(cluster: Cluster) -> Table:
+    """What the plan was made for, and what follows from it directly."""
+    table = Table(title="Cluster", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    failures = cluster.failure_free_s / cluster.mtbf_s
+    rejoin = "never" if cluster.rejoin_s is None else duration(cluster.rejoin_s)
+    for name, value in (
+        ("GPUs, in groups of", f"{cluster.gpus:,} / {cluster.gpus_per_group:,}"),
+        ("groups (N), microbatches of each (G)", f"{cluster.groups:,} / {cluster.microbatches}"),
+        ("a failure somewhere every", duration(cluster.mtbf_s)),
+        ("step, of it all-reduce", f"{cluster.step_s:g} s / {cluster.allreduce_s:g} s"),
+        ("steps, failure-free time", f"{cluster.steps:,} / {duration(cluster.failure_free_s)}"),
+        ("failures in that time", f"{failures:,.1f}"),
+        ("checkpoint, restart", f"{cluster.checkpoint_s:g} s / {duration(cluster.restart_s)}"),
+        ("detection, reconfiguration", f"{cluster.detection_s:g} s / {cluster.reconfigure_s:g} s"),
+        ("a lost group is back after", rejoin),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def as_json(
+    cluster: Cluster, plan: Recommendation, pasted: Section | None, hints: list[str], source: str | None
+) -> dict[str, Any]:
+    """Everything the tables show and the search over r. What is infinite, or never happens, is null."""
+    searched = {p: search(cluster, p) for p in SEARCHED} if cluster.groups > 1 else {}
+    derived = {
+        "groups": cluster.groups,
+        "nodes": cluster.nodes,
+        "compute_s": cluster.compute_s,
+        "failure_free_s": cluster.failure_free_s,
+        "expected_failures": cluster.failure_free_s / cluster.mtbf_s,
+    }
+    return _plain(
+        {
+            "cluster": {**asdict(cluster), **derived, "source": source},
+            "r_star": plan.r_star,
+            "recommendation": {**_estimate(plan.best), "reason": plan.reason},
+            "policies": [_estimate(estimate) for estimate in plan.estimates],
+            "search": {policy: [_estimate(e) for e in found] for policy, found in searched.items()},
+            "section": pasted,
+            "hints": hints,
+        }
+    )
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    return {**asdict(estimate), "objective": estimate.objective}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if isfinite(value) else None
+    return value
+
+
+def _short(seconds: float) -> str:
+    """As :func:`duration`, in as few characters as a table of 80 columns has for it."""
+    value, _, unit = duration(seconds).partition(" ")
+    if not unit:
+        return value
+    number = float(value.replace(",", ""))
+    return (f"{number:.0f}" if number >= 10 else f"{number:.2g}") + unit.replace("days", "d")
+
+
+def _large(value: float) -> str:
+    """Three digits and a unit: 11.5M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if size <= value < float("inf"):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}" if isfinite(value) else "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if isfinite(value) else "-"
+
+
+def _priced(cluster: Cluster) -> bool:
+    return cluster.price_per_gpu_hour is not None
