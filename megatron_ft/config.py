@@ -11,7 +11,6 @@ import json
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import floor, log2
 from pathlib import Path
 from typing import Any
 
@@ -203,18 +202,13 @@ def placement_of(run: RunConfig) -> replication.Placement:
     return replication.full(run.groups)
 
 
-def optimal_redundancy(groups: int) -> int:
-    """SPARe's r* = floor(log2 N + 0.833), its near-optimal redundancy (arXiv 2603.00357), and at least 1."""
-    return max(1, floor(log2(groups) + 0.833))
-
-
 def _redundancy(run: RunConfig) -> int:
     """The number in force. A redundancy that is asked for is refused rather than changed."""
     settings, groups, name = run.fault_tolerance, run.groups, "fault_tolerance.redundancy"
     asked, placement = settings.redundancy, settings.placement
     if asked == AUTO:
         largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
-        return groups if placement == "full" else min(optimal_redundancy(groups), largest)
+        return groups if placement == "full" else min(replication.optimal_redundancy(groups), largest)
     if asked > groups:
         raise ConfigError(
             f"{name} is {asked} but the run starts with {groups} groups, and a group hosts a shard once; lower it to at "

@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
-from math import gcd, isqrt
+from math import floor, gcd, isqrt, log, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -239,6 +239,12 @@ def largest_redundancy(groups: int) -> int:
     _check(groups, 1)
     bound = (1 + isqrt(4 * groups - 3)) // 2
     return next(r for r in range(bound, 0, -1) if _base(groups, r))
+
+
+def optimal_redundancy(groups: int) -> int:
+    """SPARe's near-optimal redundancy r* = floor(log2 N + gamma_Euler / ln 2) (section 4), at least 1 and at most N."""
+    _check(groups, 1)
+    return max(1, min(groups, floor(log2(groups) + np.euler_gamma / log(2))))
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ take a number or an array and return the same shape. Errors given are against Mo
 
 from __future__ import annotations
 
-from math import exp, expm1, floor, gamma, isinf, log, log2, sqrt
+from math import exp, expm1, floor, gamma, isinf, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,8 +14,6 @@ from scipy.integrate import quad
 from scipy.special import lambertw
 
 Floats = NDArray[np.float64]
-
-EULER_GAMMA = float(np.euler_gamma)
 
 
 # --- how many failures until a wipe-out -------------------------------------------------------------------------------
@@ -58,11 +56,6 @@ def mu_replication(N: int, r: int) -> float:
     if N % r == 0:
         return r ** (1 / r) * mu(N, r)
     return float(quad(lambda k: survival_replication(k, N, r), 0, N, limit=200)[0])
-
-
-def optimal_redundancy(N: int) -> int:
-    """r* = floor(log2 N + gamma_Euler / ln 2), near-optimal for J (SPARe): 8, 10, 10 at N = 200, 600, 1000; at least 1."""
-    return max(1, floor(log2(N) + EULER_GAMMA / log(2)))
 
 
 # --- how long a step takes --------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft.core.replication import largest_redundancy
+from megatron_ft.core.replication import largest_redundancy, optimal_redundancy
 from megatron_ft.errors import ConfigError
 from megatron_ft.planner import closed_forms, quotas
 from megatron_ft.planner.cluster import Cluster, check_redundancy
@@ -76,7 +76,7 @@ def recommend(cluster: Cluster, redundancy: int | None = None) -> Recommendation
     ranked = sorted((evaluate(cluster, p, redundancy) for p in policies), key=lambda e: e.relative_time)
     equal = [e for e in ranked if e.relative_time <= ranked[0].relative_time * (1 + EQUAL)]
     best = min(equal, key=lambda e: PREFERENCE.index(e.policy))
-    r_star = closed_forms.optimal_redundancy(cluster.groups)
+    r_star = optimal_redundancy(cluster.groups)
     return Recommendation(best, _reason(cluster, best, ranked), tuple(ranked), r_star)
 
 

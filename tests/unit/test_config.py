@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import config
 from megatron_ft.config import RunConfig
+from megatron_ft.core import replication
 from megatron_ft.core.replication import shared_hosts
 from megatron_ft.errors import ConfigError
 
@@ -120,7 +121,7 @@ def test_the_redundancy_in_force_is_a_number(groups, section, redundancy):
 @pytest.mark.parametrize("groups", [*range(1, 34), 64, 100])
 def test_auto_is_possible_for_every_number_of_groups(groups):
     placement = config.placement_of(config.resolve({}, groups=groups))
-    assert 1 <= placement.redundancy <= config.optimal_redundancy(groups)
+    assert 1 <= placement.redundancy <= replication.optimal_redundancy(groups)
     assert groups == 1 or shared_hosts(placement) <= 1
 
 

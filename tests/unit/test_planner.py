@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 
-from megatron_ft import config
-from megatron_ft.core import rectlr, roles
+from megatron_ft.core import rectlr, replication, roles
 from megatron_ft.core.baselines import replica_set
 from megatron_ft.core.load import least_load
 from megatron_ft.core.replication import golomb, largest_redundancy
@@ -253,12 +252,7 @@ def test_availability_of_replication_as_published(N, published, points):
 
 @pytest.mark.parametrize("N, r_star", [(200, 8), (600, 10), (1000, 10)])
 def test_r_star_as_published(N, r_star):
-    assert spare.optimal_redundancy(N) == r_star
-
-
-@given(st.integers(1, 100_000))
-def test_r_star_is_what_auto_means_in_the_config(N):
-    assert spare.optimal_redundancy(N) == config.optimal_redundancy(N)
+    assert replication.optimal_redundancy(N) == r_star
 
 
 def objective(N: int, r: int) -> float:
@@ -271,7 +265,7 @@ def objective(N: int, r: int) -> float:
 def test_r_star_and_the_simulated_best_are_near_optimal(N, simulated):
     """J is flat around its least value: r* and the published best r lie within 4% of it, in the published setting."""
     J = {r: objective(N, r) for r in range(2, largest_redundancy(N) + 1)}
-    assert J[spare.optimal_redundancy(N)] <= 1.04 * min(J.values())
+    assert J[replication.optimal_redundancy(N)] <= 1.04 * min(J.values())
     assert J[simulated] <= 1.04 * min(J.values())
     assert J[2] > 1.3 * min(J.values())
 
