@@ -19,7 +19,7 @@ ALLOWED = {
     "engines": {"core", "data"},
     "runtime": {"core", "engines", "data"},
     "faults": {"core", "runtime"},
-    "sim": {"core", "faults"},
+    "sim": {"core", "faults", "planner"},
     "planner": {"core"},
     "report": {"core", "runtime", "faults"},
     "launch": {"core", "runtime"},

@@ -1,0 +1,200 @@
+"""What each policy makes of a loss, in units of *stacks*: the time one group takes for one shard.
+
+A policy knows who is live, how long the compute part of a step is now, and what a loss costs in the running step. It
+asks ``core`` for every decision; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_ft.core import baselines, load, repair, replication, roles
+from megatron_ft.core.replication import Placement
+from megatron_ft.sim.training.setting import Setting
+from megatron_ft.types import GroupId
+
+
+@dataclass(frozen=True)
+class Loss:
+    """``patch``: stacks to compute one after the other before the step can be reduced again; or the end of the attempt."""
+
+    patch: float = 0.0
+    wiped_out: bool = False
+
+
+class Policy(Protocol):
+    live: set[GroupId]
+
+    def restart(self) -> None:
+        """All groups are back."""
+
+    def stacks(self) -> float:
+        """How many stacks a group computes in a step, one after the other."""
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        """These live groups are lost in the running step."""
+
+    def begin_step(self) -> None:
+        """The step is committed, another one begins."""
+
+    def rejoin(self, group: GroupId) -> None:
+        """A lost group is back, at a step boundary."""
+
+
+class _Base:
+    """Everybody live at the start. ``rejoins``: lost groups come back; ``plans_restarts``: otherwise a restart may pay."""
+
+    rejoins = False
+    plans_restarts = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.groups = setting.cluster.groups
+        self.per_shard = setting.cluster.microbatches
+        self.live: set[GroupId] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        self.live = set(range(self.groups))
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
+    def rejoin(self, group: GroupId) -> None:
+        raise AssertionError(f"{type(self).__name__} knows no rejoin, group {group} cannot come back")
+
+
+class Restart(_Base):
+    """Checkpoint-restart: any loss ends the attempt."""
+
+    def stacks(self) -> float:
+        return 1.0
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        self.live -= set(groups)
+        return Loss(wiped_out=True)
+
+
+class Replication(_Base):
+    """r copies compute the same r shards; a set without a living copy is a wipe-out (SPARe's baseline)."""
+
+    def restart(self) -> None:
+        super().restart()
+        N, r = self.groups, self.setting.redundancy
+        self._alive = [len(baselines.replica_set(first, N, r)) for first in range(0, N, r)]
+
+    def stacks(self) -> float:
+        return float(self.setting.redundancy)
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        self.live -= set(groups)
+        sets = [group // self.setting.redundancy for group in groups]
+        for number in sets:
+            self._alive[number] -= 1
+        if any(self._alive[number] == 0 for number in sets):
+            return Loss(wiped_out=True)
+        return Loss(patch=1.0 if self.setting.patch_in_replication else 0.0)
+
+
+class Spare(_Base):
+    """SPARe: ReCtlr on stacks (core.repair)."""
+
+    def restart(self) -> None:
+        super().restart()
+        self._stacks = repair.Stacks(_placement(self.setting))
+
+    def stacks(self) -> float:
+        return float(self._stacks.S)
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        self.live -= set(groups)
+        depth = 0
+        for group in groups:
+            repaired = self._stacks.lose(group)
+            if repaired.phase == "wipe-out":
+                return Loss(wiped_out=True)
+            depth += repaired.depth
+        return Loss(patch=float(depth))
+
+    def begin_step(self) -> None:
+        self._stacks.begin_step()
+
+
+class Recover(_Base):
+    """ReCoVer: roles (core.roles); a promotion costs nothing, a policy boundary b microbatches."""
+
+    plans_restarts = True
+
+    def restart(self) -> None:
+        super().restart()
+        self._roles = roles.initial(self.groups, self.per_shard)
+
+    def stacks(self) -> float:
+        return self._roles.quota / self.per_shard
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        self.live -= set(groups)
+        recovery = roles.on_failure(self._roles, groups)
+        if recovery.kind == "wipe-out":
+            return Loss(wiped_out=True)
+        self._roles = recovery.roles
+        return Loss(patch=recovery.b / self.per_shard)
+
+    def begin_step(self) -> None:
+        if self._roles.boundary:
+            self._roles = roles.next_step(self._roles)
+
+
+class StackedQuota(_Base):
+    """Quotas at microbatch granularity (core.load); a patch is spread evenly over all survivors (core.scheduler)."""
+
+    plans_restarts = True
+
+    def __init__(self, setting: Setting) -> None:
+        self._hosting = _placement(setting) if setting.hosted else None
+        super().__init__(setting)
+
+    def restart(self) -> None:
+        super().restart()
+        self._load: int | None = None
+
+    def stacks(self) -> float:
+        if self._load is None:
+            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting)
+        return self._load / self.per_shard
+
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        lost = round(self.stacks() * self.per_shard) * len(groups)
+        self.live -= set(groups)
+        self._load = None
+        if not self.live:
+            return Loss(wiped_out=True)
+        return Loss(patch=-(-lost // len(self.live)) / self.per_shard)
+
+
+class StackedQuotaRejoin(StackedQuota):
+    """The same, and a lost group comes back."""
+
+    rejoins = True
+    plans_restarts = False
+
+    def rejoin(self, group: GroupId) -> None:
+        self.live.add(group)
+        self._load = None
+
+
+POLICIES: dict[str, type[_Base]] = {
+    "restart": Restart,
+    "replication": Replication,
+    "spare": Spare,
+    "recover": Recover,
+    "stacked_quota": StackedQuota,
+    "stacked_quota_rejoin": StackedQuotaRejoin,
+}
+
+
+def _placement(setting: Setting) -> Placement:
+    make = replication.golomb if setting.placement == "golomb" else replication.consecutive
+    return make(setting.cluster.groups, setting.redundancy)

@@ -1,0 +1,276 @@
+"""One training run: steps, failures, checkpoints, restarts and rejoins on one time axis.
+
+A step is compute, then the all-reduce in which a loss is noticed. Then the policy decides, survivors patch, and the
+all-reduce is repeated, until one goes through without another loss. Stretches without a failure are jumped: the time of
+n steps with independent jitter is drawn as one sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from megatron_ft.planner.estimate import evaluate
+from megatron_ft.sim.training.failures import Failure, Stream
+from megatron_ft.sim.training.policies import POLICIES, Policy, StackedQuota
+from megatron_ft.sim.training.setting import Setting
+from megatron_ft.types import GroupId
+
+LIMIT = 50.0
+"""A run that takes this many times the ideal is given up; it is then reported with the steps it has."""
+HANG_S = 30.0
+"""Until a hang without a dead process is found by inspection (ByteRobust, arXiv 2509.16293: 2 to 60 s)."""
+FLAP_S = (5.0, 60.0)
+STRAGGLER, STRAGGLER_S = 1.1, 3600.0
+"""A straggler is 10% slow, for an hour."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where the time went, in seconds, and what happened how often. ``overhead`` is time-to-train over T_0.
+
+    ``availability`` is the share of the time that was neither checkpoint, restart nor work done twice; ``mean_stacks``
+    the compute part of a committed step, in stacks, patches included; ``finished`` False when it was given up.
+    """
+
+    policy: str
+    seed: int
+    steps: int
+    finished: bool
+    time_s: float
+    ideal_s: float
+    compute_s: float = 0.0
+    patch_s: float = 0.0
+    allreduce_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    restart_s: float = 0.0
+    lost_s: float = 0.0
+    failures: int = 0
+    masked: int = 0
+    wipe_outs: int = 0
+    planned_restarts: int = 0
+    rejoins: int = 0
+    checkpoints: int = 0
+
+    @property
+    def overhead(self) -> float:
+        return self.time_s / self.ideal_s * (1.0 if self.finished else float("inf"))
+
+    @property
+    def availability(self) -> float:
+        return 1.0 - (self.checkpoint_s + self.restart_s + self.lost_s) / self.time_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "overhead": self.overhead, "availability": self.availability}
+
+
+def simulate(setting: Setting, policy: str, seed: int) -> Result:
+    """Simulate one run. The same arguments give the same result, on every machine."""
+    return _Run(setting, policy, seed).run()
+
+
+class _Run:
+    """The run in the making: ``now``, the committed ``step``, and what the last checkpoint holds."""
+
+    def __init__(self, setting: Setting, policy: str, seed: int) -> None:
+        self.setting, self.cluster, self.name, self.seed = setting, setting.cluster, policy, seed
+        self.period_s = setting.period_s or _period_s(setting, policy)
+        self.policy: Policy = POLICIES[policy](setting)
+        self.stream = Stream(setting, seed)
+        self.noise = np.random.default_rng([seed, 0])
+        self.now = 0.0
+        self.step = 0
+        self.since = (0.0, 0)  # time and step of the last (re)start
+        self.interruptions_s = 0.0  # what losses have cost since then
+        self.slow_until = 0.0
+        self.returns: dict[GroupId, float] = {}
+        self.spent = dict.fromkeys(("compute", "patch", "allreduce", "recovery", "checkpoint", "restart", "lost"), 0.0)
+        self.count = dict.fromkeys(("failures", "masked", "wipe_outs", "planned_restarts", "rejoins", "checkpoints"), 0)
+        self._save()
+
+    def run(self) -> Result:
+        cluster = self.cluster
+        while self.step < cluster.steps and self.now < LIMIT * cluster.failure_free_s:
+            self._boundary()
+            self._jump()
+            self._step()
+        times = {f"{name}_s": value for name, value in self.spent.items()}
+        finished = self.step >= cluster.steps
+        return Result(self.name, self.seed, self.step, finished, self.now, cluster.failure_free_s, **times, **self.count)
+
+    # --- between steps ------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        """Entries, a checkpoint if one is due, a restart if capacity is worth it."""
+        for group in [group for group, at in self.returns.items() if at <= self.now]:
+            del self.returns[group]
+            self.policy.rejoin(group)
+            self.stream.started(self.now, (group,))
+            self.count["rejoins"] += 1
+            self._spend("recovery", self._jitter(self.cluster.reconfigure_s))
+        if self.now - self.saved_at >= self.period_s:
+            self._checkpoint()
+        if self._worth_a_restart():
+            if self.saved < self.step:
+                self._checkpoint()
+            self.count["planned_restarts"] += 1
+            self._restart()
+
+    def _checkpoint(self) -> None:
+        self._spend("checkpoint", self._jitter(self.cluster.checkpoint_s))
+        self.count["checkpoints"] += 1
+        self._save()
+
+    def _save(self) -> None:
+        self.saved, self.saved_at = self.step, self.now
+        self._kept = dict(self.spent)
+
+    def _worth_a_restart(self) -> bool:
+        """Renewal reward: restart as soon as the next step would take longer than the average one, restart included."""
+        done = self.step - self.since[1]
+        if not self.policy.plans_restarts or not done or len(self.policy.live) == self.cluster.groups:
+            return False
+        cycle_s = self.now - self.since[0] + self.cluster.restart_s + self.cluster.checkpoint_s
+        return self._step_s() + self.interruptions_s / done > cycle_s / done
+
+    def _restart(self) -> None:
+        """Everybody stops and starts again from the last checkpoint."""
+        self.spent |= self._kept  # what was done since the checkpoint is done again: it counts as lost only
+        self.spent["lost"] += self.now - self.saved_at
+        missing = self._start_all()
+        while missing and self.policy.lose(sorted(missing)).wiped_out:
+            self.count["wipe_outs"] += 1
+            missing = self._start_all()
+        if self.policy.rejoins:
+            self.returns = dict.fromkeys(sorted(missing), self.now + self.cluster.rejoin_s)
+        self.step = self.saved
+        self._save()
+        self.since, self.interruptions_s = (self.now, self.step), 0.0
+
+    def _start_all(self) -> set[GroupId]:
+        """Start every group; returns those that are missing at the end because they failed meanwhile."""
+        mode = self.setting.in_restart
+        living = set(range(self.cluster.groups))
+        ends = self.now + self._jitter(self.cluster.restart_s)
+        while mode != "none" and self.stream.next_time(living) < ends:
+            failure = self.stream.take(living)
+            if mode == "missing":
+                living -= set(failure.groups)
+            else:
+                ends = max(failure.time, self.now) + self._jitter(self.cluster.restart_s)
+        self._spend("restart", ends - self.now)
+        self.stream.skip_to(self.now)
+        self.stream.started(self.now, living)
+        self.policy.restart()
+        self.returns.clear()
+        return set(range(self.cluster.groups)) - living
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def targets(self) -> set[GroupId]:
+        """Who can fail: the live groups, and those on their way back."""
+        return self.policy.live | self.returns.keys() if self.returns else self.policy.live
+
+    def _compute_s(self) -> float:
+        """The compute part of a step; a straggler holds up everybody who cannot give it less to do."""
+        held_up = self.now < self.slow_until and not isinstance(self.policy, StackedQuota)
+        return self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
+
+    def _step_s(self) -> float:
+        return self._compute_s() + self.cluster.allreduce_s
+
+    def _jump(self) -> None:
+        """All steps at once that end well before anything happens."""
+        horizon = min(self.stream.next_time(self.targets), self.saved_at + self.period_s, *self.returns.values())
+        if self.now < self.slow_until:
+            horizon = min(horizon, self.slow_until)
+        compute_s, reduce_s = self._compute_s(), self.cluster.allreduce_s
+        one = compute_s + reduce_s
+        margin = 5 * self.setting.jitter * sqrt(max(horizon - self.now, 0.0) * one)
+        number = min(int((horizon - self.now - margin) / one) - 1, self.cluster.steps - self.step - 1)
+        if number < 2:
+            return
+        for name, each in (("compute", compute_s), ("allreduce", reduce_s)):
+            noise = sqrt(number) * self.setting.jitter * each * self.noise.standard_normal()
+            self._spend(name, max(0.0, number * each + noise))
+        self.step += number
+
+    def _step(self) -> None:
+        """One step, with whatever is lost in it."""
+        if self.step >= self.cluster.steps:
+            return
+        self.policy.begin_step()
+        self._spend("compute", self._jitter(self._compute_s()))
+        while True:
+            takes = self._jitter(self.cluster.allreduce_s)
+            if self.stream.next_time(self.targets) > self.now + takes:
+                self._spend("allreduce", takes)
+                self.step += 1
+                return
+            began = self.now
+            if not self._interrupted(self.now + takes):
+                return
+            self.interruptions_s += self.now - began
+
+    def _interrupted(self, ends: float) -> bool:
+        """Take in what fails until the all-reduce would end: notice, decide, patch. False: the end of the attempt."""
+        cluster = self.cluster
+        lost: list[GroupId] = []
+        noticed, announced = self.now, True
+        while (at := self.stream.next_time(self.targets)) <= max(noticed, ends if not lost else noticed):
+            failure = self.stream.take(self.targets)
+            self.count["failures"] += len(failure.groups)
+            if failure.cause == "straggler":
+                self.slow_until = at + STRAGGLER_S
+                continue
+            if failure.cause == "corruption":
+                self.count["wipe_outs"] += 1
+                self._restart()
+                return False
+            if failure.cause != "maintenance":
+                announced = False
+                extra = HANG_S if failure.cause == "hang" else 0.0
+                noticed = max(noticed, at + cluster.detection_s + extra)
+            lost += [group for group in failure.groups if group in self.policy.live and group not in lost]
+            self._send_back(failure)
+        if not lost:
+            return True
+        self._spend("recovery", noticed - self.now + self._jitter(cluster.reconfigure_s))
+        loss = self.policy.lose(lost)
+        if loss.wiped_out:
+            self.count["wipe_outs"] += 1
+            self._restart()
+            return False
+        self.count["masked"] += len(lost)
+        if not announced:
+            self._spend("patch", self._jitter(loss.patch * cluster.compute_s))
+        return True
+
+    def _send_back(self, failure: Failure) -> None:
+        """Where groups rejoin, the lost ones are on their way back; one that fails on its way begins anew."""
+        if not self.policy.rejoins:
+            return
+        away = self.cluster.rejoin_s
+        if failure.cause == "flap":  # the processes live, only the way to them is gone for a while
+            away = self.noise.uniform(*FLAP_S)
+        for group in failure.groups:
+            self.returns[group] = failure.time + away
+
+    def _jitter(self, duration: float) -> float:
+        """Every duration is multiplied by N(1, jitter^2), as in SPARe's simulation; never less than nothing."""
+        return max(0.0, duration * (1.0 + self.setting.jitter * self.noise.standard_normal()))
+
+    def _spend(self, what: str, duration: float) -> None:
+        self.now += duration
+        self.spent[what] += duration
+
+
+def _period_s(setting: Setting, policy: str) -> float:
+    """The planner's T_c* for this policy on this cluster."""
+    redundancy = setting.redundancy if policy in ("spare", "replication") else None
+    return evaluate(setting.cluster, policy, redundancy).period_s
