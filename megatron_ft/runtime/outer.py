@@ -116,13 +116,16 @@ class Work:
     def wait(self) -> None:
         """Return when it is complete; raise :class:`Broken` when it failed or was abandoned. Releases the GIL."""
         while self._work is not None:
+            ended = self._work.is_completed()
             try:
                 self._work.wait(timedelta(seconds=_GRACE_S))
                 return
             except RuntimeError as error:
                 # The exception's traceback would keep the process group, and so its sockets, alive.
                 message = _first_line(error.with_traceback(None))
-            if self._work.is_completed():
+            # Only of an operation that had ended before is it certain that the error is its own: another one may be that
+            # of this wait, and the operation have succeeded right after it.
+            if ended:
                 raise Broken(message)
             if self._aborted.is_set() and not self.settles_within(_GRACE_S):
                 raise Broken(_ABANDONED)

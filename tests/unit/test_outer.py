@@ -79,6 +79,35 @@ def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
     assert not work.settled()
 
 
+def test_an_operation_that_ends_right_after_its_wait_timed_out_has_succeeded():
+    """Seen once in a failure-free run: the slice's timeout was taken for the end of the operation."""
+
+    class EndsMeanwhile:
+        completed = False
+
+        def wait(self, timeout):
+            if not self.completed:
+                self.completed = True
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return self.completed
+
+    Work(EndsMeanwhile(), threading.Event()).wait()
+
+
+def test_an_operation_that_fails_says_why():
+    class Fails:
+        def wait(self, timeout):
+            raise RuntimeError("Connection reset by peer\nmore")
+
+        def is_completed(self):
+            return True
+
+    with pytest.raises(Broken, match="^Connection reset by peer$"):
+        Work(Fails(), threading.Event()).wait()
+
+
 def test_a_slow_receive_is_waited_for():
     """Longer than the grace period after an abort: patience with a healthy peer is not limited by it."""
     source, target = build(2)
