@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/demo
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-system lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,13 +34,18 @@ lint: setup
 	$(BIN)/ruff check .
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/system
+
+# make test-system  the tests that need what pip cannot install (SimGrid); skipped with the reason where it is missing
+test-system: setup
+	$(BIN)/python -m pytest tests/system
 
 # make bench  the benchmarks; raw numbers go to benchmarks/results
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/kill_to_commit.py
 	$(BIN)/python benchmarks/decisions.py
+	$(BIN)/python benchmarks/simgrid.py
 
 # make clean  delete environment, data and runs
 clean:
