@@ -1,4 +1,4 @@
-"""``megatron-ft``: plan | prepare | launch | report | doctor. Parses, checks, calls; prints a user's mistake as one line."""
+"""``megatron-ft``: plan | simulate | prepare | launch | report | doctor. A user's mistake is told in one line."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="which policy, redundancy and checkpoint period a cluster needs, and why"))
+    _add_simulate(commands.add_parser("simulate", help="play a whole training run with failures under each policy"))
     _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
@@ -45,6 +46,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_cluster(parser)
+    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the best for each policy)")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: time-to-train over r and over cluster size")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section here")
+    parser.set_defaults(run=_plan)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
     parser.add_argument("--file", type=Path, help="YAML or JSON with the values below, names with underscores")
     values = parser.add_argument_group("values", "of the cluster and the job; they replace those of --preset and --file")
@@ -68,11 +78,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ("price-per-gpu-hour", "to see the cost, in whatever it is in"),
     ):
         values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
-    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the best for each policy)")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: time-to-train over r and over cluster size")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section here")
-    parser.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -88,6 +93,39 @@ def _plan(options: argparse.Namespace) -> int:
 
     cluster = command.cluster(options)
     return command.show(cluster, options, refused)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_cluster(parser)
+    parser.add_argument("--policy", metavar="NAMES", help="with commas between them (default: all)")
+    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the planner's for each policy)")
+    parser.add_argument("--period-s", metavar="S", help="between checkpoints (default: the planner's for each policy)")
+    parser.add_argument("--trials", default="3", metavar="N", help="runs of each policy (default: 3)")
+    parser.add_argument("--seed", default="0", metavar="N", help="of the first trial; all policies have the same")
+    parser.add_argument("--jobs", default=str(os.cpu_count() or 1), metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--jitter", default="0.05", metavar="X", help="relative deviation of every duration (default: 0.05)")
+    parser.add_argument("--read-s", default="0", metavar="S", help="to read one shard ahead (default: 0)")
+    parser.add_argument("--shard-gb", default="0", metavar="GB", help="memory for one shard, to see what hosting costs")
+    failures = parser.add_argument_group("failures", "what the mean time between them leaves open")
+    failures.add_argument("--shape", default="0.78", metavar="X", help="Weibull; 1 is exponential (default: 0.78)")
+    failures.add_argument("--renewal", default="system", metavar="WHAT", help="system, groups or replaced (default: system)")
+    failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is lost already")
+    failures.add_argument("--in-restart", default="missing", metavar="WHAT", help="missing, none, again (default: missing)")
+    failures.add_argument("--frail-share", default="0", metavar="X", help="share of groups that fail more often")
+    failures.add_argument("--frail-weight", default="10", metavar="X", help="how much more often (default: 10)")
+    failures.add_argument("--rack-share", default="0", metavar="X", help="share of failures that take a whole rack")
+    failures.add_argument("--rack-groups", default="1", metavar="N", help="neighbouring groups of a rack (default: 1)")
+    failures.add_argument("--mix", action="store_true", help="crashes, hangs, flaps, stragglers, ... as large jobs see them")
+    failures.add_argument("--trace", type=Path, metavar="CSV", help="recorded failures: columns seconds, group")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: where the time went")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from megatron_ft.sim.training import command
+
+    return command.run(options)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:

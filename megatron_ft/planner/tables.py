@@ -41,15 +41,15 @@ def _row(cluster: Cluster, e: Estimate) -> list[str]:
         str(e.redundancy) if e.redundancy > 1 else "-",
         f"{e.endured:.4g}" if isfinite(e.endured) else "never",
         _number(e.mean_stacks),
-        _short(e.period_s),
+        short(e.period_s),
         f"{e.availability:.1%}",
         f"{e.objective:.3g}" if isfinite(e.objective) else "-",
         _number(e.relative_time),
-        _short(e.time_s),
-        _large(e.gpu_hours_lost),
+        short(e.time_s),
+        large(e.gpu_hours_lost),
     ]
     if e.cost_lost is not None:
-        row.append(_large(e.cost_lost))
+        row.append(large(e.cost_lost))
     return row
 
 
@@ -114,7 +114,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _short(seconds: float) -> str:
+def short(seconds: float) -> str:
     """As :func:`duration`, in as few characters as a table of 80 columns has for it."""
     value, _, unit = duration(seconds).partition(" ")
     if not unit:
@@ -123,7 +123,7 @@ def _short(seconds: float) -> str:
     return (f"{number:.0f}" if number >= 10 else f"{number:.2g}") + unit.replace("days", "d")
 
 
-def _large(value: float) -> str:
+def large(value: float) -> str:
     """Three digits and a unit: 11.5M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size <= value < float("inf"):

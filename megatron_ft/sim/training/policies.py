@@ -26,6 +26,9 @@ class Loss:
 
 class Policy(Protocol):
     live: set[GroupId]
+    hosts: int
+    rejoins: bool
+    plans_restarts: bool
 
     def restart(self) -> None:
         """All groups are back."""
@@ -44,15 +47,20 @@ class Policy(Protocol):
 
 
 class _Base:
-    """Everybody live at the start. ``rejoins``: lost groups come back; ``plans_restarts``: otherwise a restart may pay."""
+    """Everybody live at the start. ``rejoins``: lost groups come back; ``plans_restarts``: otherwise a restart may pay.
+
+    ``stacked``: a group reads ``redundancy`` shards in every step, else only its own.
+    """
 
     rejoins = False
     plans_restarts = False
+    stacked = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.groups = setting.cluster.groups
         self.per_shard = setting.cluster.microbatches
+        self.hosts = setting.redundancy if self.stacked else 1
         self.live: set[GroupId] = set()
         self.restart()
 
@@ -80,6 +88,8 @@ class Restart(_Base):
 class Replication(_Base):
     """r copies compute the same r shards; a set without a living copy is a wipe-out (SPARe's baseline)."""
 
+    stacked = True
+
     def restart(self) -> None:
         super().restart()
         N, r = self.groups, self.setting.redundancy
@@ -100,6 +110,8 @@ class Replication(_Base):
 
 class Spare(_Base):
     """SPARe: ReCtlr on stacks (core.repair)."""
+
+    stacked = True
 
     def restart(self) -> None:
         super().restart()
@@ -150,6 +162,7 @@ class Recover(_Base):
 class StackedQuota(_Base):
     """Quotas at microbatch granularity (core.load); a patch is spread evenly over all survivors (core.scheduler)."""
 
+    stacked = True
     plans_restarts = True
 
     def __init__(self, setting: Setting) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ft.planner.estimate import evaluate
+from megatron_ft.planner.estimate import Estimate, evaluate
 from megatron_ft.sim.training.failures import Failure, Stream
 from megatron_ft.sim.training.policies import POLICIES, Policy, StackedQuota
 from megatron_ft.sim.training.setting import Setting
 from megatron_ft.types import GroupId
 
+PARTS = ("compute", "patch", "allreduce", "recovery", "checkpoint", "restart", "lost")
+"""Where the time of a run can go."""
 LIMIT = 50.0
 """A run that takes this many times the ideal is given up; it is then reported with the steps it has."""
 HANG_S = 30.0
@@ -78,17 +80,18 @@ class _Run:
 
     def __init__(self, setting: Setting, policy: str, seed: int) -> None:
         self.setting, self.cluster, self.name, self.seed = setting, setting.cluster, policy, seed
-        self.period_s = setting.period_s or _period_s(setting, policy)
+        estimate = _estimate(setting, policy)
+        self.period_s = setting.period_s or estimate.period_s
+        self.average_s = estimate.relative_time * self.cluster.step_s
         self.policy: Policy = POLICIES[policy](setting)
         self.stream = Stream(setting, seed)
         self.noise = np.random.default_rng([seed, 0])
         self.now = 0.0
         self.step = 0
-        self.since = (0.0, 0)  # time and step of the last (re)start
-        self.interruptions_s = 0.0  # what losses have cost since then
+        self.started = 0  # step of the last (re)start
         self.slow_until = 0.0
         self.returns: dict[GroupId, float] = {}
-        self.spent = dict.fromkeys(("compute", "patch", "allreduce", "recovery", "checkpoint", "restart", "lost"), 0.0)
+        self.spent = dict.fromkeys(PARTS, 0.0)
         self.count = dict.fromkeys(("failures", "masked", "wipe_outs", "planned_restarts", "rejoins", "checkpoints"), 0)
         self._save()
 
@@ -130,12 +133,15 @@ class _Run:
         self._kept = dict(self.spent)
 
     def _worth_a_restart(self) -> bool:
-        """Renewal reward: restart as soon as the next step would take longer than the average one, restart included."""
-        done = self.step - self.since[1]
-        if not self.policy.plans_restarts or not done or len(self.policy.live) == self.cluster.groups:
+        """Renewal reward: restart when the next step takes longer than the average one of the best cycles, restart included.
+
+        The planner knows that average. The present cycle's own says little after an early failure: it would wait for ever.
+        """
+        if not self.policy.plans_restarts or len(self.policy.live) == self.cluster.groups or self.step == self.started:
             return False
-        cycle_s = self.now - self.since[0] + self.cluster.restart_s + self.cluster.checkpoint_s
-        return self._step_s() + self.interruptions_s / done > cycle_s / done
+        cluster = self.cluster
+        interruption_s = cluster.detection_s + cluster.reconfigure_s + cluster.microbatch_s
+        return self._step_s() * (1 + interruption_s / cluster.mtbf_s) > self.average_s
 
     def _restart(self) -> None:
         """Everybody stops and starts again from the last checkpoint."""
@@ -149,7 +155,7 @@ class _Run:
             self.returns = dict.fromkeys(sorted(missing), self.now + self.cluster.rejoin_s)
         self.step = self.saved
         self._save()
-        self.since, self.interruptions_s = (self.now, self.step), 0.0
+        self.started = self.step
 
     def _start_all(self) -> set[GroupId]:
         """Start every group; returns those that are missing at the end because they failed meanwhile."""
@@ -177,9 +183,13 @@ class _Run:
         return self.policy.live | self.returns.keys() if self.returns else self.policy.live
 
     def _compute_s(self) -> float:
-        """The compute part of a step; a straggler holds up everybody who cannot give it less to do."""
+        """The compute part of a step, which waits for the samples of the stack, read ahead during the step before.
+
+        A straggler holds up everybody who cannot give it less to do.
+        """
         held_up = self.now < self.slow_until and not isinstance(self.policy, StackedQuota)
-        return self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
+        compute_s = self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
+        return max(compute_s, self.policy.hosts * self.setting.read_s)
 
     def _step_s(self) -> float:
         return self._compute_s() + self.cluster.allreduce_s
@@ -212,10 +222,8 @@ class _Run:
                 self._spend("allreduce", takes)
                 self.step += 1
                 return
-            began = self.now
             if not self._interrupted(self.now + takes):
                 return
-            self.interruptions_s += self.now - began
 
     def _interrupted(self, ends: float) -> bool:
         """Take in what fails until the all-reduce would end: notice, decide, patch. False: the end of the attempt."""
@@ -270,7 +278,7 @@ class _Run:
         self.spent[what] += duration
 
 
-def _period_s(setting: Setting, policy: str) -> float:
-    """The planner's T_c* for this policy on this cluster."""
+def _estimate(setting: Setting, policy: str) -> Estimate:
+    """What the planner expects of this policy on this cluster: its T_c*, and the average step of the best cycles."""
     redundancy = setting.redundancy if policy in ("spare", "replication") else None
-    return evaluate(setting.cluster, policy, redundancy).period_s
+    return evaluate(setting.cluster, policy, redundancy)

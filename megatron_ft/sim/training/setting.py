@@ -71,7 +71,8 @@ class Setting:
     costing one stack there too, although a copy of the work exists; False takes the copy. ``in_restart``: a group that
     fails during a restart is *missing* after it; or *none* fails then; or the restart begins *again*, which with the
     published numbers (a failure every 300 s, a restart of 3600 s) never ends. ``hosted``: quotas plan on their stacks of
-    ``redundancy`` shards; False: everybody may compute everything.
+    ``redundancy`` shards; False: everybody may compute everything. ``read_s``: reading one shard ahead takes so long, in
+    the background; a step cannot begin before its stack is there. ``shard_gb``: memory for one.
     """
 
     cluster: Cluster
@@ -83,6 +84,8 @@ class Setting:
     placement: Placement = "golomb"
     hosted: bool = True
     patch_in_replication: bool = True
+    read_s: float = 0.0
+    shard_gb: float = 0.0
 
     def __post_init__(self) -> None:
         check_redundancy(self.redundancy, self.cluster.groups)
@@ -90,6 +93,8 @@ class Setting:
         _one_of("placement", self.placement, get_args(Placement))
         if not 0 <= _number("jitter", self.jitter) <= 0.3:
             raise ConfigError(f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative")
+        for name in ("read_s", "shard_gb"):
+            _number(name, getattr(self, name))
         if self.period_s is not None:
             _number("period_s", self.period_s, positive=True)
         if self.failures.rack_groups > self.cluster.groups:

@@ -1,0 +1,236 @@
+"""``megatron-ft simulate``: from its options to trials in several processes, a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.planner import inputs
+from megatron_ft.planner.cluster import Cluster
+from megatron_ft.planner.estimate import evaluate
+from megatron_ft.planner.tables import large, short
+from megatron_ft.sim.training.policies import POLICIES
+from megatron_ft.sim.training.run import PARTS, Result, simulate
+from megatron_ft.sim.training.setting import Failures, Setting
+
+Trials = Mapping[str, Sequence[Result]]
+"""Per policy, one result for each trial."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check everything, then simulate, then show."""
+    cluster = inputs.cluster(options.preset, options.file, {name: getattr(options, name) for name in inputs.NAMES})
+    settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
+    for policy, setting in settings.items():
+        POLICIES[policy](setting)  # a placement that cannot be is refused here, not in a worker
+    trials, jobs = _count("--trials", options.trials), _count("--jobs", options.jobs)
+    seed = _count("--seed", options.seed, least=0)
+    if options.plot:
+        from megatron_ft.planner.plots import check_path  # half a second that a table does not need
+
+        check_path(options.plot)
+    found = _simulate(settings, range(seed, seed + trials), jobs)
+    if options.plot:
+        from megatron_ft.sim.training import plots
+
+        plots.where_the_time_went(cluster, found, options.plot)
+    if options.json:
+        print(json.dumps(as_json(cluster, settings, found), indent=2))
+        return 0
+    console = Console()
+    console.print(table(cluster, settings, found))
+    console.print(_legend(cluster, settings), soft_wrap=True)
+    if options.plot:
+        print(f"picture: {options.plot}")
+    return 0
+
+
+def _simulate(settings: Mapping[str, Setting], seeds: range, jobs: int) -> Trials:
+    """All policies with the same seeds. The number of processes does not change a result."""
+    tasks = [(setting, policy, seed) for policy, setting in settings.items() for seed in seeds]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"{len(tasks)} runs", total=len(tasks))
+        found = list(_results(tasks, jobs, lambda: progress.advance(bar)))
+    return {policy: found[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(settings)}
+
+
+def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int, done: Callable[[], None]) -> Iterator[Result]:
+    if jobs == 1 or len(tasks) == 1:
+        results: Iterator[Result] = (simulate(*task) for task in tasks)
+        for result in results:
+            done()
+            yield result
+        return
+    with ProcessPoolExecutor(min(jobs, len(tasks))) as pool:
+        for result in pool.map(simulate, *zip(*tasks, strict=True)):
+            done()
+            yield result
+
+
+# --- from options to settings -----------------------------------------------------------------------------------------
+
+
+def _policies(cluster: Cluster, text: str | None) -> list[str]:
+    if text is None:
+        known = [policy for policy in POLICIES if policy != "stacked_quota_rejoin" or cluster.rejoin_s is not None]
+        return known if cluster.groups > 1 else ["restart"]
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"--policy {name!r} is not known; there are: {', '.join(POLICIES)}")
+        if name == "stacked_quota_rejoin" and cluster.rejoin_s is None:
+            raise ConfigError("--policy stacked_quota_rejoin needs --rejoin-s, the seconds until a lost group is back")
+    return names
+
+
+def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Setting:
+    """The redundancy is the one given, or the planner's best for this policy."""
+    redundancy = inputs.redundancy(options.redundancy)
+    if redundancy is None:
+        redundancy = evaluate(cluster, policy).redundancy
+    failures = Failures(
+        shape=_number("--shape", options.shape),
+        renewal=options.renewal,
+        of_the_living=not options.hit_the_dead,
+        frail_share=_number("--frail-share", options.frail_share),
+        frail_weight=_number("--frail-weight", options.frail_weight),
+        rack_share=_number("--rack-share", options.rack_share),
+        rack_groups=_count("--rack-groups", options.rack_groups),
+        mix=options.mix,
+        trace=read_trace(options.trace) if options.trace else (),
+    )
+    return Setting(
+        cluster=cluster,
+        redundancy=redundancy,
+        failures=failures,
+        period_s=None if options.period_s is None else _number("--period-s", options.period_s),
+        jitter=_number("--jitter", options.jitter),
+        in_restart=options.in_restart,
+        read_s=_number("--read-s", options.read_s),
+        shard_gb=_number("--shard-gb", options.shard_gb),
+    )
+
+
+def read_trace(path: Path) -> tuple[tuple[float, int], ...]:
+    """Recorded failures: CSV with the columns ``seconds`` (since the start) and ``group``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}") from None
+    rows = csv.DictReader(text.splitlines())
+    if rows.fieldnames is None or not {"seconds", "group"} <= set(rows.fieldnames):
+        raise ConfigError(f"trace {path} has the columns {rows.fieldnames}; it needs seconds and group in its first line")
+    found = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            found.append((float(row["seconds"]), int(row["group"])))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"trace {path}, line {number}: seconds is {row['seconds']!r}, group is {row['group']!r}; they must be a "
+                f"number and a whole number"
+            ) from None
+    if not found:
+        raise ConfigError(f"trace {path} holds no failure; leave --trace out to draw them")
+    return tuple(found)
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{flag} is {text!r}; it must be a number")
+    return value
+
+
+def _count(flag: str, text: str, least: int = 1) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise ConfigError(f"{flag} is {text!r}; it must be a whole number >= {least}")
+    return int(text)
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def table(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> Table:
+    """A line per policy, fastest first: how long, and where the time went (means over the trials)."""
+    shown = Table(title="Simulated runs", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = ("policy", "r", "T / T_0", "plan", "T", "A", "failed", "wiped\nout", "planned\nrestarts", "GPU-h\nlost")
+    for name in columns:
+        shown.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for policy in sorted(found, key=lambda policy: _overhead(found[policy])):
+        shown.add_row(*_row(cluster, policy, settings[policy], found[policy]))
+    return shown
+
+
+def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Result]) -> list[str]:
+    finished = all(result.finished for result in results)
+    time_s = mean(result.time_s for result in results)
+    spread = f"\n±{pstdev(result.overhead for result in results):.3f}" if len(results) > 1 else ""
+    planned = evaluate(cluster, policy, _hosted(policy, setting)).relative_time
+    counts = [mean(getattr(r, name) for r in results) for name in ("failures", "wipe_outs", "planned_restarts")]
+    return [
+        policy.replace("_rejoin", "\n+ rejoin"),
+        str(setting.redundancy) if setting.redundancy > 1 else "-",
+        f"{_overhead(results):.3f}{spread}" if finished else f"given up at\nstep {min(r.steps for r in results):,}",
+        f"{planned:.3f}" if math.isfinite(planned) else "never",
+        short(time_s) if finished else "-",
+        f"{mean(result.availability for result in results):.1%}",
+        *(f"{count:.0f}" if count < 1e4 else large(count) for count in counts),
+        large(cluster.gpus * (time_s - cluster.failure_free_s) / 3600) if finished else "-",
+    ]
+
+
+def _hosted(policy: str, setting: Setting) -> int | None:
+    return setting.redundancy if policy in ("spare", "replication", "stacked_quota", "stacked_quota_rejoin") else None
+
+
+def _overhead(results: Sequence[Result]) -> float:
+    return mean(result.overhead for result in results)
+
+
+def _legend(cluster: Cluster, settings: Mapping[str, Setting]) -> str:
+    setting = next(iter(settings.values()))
+    lines = [
+        f"T_0: {short(cluster.failure_free_s)} without a failure. plan: T / T_0 by the closed forms of megatron-ft plan.",
+        "r: shards a group hosts. A: share of the time that was neither checkpoint, restart nor done twice.",
+    ]
+    if setting.shard_gb:
+        held = ", ".join(f"{policy} {s.redundancy * s.shard_gb:g} GB" for policy, s in settings.items())
+        lines.append(f"Held ahead by a group: {held}.")
+    return "\n".join(lines)
+
+
+def as_json(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> dict[str, Any]:
+    """Everything: the cluster, each policy's redundancy, and each trial with every part of its time."""
+    policies = {
+        policy: {
+            "redundancy": settings[policy].redundancy,
+            "held_gb": settings[policy].redundancy * settings[policy].shard_gb,
+            "overhead": _finite(_overhead(results)),
+            "availability": mean(result.availability for result in results),
+            "parts_s": {name: mean(getattr(result, f"{name}_s") for result in results) for name in PARTS},
+            "trials": [{**result.to_json(), "overhead": _finite(result.overhead)} for result in results],
+        }
+        for policy, results in found.items()
+    }
+    return {"groups": cluster.groups, "failure_free_s": cluster.failure_free_s, "policies": policies}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: a run that was given up has no time-to-train."""
+    return value if math.isfinite(value) else None

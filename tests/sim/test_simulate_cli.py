@@ -1,0 +1,95 @@
+"""``megatron-ft simulate``: what it prints, that processes change nothing, and one clear line for a mistake."""
+
+import json
+
+import pytest
+
+from megatron_ft import cli
+
+SMALL = """--gpus 24 --gpus-per-group 2 --system-mtbf-s 400 --step-s 10 --allreduce-s 1 --restart-s 100 --checkpoint-s 5
+ --microbatches 4 --steps 300 --rejoin-s 60""".split()
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    code = cli.main(["simulate", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_a_line_for_every_policy_fastest_first(capsys):
+    code, shown, _ = run(capsys, *SMALL, "--jobs", 1, "--trials", 2)
+    assert code == 0
+    rows = [line.split()[0] for line in shown.splitlines() if line[:2].strip() and "." in line and "%" in line]
+    assert sorted(rows) == sorted(["restart", "replication", "spare", "recover", "stacked_quota", "stacked_quota"])
+    assert rows[0] == "stacked_quota" and "+ rejoin" in shown
+
+
+def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
+    common = (*SMALL, "--policy", "spare,stacked_quota", "--json", "--seed", 3)
+    first, second = run(capsys, *common, "--jobs", 1), run(capsys, *common, "--jobs", 2)
+    assert first[:2] == second[:2] and first[0] == 0
+    found = json.loads(first[1])["policies"]["spare"]
+    assert [trial["seed"] for trial in found["trials"]] == [3, 4, 5]
+    assert len({trial["time_s"] for trial in found["trials"]}) == 3
+    assert sum(found["parts_s"].values()) == pytest.approx(sum(t["time_s"] for t in found["trials"]) / 3)
+
+
+def test_a_trace_and_what_hosting_costs(capsys, tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("seconds,group\n200,3\n100,1\n")
+    options = ("--policy", "spare", "--trials", 1, "--redundancy", 3, "--shard-gb", 2, "--trace", trace)
+    _, out, _ = run(capsys, *SMALL, *options, "--json")
+    spare = json.loads(out)["policies"]["spare"]
+    assert (spare["trials"][0]["failures"], spare["held_gb"]) == (2, 6)
+    _, shown, _ = run(capsys, *SMALL, *options)
+    assert "Held ahead by a group: spare 6 GB" in shown
+    _, slow, _ = run(capsys, *SMALL, *options, "--read-s", 10, "--json")
+    assert json.loads(slow)["policies"]["spare"]["overhead"] > 2.5, "3 shards of 10 s take longer than computing one or two"
+
+
+def test_the_picture(capsys, tmp_path):
+    code, shown, _ = run(capsys, *SMALL, "--trials", 1, "--policy", "spare", "--plot", tmp_path / "time.png")
+    assert code == 0 and (tmp_path / "time.png").stat().st_size > 5000 and "time.png" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--policy", "magic"], "--policy 'magic' is not known; there are: restart, replication"),
+        (["--redundancy", "13"], "13"),
+        (["--redundancy", "9", "--policy", "spare"], "take at most"),
+        (["--trials", "0"], "--trials is '0'; it must be a whole number >= 1"),
+        (["--seed", "-1"], "--seed is '-1'; it must be a whole number >= 0"),
+        (["--shape", "x"], "--shape is 'x'; it must be a number"),
+        (["--shape", "0"], "shape is 0.0; it must be a number > 0"),
+        (["--rack-share", "2"], "rack_share is 2.0; it must lie between 0 and 1"),
+        (["--renewal", "daily"], "renewal is 'daily'; it can be: system, groups, replaced"),
+        (["--rack-groups", "99"], "rack_groups is 99, the cluster has 12 groups"),
+        (["--step-s", "-1"], "step_s is -1; it must be a number > 0"),
+        (["--system-mtbf-s", "1"], "more often than one step"),
+        (["--trace", "nowhere.csv"], "trace nowhere.csv cannot be read"),
+        (["--plot", "nowhere/x.png"], "nowhere"),
+        (["--rejoin-s", "none", "--policy", "stacked_quota_rejoin"], "needs --rejoin-s"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(capsys, arguments, words):
+    code, out, err = run(capsys, *SMALL, *arguments)
+    assert code == 2 and not out
+    assert words in err and len(err.strip().splitlines()) == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "it needs seconds and group in its first line"),
+        ("time,group\n1,2\n", "it needs seconds and group"),
+        ("seconds,group\n1,x\n", "line 2: seconds is '1', group is 'x'"),
+        ("seconds,group\n", "holds no failure"),
+        ("seconds,group\n5,12\n", "group 12 fails at 5 s; groups are 0 to 11"),
+    ],
+)
+def test_a_bad_trace_is_told_in_one_line(capsys, tmp_path, text, words):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text)
+    code, _, err = run(capsys, *SMALL, "--trace", trace)
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1
