@@ -1,6 +1,6 @@
 """An all-reduce in SimGrid, message by message: ``/usr/bin/python3 tools/simgrid_allreduce.py --hosts 2 8 --bytes 1e9``.
 
-A second opinion on ``megatron_ft/sim/allreduce.py``: no formula here, only who sends what to whom. Rank r contributes the
+A second opinion on ``megatron_ft/planner/allreduce.py``: no formula here, only who sends what to whom. Rank r contributes the
 number 2^r, so that a sum tells what is in it, and at the end everybody must hold the sum of all. Lists of values mean all
 their combinations; the times go to stdout as JSON.
 

@@ -11,11 +11,14 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.planner import closed_forms
+from megatron_ft.planner.allreduce import allreduce_s
 from megatron_ft.planner.cluster import OPTIONAL, WHOLE, Cluster
 from megatron_ft.planner.presets import PRESETS
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
-NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES)
+NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
+"""In place of ``allreduce_s``: bytes of gradients at one position, and the link over which that position reduces them."""
+NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES, *NETWORK)
 """What a file may hold, and what the flags are called (with dashes)."""
 NONE = ("none", "null", "never")
 
@@ -29,7 +32,7 @@ def cluster(preset: str | None, file: Path | None, flags: Mapping[str, str | Non
             raise ConfigError(f"{' and '.join(rates)} are both given, and say the same in two ways; give one of them")
         if rates:
             inputs = {name: value for name, value in inputs.items() if name not in RATES}
-        inputs |= layer
+        inputs = _without_older_network(inputs, layer) | layer
     return build(inputs)
 
 
@@ -41,10 +44,37 @@ def build(inputs: Mapping[str, Any]) -> Cluster:
         raise ConfigError(f"{_listed(missing)} missing; give {_flag(missing[0])}, a --file that has it, or a --preset")
     if not any(name in inputs for name in RATES):
         raise ConfigError(f"nothing says how often something fails; give {' or '.join(map(_flag, RATES))}, or a --preset")
-    values = {name: value for name, value in inputs.items() if name not in RATES}
+    values = {name: value for name, value in inputs.items() if name not in (*RATES, *NETWORK)}
+    if any(name in inputs for name in NETWORK):
+        values["allreduce_s"] = _allreduce_s(inputs, Cluster(**{**values, "allreduce_s": 0.0}, mtbf_s=float("1e18")).groups)
     # Checked with a time between failures that nothing can be wrong with, so that its own mistakes are told by its name.
     sizes = Cluster(**values, mtbf_s=float("1e18"))
     return Cluster(**values, mtbf_s=_system_mtbf_s(inputs, sizes))
+
+
+def _without_older_network(inputs: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds on top of a link replace it, and the other way round; both in one layer contradict each other."""
+    network = [name for name in NETWORK if name in layer]
+    if network and "allreduce_s" in layer:
+        raise ConfigError(f"allreduce_s and {network[0]} are both given, and say the same in two ways; give one of them")
+    old = ("allreduce_s",) if network else NETWORK if "allreduce_s" in layer else ()
+    return {name: value for name, value in inputs.items() if name not in old}
+
+
+def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
+    """The all-reduce of one position over its own link, by formula (``allreduce``)."""
+    for name in ("gradient_gb", "link_gb_s"):
+        if name not in inputs:
+            raise ConfigError(f"{name} is missing; give {_flag(name)} too, or the seconds themselves: --allreduce-s")
+    algorithm = inputs.get("allreduce_algorithm", "ring")
+    sizes = {name: inputs.get(name, 0.0) for name in NETWORK[:3]}
+    for name, value in sizes.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} is {value!r}; it must be a number >= 0")
+    if not sizes["link_gb_s"]:
+        raise ConfigError("link_gb_s is 0; it must be a number > 0, in 10^9 bytes a second")
+    latency_s = sizes["link_latency_us"] * 1e-6
+    return allreduce_s(groups, sizes["gradient_gb"] * 1e9, sizes["link_gb_s"] * 1e9, latency_s, algorithm)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -122,9 +152,11 @@ def _typed(flags: Mapping[str, str | None]) -> dict[str, Any]:
     return {name: _parsed(name, text) for name, text in flags.items() if text is not None}
 
 
-def _parsed(name: str, text: str) -> int | float | None:
+def _parsed(name: str, text: str) -> int | float | str | None:
     if name in OPTIONAL and text.lower() in NONE:
         return None
+    if name == "allreduce_algorithm":
+        return text
     kind, rule = (int, "a whole number") if name in WHOLE else (float, "a number")
     try:
         return kind(text)

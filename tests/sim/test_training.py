@@ -130,9 +130,8 @@ def test_replication_as_published(N, best, available):
     What explains both: failures go on during a restart, and who fails in it is missing after it. Two copies endure few
     losses, so they hardly get on; without that (in_restart = none) two are better than three.
     """
-    results = {
-        r: [simulate(Setting(cluster=published(N), redundancy=r), "replication", seed) for seed in range(3)] for r in (2, 3, 4)
-    }
+    settings = {r: Setting(cluster=published(N), redundancy=r) for r in (2, 3, 4)}
+    results = {r: [simulate(setting, "replication", seed) for seed in range(3)] for r, setting in settings.items()}
     times = {r: mean(result.overhead for result in found) for r, found in results.items()}
     assert min(times, key=times.get) == 3
     assert times[3] == pytest.approx(best, rel=0.20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.sim.allreduce import allreduce_s
+from megatron_ft.planner.allreduce import allreduce_s
 from tools import simgrid_allreduce as tool
 
 pytestmark = pytest.mark.system

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.sim.allreduce import allreduce_s
+from megatron_ft.planner.allreduce import allreduce_s
 
 S, B, L = 1e9, 12.5e9, 1e-5
 
