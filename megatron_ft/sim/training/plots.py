@@ -21,12 +21,14 @@ def where_the_time_went(cluster: Cluster, found: Mapping[str, Sequence[Result]],
     """A bar per policy, its parts in units of the failure-free time."""
     figure, axes = pyplot.subplots(figsize=(9, 0.6 * len(found) + 1.6))
     names = sorted(found, key=lambda policy: mean(result.time_s for result in found[policy]), reverse=True)
+    given_up = {name for name in names if not all(result.finished for result in found[name])}
+    labels = [f"{name}\n(given up)" if name in given_up else name for name in names]
     left = [0.0] * len(names)
     for part in PARTS:
         widths = [mean(getattr(result, f"{part}_s") for result in found[name]) / cluster.failure_free_s for name in names]
-        axes.barh(names, widths, left=left, label=part, color=COLOURS[part])
+        axes.barh(labels, widths, left=left, label=part, color=COLOURS[part])
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    finished = [total for name, total in zip(names, left, strict=True) if all(r.finished for r in found[name])]
+    finished = [total for name, total in zip(names, left, strict=True) if name not in given_up]
     if finished and max(left) > 3 * max(finished):
         axes.set_xlim(0, 1.5 * max(finished))  # a policy that does not get on would hide all others
     axes.axvline(1.0, color="black", linewidth=0.8)
