@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ft.core.replication import Placement
 from megatron_ft.types import GroupId
@@ -17,10 +18,17 @@ from megatron_ft.types import GroupId
 _ROUNDS = 30
 
 
-def least_load(shards: int, per_shard: int, live: Collection[GroupId], placement: Placement | None = None) -> int:
+def least_load(
+    shards: int,
+    per_shard: int,
+    live: Collection[GroupId],
+    placement: Placement | None = None,
+    spread: NDArray[np.float64] | None = None,
+) -> int:
     """The least largest load, in microbatches, with which the groups of ``live`` can compute all N*G of them.
 
     The same as that of ``scheduler.plan_step`` for equally fast groups. Shards without a live host go to anybody.
+    ``spread``, shape [N], ones at first, is changed: handed in again after a loss it makes the answer faster, never another.
     Raises ``ValueError`` for an empty ``live``.
     """
     if not live:
@@ -30,17 +38,19 @@ def least_load(shards: int, per_shard: int, live: Collection[GroupId], placement
     ideal = -(-shards * per_shard // len(live))
     if placement is None or placement.redundancy >= placement.groups:
         return ideal
-    return next(load for load in range(ideal, shards * per_shard + 1) if _fits(per_shard, live, placement, load))
+    weight = np.ones(shards) if spread is None else spread
+    return next(load for load in range(ideal, shards * per_shard + 1) if _fits(per_shard, live, placement, load, weight))
 
 
-def _fits(per_shard: int, live: Collection[GroupId], placement: Placement, load: int) -> bool:
+def _fits(
+    per_shard: int, live: Collection[GroupId], placement: Placement, load: int, weight: NDArray[np.float64]
+) -> bool:
     """Whether the hosts can compute their shards with at most ``load`` each; what nobody hosts only needs room."""
     alive = np.zeros(placement.groups, dtype=bool)
     alive[list(live)] = True
     hosted = alive[placement.host_table].any(axis=1)
     rows = placement.host_table[hosted]
     present = alive[rows]
-    weight = np.ones(len(alive))
     for _ in range(_ROUNDS):
         parts = np.where(present, weight[rows], 0.0)
         parts *= per_shard / parts.sum(axis=1, keepdims=True)
@@ -49,6 +59,8 @@ def _fits(per_shard: int, live: Collection[GroupId], placement: Placement, load:
             return True
         over = np.maximum(loads, 1e-9) / load
         weight *= np.where(over > 1, over**-1.5, np.minimum(over**-0.5, 2.0))
+        weight /= weight.max()
+        np.maximum(weight, 1e-9, out=weight)
     return _flow_fits(per_shard, rows, present, load)
 
 

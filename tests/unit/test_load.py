@@ -1,5 +1,6 @@
 """The least load without a plan is the load of the plan."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,14 @@ def test_at_the_published_sizes_too(make, share):
     placement, live = make(200, 5), [group for group in range(200) if (group * 37) % 200 >= share * 200]
     plan = plan_step(0, 200, 16, live, placement)
     assert least_load(200, 16, live, placement) == max(len(plan.of(group)) for group in live)
+
+
+@pytest.mark.parametrize("make", [golomb, consecutive])
+def test_the_remembered_spread_changes_no_answer(make):
+    placement, spread, live = make(60, 4), np.ones(60), list(range(60))
+    for group in range(0, 57, 3):
+        live.remove(group)
+        assert least_load(60, 5, live, placement, spread) == least_load(60, 5, live, placement)
 
 
 def test_nobody_and_unknown_groups_are_refused():
