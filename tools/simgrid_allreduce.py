@@ -1,8 +1,8 @@
 """An all-reduce in SimGrid, message by message: ``/usr/bin/python3 tools/simgrid_allreduce.py --hosts 2 8 --bytes 1e9``.
 
-A second opinion on ``megatron_ft/planner/allreduce.py``: no formula here, only who sends what to whom. Rank r contributes the
-number 2^r, so that a sum tells what is in it, and at the end everybody must hold the sum of all. Lists of values mean all
-their combinations; the times go to stdout as JSON.
+A second opinion on ``megatron_ft/planner/allreduce.py``: no formula here, only who sends what to whom. Rank r contributes
+the number 2^r, so that a sum tells what is in it, and at the end everybody must hold the sum of all. Lists of values mean
+all their combinations; the times go to stdout as JSON.
 
 It runs under any Python that has SimGrid. Debian's ``python3-simgrid`` belongs to /usr/bin/python3, so nothing of this
 project or its environment is imported; who has no SimGrid imports :func:`python_with_simgrid` and :func:`simulate`.
