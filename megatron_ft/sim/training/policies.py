@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from megatron_ft.core import baselines, load, repair, replication, roles
 from megatron_ft.core.replication import Placement
 from megatron_ft.sim.training.setting import Setting
@@ -172,11 +174,11 @@ class StackedQuota(_Base):
     def restart(self) -> None:
         super().restart()
         self._load: int | None = None
-        self._memory = load.Memory()
+        self._spread = np.ones(self.groups)
 
     def stacks(self) -> float:
         if self._load is None:
-            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._memory)
+            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._spread)
         return self._load / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
