@@ -28,7 +28,9 @@ from studies import Outcome
 
 Row = dict[str, Any]
 SWITCHES = ("renewal", "of_the_living", "in_restart")
-WIDTH = 132
+SHORT = {"quota\nG=16": "quota, G=16", "+ rejoin\nG=16": "quota + rejoin, G=16", "G=64": "quota + rejoin, G=64"}
+"""Headings of the columns that compare with goals."""
+WIDTH = 165
 """Columns that the tables need, also where output goes to a file."""
 
 
@@ -217,29 +219,15 @@ def _assumption_table(rows: Sequence[Row]) -> Table:
     """A line per combination: the three times of each method, and how many of what was asked for are met."""
     title = "What the paper leaves open (best time at N = 200 / 600 / 1000; * outside of what was asked)"
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in (
-        "renewal",
-        "only the\nliving",
-        "in a\nrestart",
-        "SPARe",
-        "A",
-        "replication",
-        "r",
-        "A",
-        *_short_goals(),
-    ):
+    for name in ("renewal", "only the\nliving", "in a\nrestart", "SPARe", "A", "replication", "r", "A", *SHORT):
         shown.add_column(name, no_wrap=True)
     for switches in dict.fromkeys(tuple(row[name] for name in SWITCHES) for row in rows):
         here = [row for row in rows if tuple(row[name] for name in SWITCHES) == switches]
         cells = [_met(here, "spare", "time"), _met(here, "spare", "A"), _met(here, "replication", "time")]
         cells += ["/".join(str(row["replication_r"]) for row in here), _met(here, "replication", "A")]
-        cells += [_slashes((_text(row[name]), row[f"{name} reached"]) for row in here) for name in published.GOALS]
+        cells += [_slashes((_text(row[name]), row[f"{name} reached"]) for row in here) for name in SHORT.values()]
         shown.add_row(switches[0], "yes" if switches[1] else "no", switches[2], *cells)
     return shown
-
-
-def _short_goals() -> list[str]:
-    return [name.replace(" + ", "\n+ ") for name in published.GOALS]
 
 
 def _met(rows: Iterable[Row], method: str, what: str) -> str:

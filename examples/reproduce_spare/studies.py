@@ -151,7 +151,7 @@ def _sensitive(what: str, value: float, method: str, steps: int) -> Case:
         redundancy=int(value) if what == "redundancy" else SENSITIVITY_R,
         failures=Failures(rack_share=value if what == "rack_share" else 0.0, rack_groups=RACK),
         placement="consecutive" if placement else "golomb",
-        hosted=what == "redundancy",
+        hosted=True,
     )
     policy = {"quota": "stacked_quota", "quota + rejoin": "stacked_quota_rejoin"}.get(name, name)
     return Case({"what": what, "value": value, "method": method}, policy, setting)
@@ -165,10 +165,8 @@ def _masked(cluster: Cluster, method: str, r: int, switches: dict[str, Any] | No
 
 
 def _quota(N: int, name: str, switches: dict[str, Any] | None = None, **changes: Any) -> Case:
-    """Hosting limits only in the table itself: they cost many seconds to simulate, and the third digit at r = 9."""
     policy, inputs = published.QUOTAS[name]
-    hosted = switches is None
-    setting = Setting(cluster=published.cluster(N, **inputs, **changes), hosted=hosted, **_switched(switches))
+    setting = Setting(cluster=published.cluster(N, **inputs, **changes), hosted=True, **_switched(switches))
     return Case({"N": N, "method": name, "r": setting.redundancy}, policy, setting)
 
 

@@ -1,11 +1,10 @@
 """The least load without a plan is the load of the plan."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.load import least_load
+from megatron_ft.core.load import Memory, least_load
 from megatron_ft.core.replication import consecutive, cyclic, golomb
 from megatron_ft.core.scheduler import plan_step
 
@@ -28,12 +27,23 @@ def test_at_the_published_sizes_too(make, share):
     assert least_load(200, 16, live, placement) == max(len(plan.of(group)) for group in live)
 
 
+@given(st.integers(2, 9), st.integers(1, 6), st.data())
+@settings(max_examples=150, deadline=None)
+def test_memory_changes_no_answer(groups, per_shard, data):
+    """Whatever was lost, joined or both between two questions."""
+    offsets = data.draw(st.sets(st.integers(1, groups - 1), max_size=3))
+    placement, memory = cyclic(groups, (0, *sorted(offsets))), Memory()
+    for live in data.draw(st.lists(st.sets(st.integers(0, groups - 1), min_size=1), min_size=1, max_size=8)):
+        assert least_load(groups, per_shard, live, placement, memory) == least_load(groups, per_shard, live, placement)
+
+
 @pytest.mark.parametrize("make", [golomb, consecutive])
-def test_the_remembered_spread_changes_no_answer(make):
-    placement, spread, live = make(60, 4), np.ones(60), list(range(60))
-    for group in range(0, 57, 3):
-        live.remove(group)
-        assert least_load(60, 5, live, placement, spread) == least_load(60, 5, live, placement)
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_memory_changes_no_answer_over_a_long_history(make, rejoin):
+    placement, memory, live = make(60, 4), Memory(), set(range(60))
+    for turn in range(50):
+        live ^= {(turn * 37) % 60} if not rejoin or turn % 3 else {(turn * 37) % 60, (turn * 11) % 60}
+        assert least_load(60, 5, live, placement, memory) == least_load(60, 5, live, placement)
 
 
 def test_nobody_and_unknown_groups_are_refused():

@@ -10,8 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from megatron_ft.core import baselines, load, repair, replication, roles
 from megatron_ft.core.replication import Placement
 from megatron_ft.sim.training.setting import Setting
@@ -174,11 +172,11 @@ class StackedQuota(_Base):
     def restart(self) -> None:
         super().restart()
         self._load: int | None = None
-        self._spread = np.ones(self.groups)
+        self._memory = load.Memory()
 
     def stacks(self) -> float:
         if self._load is None:
-            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._spread)
+            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._memory)
         return self._load / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
