@@ -115,6 +115,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--renewal", default="system", metavar="WHAT", help="system, groups or replaced (default: system)")
     failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is lost already")
     failures.add_argument("--in-restart", default="missing", metavar="WHAT", help="missing, none, again (default: missing)")
+    failures.add_argument(
+        "--restart-finds", default="everybody", metavar="WHO", help="everybody, survivors, divisor (default: everybody)"
+    )
     failures.add_argument("--frail-share", default="0", metavar="X", help="share of groups that fail more often")
     failures.add_argument("--frail-weight", default="10", metavar="X", help="how much more often (default: 10)")
     failures.add_argument("--rack-share", default="0", metavar="X", help="share of failures that take a whole rack")

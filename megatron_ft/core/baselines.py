@@ -87,6 +87,16 @@ def restart(step: int, shards: int, per_shard: int, live: Collection[GroupId]) -
     return _go(step, per_shard, own, own, f"all {shards} groups live")
 
 
+def divisible_world(live: int, total: int) -> int:
+    """With how many of ``live`` groups an engine restarts that gives all of them the same number of ``total`` microbatches.
+
+    The largest number that divides ``total``: one group less than a power of two is as good as half of it.
+    """
+    if live < 1 or total < 1:
+        raise ValueError(f"live and total must both be at least 1, got {live} and {total}")
+    return next(world for world in range(live, 0, -1) if total % world == 0)
+
+
 def _go(
     step: int,
     per_shard: int,

@@ -29,7 +29,8 @@ reads files and flags, ``estimate`` puts the equations together, ``tables`` and 
 9. *Checkpoints* stop everybody for ``checkpoint_s``, every T_c seconds of wall time. Where no wipe-out is due in the run,
    T_c is the period for one wipe-out in a run (insurance); its checkpoints are paid for, the wipe-out is not.
 10. *Hosting* r shards costs nothing, and a quota's load is the ideal ceil(N*G / live): ``quotas.least_redundancy`` picks
-    r so that it is. Samples nobody hosts are read as fast as others.
+    r so that it is. At a lower r that was asked for, the load is measured (``quotas.hosted_loads``). Samples nobody hosts
+    are read as fast as others.
 11. *The run is long* compared with the time between restarts. Nobody stops it before its last step.
 """
 

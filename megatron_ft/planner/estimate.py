@@ -143,7 +143,12 @@ def _with_rejoin(cluster: Cluster, redundancy: int | None) -> Estimate:
         raise ConfigError("rejoin_s is none, so no group comes back; give the seconds until a lost group is back")
     N, a = cluster.groups, quotas.mean_absent(cluster.mtbf_s, cluster.detection_s + cluster.rejoin_s)
     weights = quotas.absent_distribution(N, a)[:N]
+    r = quotas.least_redundancy(N, min(N - 1, ceil(a + 3 * sqrt(a))), most_hosts(N))
     loads, patches = _quota_states(cluster, N)
+    if redundancy and redundancy < r:
+        seldom = int(np.searchsorted(np.cumsum(weights), 1 - 1e-6)) + 1
+        loads = _hosted_loads(cluster, redundancy, N, seldom)
+    r = redundancy or r
     slowdown = _slowdown(cluster, loads, patches, weights, 2 * cluster.reconfigure_s)
     mean_stacks = _mean_stacks(cluster, loads, patches, weights)
     uptime_s = quotas.time_to_all_absent_s(N, cluster.mtbf_s, a)
@@ -152,20 +157,23 @@ def _with_rejoin(cluster: Cluster, redundancy: int | None) -> Estimate:
     if uptime_s > insured_s:
         uptime_s = inf  # assumption 9: not due in the run
     available = closed_forms.availability(period_s, cluster.checkpoint_s, uptime_s, cluster.down_s)
-    r = redundancy or quotas.least_redundancy(N, min(N - 1, ceil(a + 3 * sqrt(a))), most_hosts(N))
     endured = uptime_s / cluster.mtbf_s
     return _estimate(cluster, "stacked_quota_rejoin", r, endured, mean_stacks, slowdown, period_s, available)
 
 
 def _without_rejoin(cluster: Cluster, policy: Policy, redundancy: int | None) -> Estimate:
     """ReCoVer and stacked quotas: groups only leave, until a restart on purpose pays."""
-    N, M = cluster.groups, cluster.groups - 1
+    N, M, r = cluster.groups, cluster.groups - 1, 1
     loads, patches = _quota_states(cluster, M)
     if policy == "recover":
         patches = patches * quotas.boundaries(N, cluster.microbatches)
-    step_s = _step_s(cluster, loads, patches, cluster.reconfigure_s)
-    pause_s = cluster.checkpoint_s + cluster.restart_s
-    K, speed = quotas.best_restart(cluster.step_s / step_s, pause_s / cluster.mtbf_s)
+    K, speed = _best_cycle(cluster, loads, patches)
+    if policy == "stacked_quota":
+        r = quotas.least_redundancy(N, K - 1, most_hosts(N))
+        if redundancy and redundancy < r:
+            loads = _hosted_loads(cluster, redundancy, M, 4 * K)
+            K, speed = _best_cycle(cluster, loads, patches)
+        r = redundancy or r
     weights = np.ones(K)
     mean_stacks = _mean_stacks(cluster, loads[:K], patches[:K], weights)
     slowdown = _slowdown(cluster, loads[:K], patches[:K], weights, cluster.reconfigure_s)
@@ -175,10 +183,15 @@ def _without_rejoin(cluster: Cluster, policy: Policy, redundancy: int | None) ->
     period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, _insured_s(cluster, slowdown), cluster.down_s)
     if period_s < uptime_s:
         available *= 1 - cluster.checkpoint_s / period_s
-    r = 1
-    if policy == "stacked_quota":
-        r = redundancy or quotas.least_redundancy(N, K - 1, most_hosts(N))
     return _estimate(cluster, policy, r, K, mean_stacks, slowdown, min(period_s, uptime_s), available)
+
+
+def _best_cycle(
+    cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64]
+) -> tuple[int, float]:
+    """After how many failures a restart on purpose pays, and the mean speed then."""
+    step_s = _step_s(cluster, stacks, patches, cluster.reconfigure_s)
+    return quotas.best_restart(cluster.step_s / step_s, (cluster.checkpoint_s + cluster.restart_s) / cluster.mtbf_s)
 
 
 def _insured_s(cluster: Cluster, slowdown: float) -> float:
@@ -192,6 +205,12 @@ def _quota_states(cluster: Cluster, states: int) -> tuple[NDArray[np.float64], N
     N, G, k = cluster.groups, cluster.microbatches, np.arange(states)
     patches = np.append(quotas.patch(N, G, k[: N - 1]), np.zeros(max(0, states - (N - 1))))
     return quotas.quota(N, G, k) / G, patches / G
+
+
+def _hosted_loads(cluster: Cluster, r: int, states: int, known: int) -> NDArray[np.float64]:
+    """The loads where r is too low for the ideal ones. Beyond ``known`` groups away, where nobody goes, as there."""
+    known = min(known, states)
+    return np.pad(quotas.hosted_loads(cluster.groups, r, cluster.microbatches, known), (0, states - known), mode="edge")
 
 
 def _step_s(

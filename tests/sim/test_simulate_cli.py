@@ -55,6 +55,7 @@ def test_the_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--restart-finds", "survivors", "--policy", "spare"], "spare is laid out for all groups"),
         (["--policy", "magic"], "--policy 'magic' is not known; there are: restart, replication"),
         (["--redundancy", "13"], "13"),
         (["--redundancy", "9", "--policy", "spare"], "take at most"),

@@ -38,19 +38,21 @@ def overhead(setting: Setting, policy: str, trials: int = 3) -> float:
     renewal=st.sampled_from(["system", "groups", "replaced"]),
     in_restart=st.sampled_from(["missing", "none", "again"]),
     living=st.booleans(),
+    finds=st.sampled_from(["everybody", "survivors", "divisor"]),
     mix=st.booleans(),
     racks=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_second_is_accounted_for(policy, seed, renewal, in_restart, living, mix, racks):
+def test_every_second_is_accounted_for(policy, seed, renewal, in_restart, finds, living, mix, racks):
     failures = Failures(renewal=renewal, of_the_living=living, mix=mix, rack_share=racks, frail_share=0.2, frail_weight=5.0)
-    setting = Setting(cluster=small(), redundancy=3, failures=failures, in_restart=in_restart)
+    finds = "everybody" if policy in ("spare", "replication") else finds
+    setting = Setting(cluster=small(), redundancy=3, failures=failures, in_restart=in_restart, restart_finds=finds)
     result = simulate(setting, policy, seed)
     parts = (result.compute_s, result.patch_s, result.allreduce_s, result.recovery_s)
     parts += (result.checkpoint_s, result.restart_s, result.lost_s)
     assert min(parts) >= 0 and sum(parts) == pytest.approx(result.time_s)
     assert result.finished == (result.steps == 300) and result.masked <= result.failures
-    assert result.finished or policy in ("restart", "replication")
+    assert result.finished or policy in ("restart", "replication") or finds != "everybody"
     assert 0 <= result.availability <= 1
 
 
@@ -96,6 +98,35 @@ def test_a_trace_is_played_as_recorded():
     assert (result.failures, result.masked, result.wipe_outs) == (2, 2, 0), "group 1 is lost already at 90 s"
 
 
+@pytest.mark.parametrize(
+    "policy, finds, late",
+    [
+        ("restart", "everybody", 10.0),
+        ("restart", "survivors", 1 + 9 * 7 / 4),  # 48 microbatches of 9 / 4 s over 7 groups
+        ("restart", "divisor", 1 + 9 * 8 / 4),  # over 6
+        ("recover", "survivors", 1 + 9 * 7 / 4),
+        ("stacked_quota", "survivors", 1 + 9 * 7 / 4),
+    ],
+)
+def test_who_a_restart_finds(policy, finds, late):
+    """Five of twelve groups are lost before the 2000th second; how long is a step after it?"""
+    failures = Failures(trace=tuple((150.0 * (k + 1), k) for k in range(5)))
+    common = {"cluster": small(steps=1000), "redundancy": 3, "failures": failures, "jitter": 0.0, "period_s": 1e6}
+    steps = [
+        simulate(Setting(**common, restart_finds=finds, duration_s=end), policy, 0).steps for end in (2000.0, 4000.0)
+    ]
+    expected = 2000 / late
+    assert steps[1] - steps[0] == pytest.approx(expected, abs=1.5)
+
+
+def test_when_everybody_is_gone_the_run_ends():
+    failures = Failures(trace=tuple((50.0 * (k + 1), k) for k in range(12)))
+    setting = Setting(cluster=small(), redundancy=3, failures=failures, restart_finds="survivors")
+    for policy in ("restart", "recover", "stacked_quota"):
+        result = simulate(setting, policy, 0)
+        assert not result.finished and result.steps < 300 and result.time_s < 3000
+
+
 @pytest.mark.parametrize("policy", ["stacked_quota_rejoin", "stacked_quota", "spare"])
 def test_the_closed_forms_agree_with_the_simulation(policy):
     """Under the planner's assumptions: nothing fails in a restart, no jitter."""
@@ -103,6 +134,16 @@ def test_the_closed_forms_agree_with_the_simulation(policy):
     setting = Setting(cluster=cluster, redundancy=9, in_restart="none", jitter=0.0)
     redundancy = 9 if policy == "spare" else None
     assert overhead(setting, policy) == pytest.approx(evaluate(cluster, policy, redundancy).relative_time, rel=0.05)
+
+
+@pytest.mark.parametrize("r", [2, 3, 5])
+def test_few_hosts_are_planned_as_they_are_simulated(r):
+    """Fewer hosts than the ideal load needs: the planner measures the load, and restarts are timed by it."""
+    cluster = published(200)
+    setting = Setting(cluster=cluster, redundancy=r, in_restart="none", jitter=0.0)
+    planned = evaluate(cluster, "stacked_quota", r).relative_time
+    assert overhead(setting, "stacked_quota") == pytest.approx(planned, rel=0.07)
+    assert planned >= evaluate(cluster, "stacked_quota").relative_time
 
 
 @pytest.mark.parametrize("N, best, available", [(200, 2.92, 0.87), (600, 2.49, 0.939), (1000, 2.34, 0.9654)])
@@ -165,6 +206,8 @@ def test_quotas_without_rejoin(N, limit):
         ({"jitter": -0.1}, "jitter is -0.1"),
         ({"period_s": 0.0}, "period_s is 0.0; it must be a number > 0"),
         ({"in_restart": "never"}, "missing, none, again"),
+        ({"restart_finds": "nobody"}, "everybody, survivors, divisor"),
+        ({"duration_s": 0.0}, "duration_s is 0.0"),
     ],
 )
 def test_nonsense_is_refused_with_the_rule(changes, words):

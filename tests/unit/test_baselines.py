@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.baselines import drop, replica_set, replication, restart
+from megatron_ft.core.baselines import divisible_world, drop, replica_set, replication, restart
 from megatron_ft.types import Microbatch
 
 shapes = st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(1, 5))
@@ -90,12 +90,19 @@ def test_restart_stops_at_the_first_loss(shape, data):
     assert all(m.shard == group for group in range(shards) for m in decision.plan.of(group))
 
 
+@given(st.integers(1, 70), st.integers(1, 9000))
+def test_an_even_world_leaves_nobody_with_more(live, total):
+    world = divisible_world(live, total)
+    assert total % world == 0 and not any(total % more == 0 for more in range(world + 1, live + 1))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: replication(0, 4, 1, {0}, 5), "copies must lie between 1 and the number of groups, 4, got 5"),
         (lambda: replication(0, 4, 1, {0}, 0), "got 0"),
         (lambda: drop(0, 4, 1, {4}), r"live groups must be of 0 to 3, got \[4\]"),
+        (lambda: divisible_world(0, 4), "must both be at least 1, got 0 and 4"),
         (lambda: restart(0, 4, 0, {1}), "must both be at least 1, got 4 and 0"),
     ],
 )

@@ -119,6 +119,7 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
         period_s=None if options.period_s is None else _number("--period-s", options.period_s),
         jitter=_number("--jitter", options.jitter),
         in_restart=options.in_restart,
+        restart_finds=options.restart_finds,
         read_s=_number("--read-s", options.read_s),
         shard_gb=_number("--shard-gb", options.shard_gb),
     )

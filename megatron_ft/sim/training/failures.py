@@ -60,6 +60,8 @@ class Stream:
 
     def next_time(self, targets: Collection[GroupId]) -> float:
         """When the next of ``targets`` fails; what would hit a group that is gone hits nobody."""
+        if not targets:
+            return inf
         if self._failures.of_the_living and self._victim is not None and not self._each and not self._failures.trace:
             while targets and self._victim not in targets:
                 self._victim = (self._victim + 1) % self._groups  # the next one that lives, around the ring

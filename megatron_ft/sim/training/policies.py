@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megatron_ft.core import baselines, load, repair, replication, roles
 from megatron_ft.core.replication import Placement
+from megatron_ft.errors import ConfigError
 from megatron_ft.sim.training.setting import Setting
 from megatron_ft.types import GroupId
 
@@ -30,8 +31,8 @@ class Policy(Protocol):
     rejoins: bool
     plans_restarts: bool
 
-    def restart(self) -> None:
-        """All groups are back."""
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        """All groups are back, except those that are gone for ever."""
 
     def stacks(self) -> float:
         """How many stacks a group computes in a step, one after the other."""
@@ -49,23 +50,30 @@ class Policy(Protocol):
 class _Base:
     """Everybody live at the start. ``rejoins``: lost groups come back; ``plans_restarts``: otherwise a restart may pay.
 
-    ``stacked``: a group reads ``redundancy`` shards in every step, else only its own.
+    ``stacked``: a group reads ``redundancy`` shards in every step, else only its own. ``whole``: its placement is made for
+    all groups, so a restart needs all of them.
     """
 
     rejoins = False
     plans_restarts = False
     stacked = False
+    whole = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.groups = setting.cluster.groups
         self.per_shard = setting.cluster.microbatches
         self.hosts = setting.redundancy if self.stacked else 1
+        if self.whole and setting.restart_finds != "everybody":
+            raise ConfigError(
+                f"restart_finds is {setting.restart_finds!r}; {type(self).__name__.lower()} is laid out for all groups and "
+                f"cannot restart with fewer: simulate it with everybody, or another policy"
+            )
         self.live: set[GroupId] = set()
         self.restart()
 
-    def restart(self) -> None:
-        self.live = set(range(self.groups))
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        self.live = set(range(self.groups)) - set(gone)
 
     def begin_step(self) -> None:
         """Nothing to do."""
@@ -75,10 +83,13 @@ class _Base:
 
 
 class Restart(_Base):
-    """Checkpoint-restart: any loss ends the attempt."""
+    """Checkpoint-restart: any loss ends the attempt. Who restarts shares the whole global batch."""
 
     def stacks(self) -> float:
-        return 1.0
+        total, world = self.groups * self.per_shard, len(self.live)
+        if self.setting.restart_finds == "divisor":
+            world = baselines.divisible_world(world, total)
+        return -(-total // world) / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
         self.live -= set(groups)
@@ -89,9 +100,10 @@ class Replication(_Base):
     """r copies compute the same r shards; a set without a living copy is a wipe-out (SPARe's baseline)."""
 
     stacked = True
+    whole = True
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        super().restart(gone)
         N, r = self.groups, self.setting.redundancy
         self._alive = [len(baselines.replica_set(first, N, r)) for first in range(0, N, r)]
 
@@ -112,9 +124,10 @@ class Spare(_Base):
     """SPARe: ReCtlr on stacks (core.repair)."""
 
     stacked = True
+    whole = True
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        super().restart(gone)
         self._stacks = repair.Stacks(_placement(self.setting))
 
     def stacks(self) -> float:
@@ -139,9 +152,12 @@ class Recover(_Base):
 
     plans_restarts = True
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        super().restart(gone)
         self._roles = roles.initial(self.groups, self.per_shard)
+        if gone and self.live:
+            self._roles = roles.on_failure(self._roles, gone).roles
+            self.begin_step()
 
     def stacks(self) -> float:
         return self._roles.quota / self.per_shard
@@ -169,8 +185,8 @@ class StackedQuota(_Base):
         self._hosting = _placement(setting) if setting.hosted else None
         super().__init__(setting)
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, gone: Collection[GroupId] = ()) -> None:
+        super().restart(gone)
         self._load: int | None = None
         self._memory = load.Memory()
 

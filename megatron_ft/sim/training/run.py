@@ -91,13 +91,16 @@ class _Run:
         self.started = 0  # step of the last (re)start
         self.slow_until = 0.0
         self.returns: dict[GroupId, float] = {}
+        self.spares = setting.restart_finds == "everybody"
+        self.gone: set[GroupId] = set()  # where there are no spares; only repaired ones come back
         self.spent = dict.fromkeys(PARTS, 0.0)
         self.count = dict.fromkeys(("failures", "masked", "wipe_outs", "planned_restarts", "rejoins", "checkpoints"), 0)
         self._save()
 
     def run(self) -> Result:
         cluster = self.cluster
-        while self.step < cluster.steps and self.now < LIMIT * cluster.failure_free_s:
+        ends = min(LIMIT * cluster.failure_free_s, self.setting.duration_s)
+        while self.step < cluster.steps and self.now < ends and self.policy.live:
             self._boundary()
             self._jump()
             self._step()
@@ -111,6 +114,7 @@ class _Run:
         """Entries, a checkpoint if one is due, a restart if capacity is worth it."""
         for group in [group for group, at in self.returns.items() if at <= self.now]:
             del self.returns[group]
+            self.gone.discard(group)
             self.policy.rejoin(group)
             self.stream.started(self.now, (group,))
             self.count["rejoins"] += 1
@@ -137,7 +141,8 @@ class _Run:
 
         The planner knows that average. The present cycle's own says little after an early failure: it would wait for ever.
         """
-        if not self.policy.plans_restarts or len(self.policy.live) == self.cluster.groups or self.step == self.started:
+        complete = len(self.policy.live) == self.cluster.groups
+        if not self.policy.plans_restarts or not self.spares or complete or self.step == self.started:
             return False
         cluster = self.cluster
         interruption_s = cluster.detection_s + cluster.reconfigure_s + cluster.microbatch_s
@@ -148,11 +153,11 @@ class _Run:
         self.spent |= self._kept  # what was done since the checkpoint is done again: it counts as lost only
         self.spent["lost"] += self.now - self.saved_at
         missing = self._start_all()
-        while missing and self.policy.lose(sorted(missing)).wiped_out:
+        while self.spares and missing and self.policy.lose(sorted(missing)).wiped_out:
             self.count["wipe_outs"] += 1
             missing = self._start_all()
         if self.policy.rejoins:
-            self.returns = dict.fromkeys(sorted(missing), self.now + self.cluster.rejoin_s)
+            self.returns |= dict.fromkeys(sorted(missing), self.now + self.cluster.rejoin_s)
         self.step = self.saved
         self._save()
         self.started = self.step
@@ -160,7 +165,7 @@ class _Run:
     def _start_all(self) -> set[GroupId]:
         """Start every group; returns those that are missing at the end because they failed meanwhile."""
         mode = self.setting.in_restart
-        living = set(range(self.cluster.groups))
+        living = set(range(self.cluster.groups)) - self.gone
         ends = self.now + self._jitter(self.cluster.restart_s)
         while mode != "none" and self.stream.next_time(living) < ends:
             failure = self.stream.take(living)
@@ -171,9 +176,13 @@ class _Run:
         self._spend("restart", ends - self.now)
         self.stream.skip_to(self.now)
         self.stream.started(self.now, living)
-        self.policy.restart()
-        self.returns.clear()
-        return set(range(self.cluster.groups)) - living
+        missing = set(range(self.cluster.groups)) - self.gone - living
+        if self.spares:
+            self.returns.clear()
+        else:
+            self.gone |= missing
+        self.policy.restart(self.gone)
+        return missing
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +205,8 @@ class _Run:
 
     def _jump(self) -> None:
         """All steps at once that end well before anything happens."""
-        horizon = min(self.stream.next_time(self.targets), self.saved_at + self.period_s, *self.returns.values())
+        due = (self.saved_at + self.period_s, self.setting.duration_s, *self.returns.values())
+        horizon = min(self.stream.next_time(self.targets), *due)
         if self.now < self.slow_until:
             horizon = min(horizon, self.slow_until)
         compute_s, reduce_s = self._compute_s(), self.cluster.allreduce_s
@@ -248,6 +258,8 @@ class _Run:
             self._send_back(failure)
         if not lost:
             return True
+        if not self.spares:
+            self.gone |= set(lost)
         self._spend("recovery", noticed - self.now + self._jitter(cluster.reconfigure_s))
         loss = self.policy.lose(lost)
         if loss.wiped_out:
@@ -280,5 +292,5 @@ class _Run:
 
 def _estimate(setting: Setting, policy: str) -> Estimate:
     """What the planner expects of this policy on this cluster: its T_c*, and the average step of the best cycles."""
-    redundancy = setting.redundancy if policy in ("spare", "replication") else None
-    return evaluate(setting.cluster, policy, redundancy)
+    hosts = policy in ("spare", "replication") or (setting.hosted and issubclass(POLICIES[policy], StackedQuota))
+    return evaluate(setting.cluster, policy, setting.redundancy if hosts else None)

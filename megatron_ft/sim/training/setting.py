@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal, get_args
 
 from megatron_ft.errors import ConfigError
@@ -11,6 +11,7 @@ from megatron_ft.planner.cluster import Cluster, check_redundancy
 
 Renewal = Literal["system", "groups", "replaced"]
 InRestart = Literal["missing", "none", "again"]
+RestartFinds = Literal["everybody", "survivors", "divisor"]
 Placement = Literal["golomb", "consecutive"]
 
 MIX: tuple[tuple[str, float], ...] = (
@@ -70,9 +71,12 @@ class Setting:
     by N(1, jitter^2). ``patch_in_replication``: the published times of replication are explained by a masked failure
     costing one stack there too, although a copy of the work exists; False takes the copy. ``in_restart``: a group that
     fails during a restart is *missing* after it; or *none* fails then; or the restart begins *again*, which with the
-    published numbers (a failure every 300 s, a restart of 3600 s) never ends. ``hosted``: quotas plan on their stacks of
-    ``redundancy`` shards; False: everybody may compute everything. ``read_s``: reading one shard ahead takes so long, in
-    the background; a step cannot begin before its stack is there. ``shard_gb``: memory for one.
+    published numbers (a failure every 300 s, a restart of 3600 s) never ends. ``restart_finds``: *everybody*, as spare
+    nodes replace what is lost; or only the *survivors*, who share the same global batch; or only as many of them as
+    divide it (*divisor*: an engine that knows no uneven quotas). ``duration_s``: when the job's time is over.
+    ``hosted``: quotas plan on their stacks of ``redundancy`` shards; False: everybody may compute everything.
+    ``read_s``: reading one shard ahead takes so long, in the background; a step cannot begin before its stack is there.
+    ``shard_gb``: memory for one.
     """
 
     cluster: Cluster
@@ -81,6 +85,8 @@ class Setting:
     period_s: float | None = None
     jitter: float = 0.05
     in_restart: InRestart = "missing"
+    restart_finds: RestartFinds = "everybody"
+    duration_s: float = inf
     placement: Placement = "golomb"
     hosted: bool = True
     patch_in_replication: bool = True
@@ -90,11 +96,14 @@ class Setting:
     def __post_init__(self) -> None:
         check_redundancy(self.redundancy, self.cluster.groups)
         _one_of("in_restart", self.in_restart, get_args(InRestart))
+        _one_of("restart_finds", self.restart_finds, get_args(RestartFinds))
         _one_of("placement", self.placement, get_args(Placement))
         if not 0 <= _number("jitter", self.jitter) <= 0.3:
             raise ConfigError(f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative")
         for name in ("read_s", "shard_gb"):
             _number(name, getattr(self, name))
+        if self.duration_s != inf:
+            _number("duration_s", self.duration_s, positive=True)
         if self.period_s is not None:
             _number("period_s", self.period_s, positive=True)
         if self.failures.rack_groups > self.cluster.groups:
