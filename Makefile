@@ -45,6 +45,7 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/kill_to_commit.py
 	$(BIN)/python benchmarks/decisions.py
+	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simgrid.py
 
 # make clean  delete environment, data and runs
