@@ -46,7 +46,8 @@ def one_run_each(size: studies.Size, repeats: int) -> list[dict[str, Any]]:
         row |= {"median_s": statistics.median(times), "asked_s": RUN_S}
         rows.append(row)
         verdict = "ok" if row["median_s"] <= RUN_S else "MISS"
-        print(f"{method:22} N={N:<5} r={r or '-':<3} {row['median_s']:6.2f} s (most {max(times):.2f})  {verdict}", flush=True)
+        took = f"{row['median_s']:6.2f} s (most {max(times):.2f})"
+        print(f"{method:22} N={N:<5} r={r or '-':<3} {took}  {verdict}", flush=True)
     return rows
 
 
