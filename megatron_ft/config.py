@@ -43,6 +43,12 @@ def _auto_or_count(name: str, value: Any) -> int | str:
     return value
 
 
+def _auto_or_seconds(name: str, value: Any) -> float | str:
+    if value != AUTO and (not _is_number(value) or value <= 0):
+        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a number of seconds > 0')
+    return value if value == AUTO else float(value)
+
+
 def _auto_or_domains(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...] | str:
     if value == AUTO:
         return value
@@ -57,7 +63,7 @@ def _auto_or_domains(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorConfig:
-    """When a survivor gives up waiting. Deaths that an agent sees need none of these: they are known at once."""
+    """When somebody is given up. Deaths that an agent sees need none of these: they are known at once."""
 
     collective_timeout_s: float = 1800.0
     """A collective of the outer communicator that takes longer ends its epoch."""
@@ -65,7 +71,13 @@ class DetectorConfig:
     """A live group whose report does not come in time at the end of an epoch is left out of the next view. Must be longer
     than its longest microbatch: a group reports between two microbatches."""
 
+    stopped_timeout_s: float = 0.5
+    """A rank whose process is stopped (SIGSTOP) for longer is out."""
+    hang_timeout_s: float | str = field(default=AUTO, metadata={"read": _auto_or_seconds})
+    """A rank that works on one thing for longer is out. Auto: ten times the longest so far, at least a minute."""
+
     def check(self) -> None:
+        _positive("fault_tolerance.detector.stopped_timeout_s", self.stopped_timeout_s)
         _positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)
         _positive("fault_tolerance.detector.report_timeout_s", self.report_timeout_s)
 

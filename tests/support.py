@@ -90,6 +90,8 @@ def start(
     **changes,
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher."""
+    # A hold freezes a rank until somebody strikes it: on a busy machine longer than the detector would wait.
+    changes["detector"] = {"stopped_timeout_s": TIMEOUT_S, **changes.get("detector", {})}
     config = write_config(directory.with_suffix(".json"), **changes)
     own = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     arguments = command(

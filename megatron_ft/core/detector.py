@@ -5,6 +5,9 @@ knows who died and why, so its notice is a verdict. A reset connection, a collec
 names nobody: gloo's exception never says who is lost, and every survivor that gives up resets its neighbours in turn.
 Such a signal ends the epoch, and who is missing shows in who reports (``core.membership``).
 
+An agent also looks at its ranks while they live (``core.health``): one that is stopped or stuck is accused by name, and
+out like a dead one.
+
 Assumes: agents tell the truth about their own children; a notice may arrive late, twice or about a group that is no
 longer a member, and is ignored then.
 """
@@ -34,7 +37,19 @@ class Reset:
     detail: str
 
 
-Signal = Ended | Reset
+@dataclass(frozen=True)
+class GivenUp:
+    """An agent gave up one of its living processes: stopped, or stuck in one piece of work (``core.health``)."""
+
+    group: GroupId
+    position: int
+    pid: int
+    host: str
+    why: str
+    incarnation: int = 0
+
+
+Signal = Ended | Reset | GivenUp
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,8 @@ def judge(signal: Signal) -> Verdict:
     match signal:
         case Ended(exit=exit_, incarnation=incarnation):
             return Verdict(str(exit_), dead=exit_.group, incarnation=incarnation)
+        case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
+            return Verdict(f"rank {position} on {host} (pid {pid}) {why}", dead=group, incarnation=incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
             return Verdict(f"group {by}: {detail}", broken=epoch)
     raise TypeError(f"judge: {signal!r} is not a signal")
@@ -64,14 +81,17 @@ def to_json(signal: Signal) -> dict[str, Any]:
     """The wire form of a signal on the control store's notice log."""
     if isinstance(signal, Ended):
         return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
-    return {"kind": "reset", "epoch": signal.epoch, "by": signal.by, "detail": signal.detail}
+    return {"kind": "reset" if isinstance(signal, Reset) else "given-up", **vars(signal)}
 
 
 def from_json(raw: dict[str, Any]) -> Signal:
     """Inverse of :func:`to_json`. Raises ``ValueError`` for a kind this version does not know."""
-    fields = {key: value for key, value in raw.items() if key not in ("kind", "incarnation")}
+    fields = {key: value for key, value in raw.items() if key != "kind"}
     if raw["kind"] == "ended":
-        return Ended(Exit(**fields), raw["incarnation"])
+        incarnation = fields.pop("incarnation")
+        return Ended(Exit(**fields), incarnation)
     if raw["kind"] == "reset":
         return Reset(**fields)
+    if raw["kind"] == "given-up":
+        return GivenUp(**fields)
     raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft import config as config_module
-from megatron_ft.core import detector
+from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import bootstrap
-from megatron_ft.runtime import history, store, watcher
+from megatron_ft.launch import bootstrap, monitor
+from megatron_ft.runtime import history, pulse, store, watcher
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.types import Exit
 
@@ -65,6 +65,7 @@ class _Rank:
     started: float
     log: Path
     error: Path
+    watched: monitor.Watched
     ended: float | None = field(default=None)
 
     def message(self) -> str:
@@ -95,6 +96,8 @@ class Agent:
         self._server, self._port = store.host(_HOST, options.port)
         self._store = store.ControlStore((_HOST, self._port), self._run_id, timeout_s=30.0)
         self._ranks: list[_Rank] = []
+        self._pulses = pulse.directory()
+        self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
         self._exits: list[tuple[_Rank, Exit]] = []
         self._signalled: signal.Signals | None = None
         self._tracker: subprocess.Popen | None = None
@@ -129,7 +132,9 @@ class Agent:
         env = RankEnvironment(self._run_id, group, position, (_HOST, self._port), self._run_dir, self._config).to_env()
         threads = max(1, (os.cpu_count() or 1) // (self._config.groups * self._config.ranks_per_group))
         defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
-        own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error)}
+        beats = self._pulses / name
+        pulse.create(beats)
+        own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
         command = [sys.executable, "-m", "megatron_ft.launch.bootstrap", str(self._options.script)]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -140,19 +145,20 @@ class Agent:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C on the terminal reaches the agent alone
             )
-        return _Rank(group, position, process, time.time(), log, error)
+        return _Rank(group, position, process, time.time(), log, error, monitor.Watched(process.pid, beats))
 
     def _supervise(self, wakeup: _Wakeup) -> None:
         """Until no rank is left: report deaths, forward signals, give up on those that are outside of the ended run."""
         deadline: float | None = None
         while self._living():
-            for number in wakeup.wait(0.2):
+            for number in wakeup.wait(monitor.LOOK_EVERY_S):
                 if number != signal.SIGCHLD:
                     self._forward(signal.Signals(number))
                     deadline = deadline or time.monotonic() + _GRACE_S
             for rank in self._living():
                 if rank.process.poll() is not None:
                     self._buried(rank)
+            self._look()
             if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
                 self._start_tracker()
             if deadline is None and self._ended():
@@ -162,6 +168,17 @@ class Agent:
 
     def _living(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.ended is None]
+
+    def _look(self) -> None:
+        """Give up ranks that live but will not go on by themselves."""
+        living = {rank.watched.pid: rank for rank in self._living()}
+        for watched in self._monitor.look([rank.watched for rank in living.values()]):
+            rank, host = living[watched.pid], socket.gethostname()
+            accused = detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up)
+            watcher.announce(self._store, accused)
+            fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, "host": host}
+            detail = {"signal": None, "code": None, "detail": watched.given_up}
+            self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
 
     def _buried(self, rank: _Rank) -> None:
         """A rank has ended: tell the survivors first, then the record."""
@@ -180,21 +197,21 @@ class Agent:
         if not self._ended():
             watcher.announce(self._store, detector.Ended(death))
             self._exits.append((rank, death))
-            if self._signalled is None:
-                self._record_fault(death, noticed)
+            if self._signalled is None and not rank.watched.given_up:
+                self._record_fault(asdict(death), noticed, "agent's waitpid")
         self._write_ranks()
 
-    def _record_fault(self, death: Exit, noticed: float) -> None:
+    def _record_fault(self, fields: dict[str, Any], noticed: float, how: str) -> None:
         """``detected_s`` counts from the injection where the fault was injected; else nobody knows when it began."""
         injected = [
             line["t"]
             for line in history.read(self._run_dir)
-            if line["event"] == "inject" and line.get("pid") == death.pid
+            if line["event"] == "inject" and line.get("pid") == fields["pid"]
         ]
         self._note(
             "fault",
-            **asdict(death),
-            how="agent's waitpid",
+            **fields,
+            how=how,
             detected_s=round(noticed - injected[-1], 6) if injected else None,
         )
 
@@ -216,6 +233,7 @@ class Agent:
             rank.process.wait()
             rank.ended = time.time()
         self._write_ranks()
+        shutil.rmtree(self._pulses, ignore_errors=True)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -306,6 +324,11 @@ class Agent:
         except subprocess.TimeoutExpired:
             self._tracker.kill()
             self._tracker.wait()
+
+
+def _limits(settings: config_module.DetectorConfig) -> health.Limits:
+    hang_s = None if settings.hang_timeout_s == config_module.AUTO else float(settings.hang_timeout_s)
+    return health.Limits(settings.stopped_timeout_s, hang_s, settings.collective_timeout_s)
 
 
 class _Wakeup:

@@ -34,6 +34,7 @@ from megatron_ft.runtime.history import History
 from megatron_ft.runtime.interruption import Interruptions
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
 from megatron_ft.runtime.points import Points
+from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Microbatch, View
@@ -77,6 +78,7 @@ class Session:
         self.config = env.config
         self.group = env.group
         self._points = Points.from_env(env.group)
+        self._pulse = Pulse.from_env()
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
         self._history = History(env.run_dir)
         self._timeline = Timeline(env.run_dir, env.group, env.position)
@@ -97,6 +99,7 @@ class Session:
             raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
         self._first_view = self._committed_under = View.from_json(first)
         watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
+        self._pulse.start()
 
     # --- what a user touches ------------------------------------------------------------------------------------------
 
@@ -164,6 +167,7 @@ class Session:
             self._drain_verdicts()
             self._perform(self._next)
         self._record_step(time.monotonic() - started)
+        self._pulse.enter("outside")
         return self._result
 
     # --- entering and leaving -----------------------------------------------------------------------------------------
@@ -188,6 +192,7 @@ class Session:
 
     def _finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
+        self._pulse.enter("waiting")
         self._prefetcher.close()
         norm, sha256 = self._engine.fingerprint()
         self._store.set(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
@@ -263,6 +268,7 @@ class Session:
 
     def _perform(self, action: recovery.Action) -> None:
         """Do the one thing the training thread has to do now, and report it to the core."""
+        self._pulse.enter("working" if isinstance(action, recovery.Compute | recovery.Update) else "waiting")
         match action:
             case recovery.Compute(microbatch=microbatch, patch=patch):
                 self._compute(microbatch, patch)
@@ -299,6 +305,7 @@ class Session:
             seed = microbatch_seed(self.config.fault_tolerance.seed, microbatch)
             self._engine.compute(microbatch, batch, seed, self._progress(step))
         self._interruptions.computed(microbatch, patch, prefetched, time.monotonic() - started)
+        self._pulse.advance()
         self._feed(recovery.Computed(microbatch))
 
     def _begin_prefetch(self, dataset: Dataset) -> None:
@@ -339,6 +346,7 @@ class Session:
     def _update(self, step: int) -> None:
         with self._timeline.span("update"):
             self._result = self._engine.update(step, self.config.microbatches, self._progress(step))
+        self._pulse.advance()
         self._committed_under = self._state.view  # the next view may be there before the step is recorded
         self._feed(recovery.Updated(step))
 

@@ -17,8 +17,8 @@ from tests import support
     "hold", [Hold(2, 3, "reduce", 1), Hold(0, 3, "update")], ids=["in an all-reduce", "the writer, before it wrote"]
 )
 def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference, hold):
-    """Nobody sees it die: the collective's timeout ends the epoch, its missing report leaves it out (hard case 18)."""
-    detector = {"collective_timeout_s": 3.0, "report_timeout_s": 3.0}
+    """Its agent sees it stopped; nobody waits for a timeout of a collective or a report (hard case 18)."""
+    detector = {"stopped_timeout_s": 0.5}
     run = support.start(tmp_path / "run", data_dir, [hold], detector=detector)
     support.wait_for(lambda: any(hold.group not in line["live"] for line in run.events("step")), run)
     frozen = inject.pid_of(run.directory, hold.group)
@@ -26,7 +26,8 @@ def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir,
     os.kill(frozen, signal.SIGCONT)
     run.check(reference)
     view = run.events("view")[1]
-    assert "no report within 3 s" in view["lost"][str(hold.group)]
+    assert f"(pid {frozen}) is stopped (process state T)" in view["lost"][str(hold.group)]
+    assert [line["pid"] for line in run.events("fault")] == [frozen]
     assert [line["group"] for line in run.events("survivor")] == [g for g in range(support.GROUPS) if g != hold.group]
     log = (run.directory / "logs" / f"g{hold.group}.p0.log").read_text()
     assert f"group {hold.group} is outside view 1" in log

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.detector import Ended, Reset, from_json, judge, to_json
+from megatron_ft.core.detector import Ended, GivenUp, Reset, from_json, judge, to_json
 from megatron_ft.types import Exit
 
 numbers = st.integers(0, 10**6)
@@ -22,6 +22,18 @@ exits = st.builds(
 )
 ends = st.builds(Ended, exits, numbers)
 resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
+
+accusations = st.builds(
+    GivenUp, group=numbers, position=numbers, pid=numbers, host=st.text(min_size=1), why=st.text(), incarnation=numbers
+)
+
+
+@given(accusations)
+def test_who_is_given_up_is_out_with_the_reason(signal):
+    verdict = judge(signal)
+    assert (verdict.dead, verdict.incarnation, verdict.broken) == (signal.group, signal.incarnation, None)
+    for word in (f"rank {signal.position}", signal.host, f"pid {signal.pid}", signal.why):
+        assert word in verdict.reason
 
 
 @given(ends)
@@ -42,7 +54,7 @@ def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
     assert verdict.reason == f"group {signal.by}: {signal.detail}"
 
 
-@given(ends | resets)
+@given(ends | resets | accusations)
 def test_the_wire_form_keeps_everything(signal):
     assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
 

@@ -1,0 +1,175 @@
+"""A rank that is stopped or stuck is given up, one that is only busy never is; real processes for the agent's look."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.health import LOOK_S, Health, Limits, Sample, look
+from megatron_ft.launch.monitor import Monitor, Watched
+from megatron_ft.runtime import pulse
+
+LOOK = 0.1
+
+
+def run(samples, limits=None, step_s=LOOK):
+    """Feed (sample, how many looks); the first verdict with the time it came, or the health at the end."""
+    limits, health, now = limits or Limits(), Health(), 0.0
+    for sample, looks in samples:
+        for _ in range(looks):
+            health, why = look(health, sample, now, limits)
+            if why:
+                return now, why
+            now += step_s
+    return health
+
+
+def working(progress, state="R", beats=0, cpu_s=0.0, phase="working"):
+    return Sample(state, cpu_s, beats, progress, phase)
+
+
+def warm(pieces=4, looks=2):
+    """So much has been finished, each in that many looks."""
+    return [(working(progress), looks) for progress in range(pieces)]
+
+
+def test_a_stopped_rank_is_given_up_after_half_a_second():
+    now, why = run([*warm(), (working(4, state="T"), 100)])
+    assert why.startswith("is stopped (process state T) for 0.5 s") and now == pytest.approx(0.8 + 0.5)
+
+
+def test_a_short_stop_is_none():
+    """A debugger or a profiler looks in; what goes on afterwards has not finished a long piece of work."""
+    health = run([*warm(), (working(4, state="T"), 4), (working(4), 1), (working(5), 1)])
+    assert health.stopped_s == 0 and health.longest_s <= 0.3 + LOOK
+
+
+@pytest.mark.parametrize(
+    "sample, words",
+    [
+        (working(4, beats=7), "its Python does not run (something holds the GIL)"),
+        (working(4, state="D"), "inside the kernel (state D"),
+    ],
+)
+def test_a_stuck_rank_is_given_up_with_what_it_hangs_in(sample, words):
+    now, why = run([*warm(), (sample, 10_000)])
+    assert words in why and "60 s allowed: the least" in why and now > 60
+
+
+def test_python_that_runs_is_told_apart():
+    samples = [(working(4, beats=beat, cpu_s=beat / 10), 1) for beat in range(2000)]
+    _, why = run([*warm(), *samples])
+    assert "its Python runs, the training thread does not return, it uses the processor" in why
+
+
+def test_the_limit_is_learned():
+    """Pieces of work of 30 s: one of 4 minutes is busy, one of 6 is stuck."""
+    warm_up = warm(pieces=5, looks=300)
+    assert isinstance(run([*warm_up, (working(5), 2400)]), Health)
+    now, why = run([*warm_up, (working(5), 5000)])
+    assert "10 times the longest so far, 30" in why
+
+
+def test_the_first_pieces_and_the_users_own_code_may_take_long():
+    assert isinstance(run([(working(0), 10_000)]), Health)
+    assert isinstance(run([*warm(), (working(4, phase="outside"), 10_000)]), Health)
+    _, why = run([*warm(), (working(4, phase="outside"), 20_000)])
+    assert "1800 s allowed: between two steps" in why
+
+
+def test_a_setting_beats_what_was_learned():
+    now, why = run([*warm(pieces=5, looks=100), (working(5), 100)], Limits(hang_s=3.0))
+    assert "3 s allowed: hang_timeout_s" in why
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(Sample, st.sampled_from("RSD"), st.floats(0, 9), *[st.integers(0, 3)] * 2, st.just("waiting")),
+            st.integers(1, 50),
+        ),
+        max_size=20,
+    )
+)
+def test_who_waits_for_others_is_never_given_up(samples):
+    assert isinstance(run(samples, Limits(hang_s=0.2)), Health)
+
+
+@given(st.floats(1, 1e6))
+def test_time_in_which_nobody_looked_does_not_count(gap_s):
+    """The agent's host was suspended: both processes stood still, and one look afterwards must not end the rank."""
+    health, _ = look(Health(), working(0), 0.0, Limits())
+    health, why = look(health, working(0, state="T"), gap_s, Limits())
+    assert not why and health.stopped_s <= LOOK_S
+    health, why = look(health, working(0, state="T"), 2 * gap_s, Limits(hang_s=0.1))
+    assert not why and health.still_s <= LOOK_S
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+CHILD = """
+import ctypes, sys, time
+from pathlib import Path
+from megatron_ft.runtime.pulse import Pulse
+pulse = Pulse(Path(sys.argv[1]))
+pulse.start()
+for _ in range(5):
+    pulse.enter("working"); pulse.advance(); time.sleep(0.15)
+print("ready", flush=True)
+if sys.argv[2] == "gil":
+    ctypes.PyDLL(None).usleep(600_000_000)  # PyDLL keeps the GIL
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    started = []
+
+    def start(what: str) -> Watched:
+        path = tmp_path / "pulse"
+        pulse.create(path)
+        process = subprocess.Popen([sys.executable, "-c", CHILD, path, what], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return Watched(process.pid, path), process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def watch(monitor, watched, until, limit_s=60.0):
+    """Look as the agent does, until it is true."""
+    deadline = time.monotonic() + limit_s
+    while not until():
+        assert time.monotonic() < deadline, watched
+        monitor.look([watched])
+        select.select([], [], [], 0.02)
+
+
+@pytest.mark.parametrize("what, words", [("gil", "something holds the GIL"), ("sleep", "its Python runs")])
+def test_a_hang_is_found_and_named(child, what, words):
+    watched, process = child(what)
+    monitor = Monitor(Limits(hang_s=2.0))
+    watch(monitor, watched, lambda: bool(watched.given_up))
+    assert words in watched.given_up and process.poll() is None, "it is given up, not killed"
+
+
+def test_a_stopped_process_is_found_and_a_dead_one_is_left_to_waitpid(child):
+    watched, process = child("sleep")
+    monitor = Monitor(Limits())
+    watch(monitor, watched, lambda: watched.health.finished >= 3)
+    os.kill(process.pid, signal.SIGSTOP)
+    watch(monitor, watched, lambda: bool(watched.given_up))
+    assert "is stopped (process state T)" in watched.given_up
+    other = Watched(process.pid, watched.pulse)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert Monitor(Limits(stopped_s=1e-9)).look([other]) == [] and other.health == Health()
