@@ -112,6 +112,13 @@ class World:
         epoch = self.alive[me].state.view.epoch
         self.notices.append(recovery.Broke(epoch, f"group {me}: connection reset"))
 
+    def miss(self, by: tuple[int, ...], about: tuple[int, ...], heard: bool = False) -> None:
+        """The agent of a host hears nothing of another one, or does again; a host is its groups."""
+        by_name, about_name = ("host " + "+".join("ABCDEF"[g] for g in unit) for unit in (by, about))
+        reason = f"{by_name} hears {about_name} again" if heard else f"{by_name} hears nothing of {about_name}"
+        self.say(reason)
+        self.notices.append(recovery.Missed(by, about, reason, heard))
+
     def store_away(self) -> None:
         """No notice, report or view can be written or read."""
         self.say("the store is unreachable")
@@ -313,8 +320,8 @@ class World:
         self.ask(self.rng.choice(free))
         return True
 
-    def run(self, kills: int, joins: int = 0, max_turns: int = 20_000) -> None:
-        """Random schedule with so many random deaths and entries; returns when every live group has finished.
+    def run(self, kills: int, joins: int = 0, cuts: int = 0, max_turns: int = 20_000) -> None:
+        """Random schedule with so many random deaths, entries and cuts; returns when every live group has finished.
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
         """
@@ -326,6 +333,9 @@ class World:
                 self.break_epoch()
             if joins and self.rng.random() < 0.03:
                 joins -= self.come_or_go()
+            if cuts and self.rng.random() < 0.03:
+                cuts -= 1
+                self.cut()
             movers = sorted(self.alive)
             self.rng.shuffle(movers)
             heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
@@ -340,10 +350,24 @@ class World:
                     self.notice(me)
                     break
             else:
+                if any(g.state.cut and g.state.reported and not g.state.stopped for g in self.alive.values()):
+                    self.now += 1.0
+                    for me in movers:
+                        self.feed(me, recovery.Tick())
+                    continue
                 if all(isinstance(group.action, recovery.Finish | recovery.Stop) for group in self.alive.values()):
                     return
                 raise AssertionError(f"stuck: {[(me, group.action) for me, group in sorted(self.alive.items())]}")
         raise AssertionError(f"no end after {max_turns} turns")
+
+    def cut(self) -> None:
+        """Two hosts of one group each do not hear each other, from one side or both; sometimes it heals."""
+        by, about = ((group,) for group in self.rng.sample(range(self.job.shards), 2))
+        self.miss(by, about)
+        if self.rng.random() < 0.5:
+            self.miss(about, by)
+        if self.rng.random() < 0.3:
+            self.miss(by, about, heard=True)
 
     def break_epoch(self) -> None:
         """A connection resets although nobody died; rare, and only one per epoch."""

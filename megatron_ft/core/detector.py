@@ -49,17 +49,34 @@ class GivenUp:
     incarnation: int = 0
 
 
-Signal = Ended | Reset | GivenUp
+@dataclass(frozen=True)
+class Silent:
+    """The agent of host ``by`` hears nothing of host ``about``; ``heard`` takes it back. Both with their groups."""
+
+    by: str
+    about: str
+    groups_by: tuple[GroupId, ...]
+    groups_about: tuple[GroupId, ...]
+    silent_s: float
+    heard: bool = False
+
+
+Signal = Ended | Reset | GivenUp | Silent
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Either ``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over."""
+    """``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over.
+
+    Or ``silent`` the groups of two hosts that do not hear each other (who says so, about whom); ``heard``: they do again.
+    """
 
     reason: str
     dead: GroupId | None = None
     incarnation: int = 0
     broken: int | None = None
+    silent: tuple[tuple[GroupId, ...], tuple[GroupId, ...]] | None = None
+    heard: bool = False
 
 
 def judge(signal: Signal) -> Verdict:
@@ -74,14 +91,23 @@ def judge(signal: Signal) -> Verdict:
             return Verdict(f"rank {position} on {host} (pid {pid}) {why}", dead=group, incarnation=incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
             return Verdict(f"group {by}: {detail}", broken=epoch)
+        case Silent(by=by, about=about, heard=True):
+            pair = (signal.groups_by, signal.groups_about)
+            return Verdict(f"host {by} hears host {about} again", silent=pair, heard=True)
+        case Silent(by=by, about=about, silent_s=silent_s):
+            pair = (signal.groups_by, signal.groups_about)
+            return Verdict(f"host {by} has heard nothing of host {about} for {silent_s:.1f} s", silent=pair)
     raise TypeError(f"judge: {signal!r} is not a signal")
+
+
+_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent"}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:
     """The wire form of a signal on the control store's notice log."""
     if isinstance(signal, Ended):
         return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
-    return {"kind": "reset" if isinstance(signal, Reset) else "given-up", **vars(signal)}
+    return {"kind": _KINDS[type(signal)], **vars(signal)}
 
 
 def from_json(raw: dict[str, Any]) -> Signal:
@@ -90,8 +116,7 @@ def from_json(raw: dict[str, Any]) -> Signal:
     if raw["kind"] == "ended":
         incarnation = fields.pop("incarnation")
         return Ended(Exit(**fields), incarnation)
-    if raw["kind"] == "reset":
-        return Reset(**fields)
-    if raw["kind"] == "given-up":
-        return GivenUp(**fields)
+    for kind, name in _KINDS.items():
+        if raw["kind"] == name:
+            return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
     raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")

@@ -74,6 +74,16 @@ class Broke:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """The groups of one host do not hear those of another, or do again (``heard``); which of them is cut off is not said."""
+
+    by: tuple[GroupId, ...]
+    about: tuple[GroupId, ...]
+    reason: str
+    heard: bool = False
+
+
+@dataclass(frozen=True)
 class ReportSeen:
     report: Report
 
@@ -90,7 +100,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Computed | Connected | Transferred | Reduced | Updated | Died | Asked | Broke | ReportSeen | ViewSeen | Tick
+Event = Computed | Connected | Transferred | Reduced | Updated | Died | Asked | Broke | Missed | ReportSeen | ViewSeen | Tick
 
 
 # Actions: what the shell must do. -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_ft.core import membership, scheduler
+from megatron_ft.core import links, membership, scheduler
 from megatron_ft.core.protocol import (
     Abort,
     Action,
@@ -39,6 +39,7 @@ from megatron_ft.core.protocol import (
     Died,
     Event,
     Finish,
+    Missed,
     Propose,
     Publish,
     Reduce,
@@ -63,6 +64,7 @@ _LOOKS = 10
 class Job:
     """What is fixed for the whole run. ``shards`` is N, ``per_shard`` is G, ``buckets`` how many gradient buckets.
 
+    ``settle_s``: when hosts do not hear each other, nobody leaves before all have had the time to say so.
     ``placement`` says who hosts which shards; without one everybody hosts everything.
     """
 
@@ -72,6 +74,7 @@ class Job:
     steps: int
     min_groups: int = 1
     report_timeout_s: float = 60.0
+    settle_s: float = 0.3
     placement: Placement | None = None
 
     @property
@@ -87,7 +90,8 @@ class GroupState:
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
     before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
-    ``graves`` the newest incarnation of each group that is known to be dead, whether it ever had a seat or not.
+    ``graves`` the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed``
+    the hosts (as their groups) that do not hear each other, with the reason.
     """
 
     me: GroupId
@@ -109,6 +113,7 @@ class GroupState:
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     asking: Mapping[GroupId, int] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
+    missed: Mapping[tuple[links.Unit, links.Unit], str] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
     stopped: str = ""
@@ -127,6 +132,12 @@ class GroupState:
             for group, (incarnation, reason) in self.graves.items()
             if group in self.view.live and incarnation >= seats.get(group, 0)
         }
+
+    @property
+    def cut(self) -> dict[links.Unit, str]:
+        """Pairs of hosts with live groups that do not hear each other."""
+        live = set(self.view.live) - self.dead.keys()
+        return {pair: why for pair, why in self.missed.items() if all(live & set(unit) for unit in pair)}
 
     @property
     def final(self) -> frozenset[Bucket]:
@@ -180,6 +191,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = _asked(state, event)
         case Broke(epoch=epoch, reason=reason):
             state = replace(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
+        case Missed():
+            state = _missed(state, event)
         case ReportSeen(report=report):
             state = _report(state, report)
         case ViewSeen(view=view):
@@ -249,6 +262,11 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
     return replace(state, asking={**state.asking, event.group: event.incarnation})
 
 
+def _missed(state: GroupState, event: Missed) -> GroupState:
+    others = {pair: why for pair, why in state.missed.items() if pair != (event.by, event.about)}
+    return replace(state, missed=others if event.heard else {**others, (event.by, event.about): event.reason})
+
+
 def _seat(view: View, group: GroupId) -> int:
     """The newest incarnation of ``group`` that ever had a seat; -1 if none had."""
     return view.incarnations.get(group, 0 if group in view.live else -1)
@@ -300,13 +318,15 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     broken it.
     """
     epoch, entry = state.view.epoch, _entry(state)
-    reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or entry
+    # Who hears of a cut late may hear at the same time that it has healed, and would stay in an epoch the others left.
+    untold = "; ".join(state.cut.values()) or entry
+    reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or untold
     if state.reported or state.stopped or not reason:
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = replace(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
-    announcement = (Announce(epoch, reason),) if reason == entry else ()
+    announcement = (Announce(epoch, reason),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
 
 
@@ -349,8 +369,21 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
     if state.waited_s >= state.job.report_timeout_s:
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
-    view = membership.next_view(state.view, state.reports, state.dead, silent, state.closed_by, state.asking)
+    if state.cut and state.waited_s < state.job.settle_s:
+        return ()
+    dead = {**_cut_off(state), **state.dead}
+    view = membership.next_view(state.view, state.reports, dead, silent, state.closed_by, state.asking)
     return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
+
+
+def _cut_off(state: GroupState) -> dict[GroupId, str]:
+    """Who leaves because hosts do not hear each other, with what was said about it."""
+    cut = state.cut
+    leaving = links.who_leaves(cut, set(state.view.live) - state.dead.keys())
+    return {
+        group: "cut off: " + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
+        for group in sorted(leaving)
+    }
 
 
 def _has_say(state: GroupState) -> bool:

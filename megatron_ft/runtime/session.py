@@ -232,7 +232,7 @@ class Session:
         self._verdicts.put(verdict)
         with self._outer_lock:
             outer = self._outer
-            if outer is not None and (verdict.dead in outer.members or verdict.broken == outer.epoch):
+            if outer is not None and _concerns(verdict, outer):
                 outer.abort()
 
     def _store_lost(self, error: StoreError) -> None:
@@ -241,7 +241,9 @@ class Session:
     def _drain_verdicts(self) -> None:
         while not self._verdicts.empty():
             verdict = self._verdicts.get()
-            if verdict.dead is not None:
+            if verdict.silent is not None:
+                self._feed(recovery.Missed(*verdict.silent, verdict.reason, verdict.heard))
+            elif verdict.dead is not None:
                 self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation))
             else:
                 self._feed(recovery.Broke(verdict.broken, verdict.reason))
@@ -460,6 +462,13 @@ class Session:
             duration_s=round(duration_s, 6),
         )
         self._timeline.write(result.step, view.epoch)
+
+
+def _concerns(verdict: detector.Verdict, outer: OuterCommunicator) -> bool:
+    """Whether the verdict ends the epoch of this communicator; the core will say so too."""
+    if verdict.silent is not None:
+        return not verdict.heard and all(set(unit) & set(outer.members) for unit in verdict.silent)
+    return verdict.dead in outer.members or verdict.broken == outer.epoch
 
 
 def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:

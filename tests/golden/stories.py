@@ -388,6 +388,66 @@ def case_11_again(world: World) -> Iterator[None]:
     assert world.views[2].joined == (D,) and world.views[2].incarnations == {D: 1}
 
 
+def case_12(world: World) -> Iterator[None]:
+    """Hard case 12: the link between A and B is cut, both reach the store. Both say so, nobody else misses anybody: one
+    of them leaves, never both."""
+    everybody_reduces(world)
+    world.miss((A,), (B,))
+    world.miss((B,), (A,))
+    everybody_hears(world)
+    assert sorted(world.views) == [0], "nobody leaves before everybody could have said something"
+    world.wait(6)
+    yield
+    committed(world, A=2, B=0, C=2, D=2)
+    outside(world, B)
+    assert list(world.views[1].lost) == [B]
+
+
+def case_12_healed(world: World) -> Iterator[None]:
+    """Hard case 12, and the link comes back before anybody had to leave: the step is reduced again by everybody."""
+    everybody_reduces(world)
+    world.miss((A,), (B,))
+    everybody_hears(world)
+    world.miss((A,), (B,), heard=True)
+    everybody_hears(world)
+    yield
+    committed(world, A=2, B=2, C=2, D=2)
+    assert world.views[1].live == (A, B, C, D)
+
+
+def case_13_observer(world: World) -> Iterator[None]:
+    """Hard case 13, with agents that hear: A reaches the store but no other host. It says first that all of them are
+    silent; two of the others say the same of it. It is A that leaves, and A that says so."""
+    everybody_reduces(world)
+    for other in (B, C, D):
+        world.miss((A,), (other,))
+    world.miss((C,), (A,))
+    world.miss((B,), (A,))
+    everybody_hears(world)
+    world.wait(6)
+    yield
+    committed(world, A=0, B=2, C=2, D=2)
+    outside(world, A)
+    assert list(world.views[1].lost) == [A] and len(world.views) == 2
+
+
+def case_12_host(world: World) -> Iterator[None]:
+    """A whole host, with C and D on it, is gone: nobody waits for a report, and A and B, on one host, do all the work."""
+    everybody_reduces(world)
+    world.freeze(C)
+    world.freeze(D)
+    world.miss((A, B), (C, D))
+    for me in (A, B):
+        world.notice(me)
+    world.wait(6)
+    until_view(world, 1)
+    world.thaw(C)
+    world.thaw(D)
+    yield
+    committed(world, A=2, B=2, C=0, D=0)
+    assert sorted(world.views[1].lost) == [C, D]
+
+
 def case_13(world: World) -> Iterator[None]:
     """Hard case 13: A is cut off from everybody and believes it is the others who died; they reach the store first, so
     A's own view loses, and it leaves."""

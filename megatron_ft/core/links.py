@@ -1,0 +1,79 @@
+"""Hosts that do not hear each other: when silence counts, and who leaves.
+
+Every agent sends a beat to every other one, ten times a second. A beat that does not come says little: the other host is
+gone, or the way from it, or the way *to* it, or it was too busy. So silence accuses a pair of hosts, not one of them, and
+what all agents say is put together before anybody leaves (hard cases 12 and 13):
+
+- who misses, or is missed by, the most others leaves first, until no two that stay miss each other. One that is cut off
+  from everybody but the control store is *itself* the one that leaves, whatever it believes;
+- among equals one that has not said anything itself: it is probably gone; then the one with fewer live groups; then the
+  one with the higher number, so that everybody would decide the same.
+
+Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_ft.types import GroupId
+
+LISTEN_S = 0.25
+"""The most that one look adds to a silence."""
+_FACTOR = 3.0
+_GAP_FORGOTTEN = 0.999
+"""The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
+
+Unit = tuple[GroupId, ...]
+"""The groups of one host: they are reached, and lost, together."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What an agent knows of another: the beats it heard, for how long none came, and the longest gap between two."""
+
+    looked: float | None = None
+    beats: int = 0
+    silent_s: float = 0.0
+    longest_s: float = 0.0
+    lost: bool = False
+
+    def timeout_s(self, least_s: float) -> float:
+        """How long a silence may last: three times the longest gap, as long as that is remembered."""
+        return max(least_s, _FACTOR * self.longest_s)
+
+
+def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
+    """Take in how many beats have come so far. Its ``lost`` says whether the other is silent for too long."""
+    if peer.looked is None:
+        return replace(peer, looked=now, beats=beats)
+    silent_s = peer.silent_s + min(max(now - peer.looked, 0.0), LISTEN_S)
+    if beats == peer.beats:
+        return replace(peer, looked=now, silent_s=silent_s, lost=peer.lost or silent_s > peer.timeout_s(least_s))
+    # A silence that led to an accusation is an outage, and must not make the next one be noticed later.
+    longest_s = peer.longest_s if peer.lost else max(peer.longest_s * _GAP_FORGOTTEN ** (beats - peer.beats), silent_s)
+    return replace(peer, looked=now, beats=beats, silent_s=0.0, longest_s=longest_s, lost=False)
+
+
+def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId]) -> frozenset[GroupId]:
+    """The groups to leave out, so that no two hosts that stay miss each other. ``silences``: (who says so, about whom)."""
+    present = set(live)
+    pairs = {(by, about) for by, about in silences if present & set(by) and present & set(about) and by != about}
+    speakers = {by for by, _ in pairs}
+    leaving: set[GroupId] = set()
+    while pairs:
+        missed: dict[Unit, set[Unit]] = {}
+        for by, about in pairs:
+            missed.setdefault(by, set()).add(about)
+            missed.setdefault(about, set()).add(by)
+        worst = max(missed, key=lambda unit: _guilt(unit, missed, speakers, present))
+        leaving |= present & set(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return frozenset(leaving)
+
+
+def _guilt(
+    unit: Unit, missed: Mapping[Unit, Collection[Unit]], speakers: Collection[Unit], live: Collection[GroupId]
+) -> tuple[int, bool, int, Unit]:
+    return len(missed[unit]), unit not in speakers, -sum(group in live for group in unit), unit

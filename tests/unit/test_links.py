@@ -1,0 +1,112 @@
+"""Who does not hear whom, when that counts, and who leaves: whatever is said, those that stay hear each other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.links import LISTEN_S, Peer, listen, who_leaves
+
+BEAT, LEAST = 0.1, 0.8
+hosts = st.integers(2, 6).flatmap(lambda n: st.just([(2 * k, 2 * k + 1) for k in range(n)]))
+
+
+def heard(peer, gaps_s, least_s=LEAST, step_s=BEAT):
+    """One beat after each gap; looked at every ``step_s``."""
+    now = 0.0 if peer.looked is None else peer.looked
+    for gap_s in gaps_s:
+        for _ in range(round(gap_s / step_s)):
+            now += step_s
+            peer = listen(peer, peer.beats, now, least_s)
+        peer = listen(peer, peer.beats + 1, now, least_s)
+    return peer
+
+
+def silence(peer, least_s=LEAST, step_s=BEAT):
+    """How long it takes until the peer counts as lost."""
+    now, since = peer.looked, peer.looked
+    while not peer.lost:
+        now += step_s
+        peer = listen(peer, peer.beats, now, least_s)
+    return now - since
+
+
+def test_silence_counts_after_the_least_time():
+    assert silence(heard(Peer(), [BEAT] * 50)) == pytest.approx(LEAST + BEAT, abs=0.15)
+
+
+def test_a_busy_host_is_given_more_time_and_that_is_forgotten():
+    """Gaps of half a second are its habit: silence is three times as long. A thousand regular beats later it is not."""
+    busy = heard(Peer(), [0.5] * 20)
+    assert silence(busy) > 1.4
+    assert silence(heard(busy, [BEAT] * 2000)) == pytest.approx(LEAST + BEAT, abs=0.15)
+
+
+def test_an_outage_is_not_learned():
+    peer = heard(Peer(), [BEAT] * 10)
+    now = peer.looked
+    for _ in range(600):
+        now += BEAT
+        peer = listen(peer, peer.beats, now, LEAST)
+    assert peer.lost
+    peer = heard(peer, [BEAT] * 5)
+    assert not peer.lost and silence(peer) == pytest.approx(LEAST + BEAT, abs=0.15)
+
+
+@given(st.floats(1, 1e6))
+def test_time_in_which_the_agent_did_not_run_is_no_silence(gap_s):
+    peer = listen(heard(Peer(), [BEAT] * 3), 3, 1.0, LEAST)
+    peer = listen(peer, peer.beats, 1.0 + gap_s, LEAST)
+    assert not peer.lost and peer.silent_s <= 2 * LISTEN_S
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40))
+def test_lost_is_only_who_was_silent_for_long_enough(looks):
+    peer, beats, now, silent_s = Peer(), 0, 0.0, 0.0
+    for ticks, beat in looks:
+        now += ticks / 100
+        beats += beat
+        silent_s = silent_s + ticks / 100  # at least what the peer may count
+        peer = listen(peer, beats, now, LEAST)
+        assert not peer.lost or silent_s > LEAST
+        silent_s = 0.0 if beat else silent_s
+
+
+# --- who leaves -------------------------------------------------------------------------------------------------------
+
+A, B, C = (0, 1), (2, 3), (4, 5)
+LIVE = range(6)
+
+
+@pytest.mark.parametrize(
+    "silences, gone",
+    [
+        ([(A, B)], B),  # nobody but A says anything: B is probably gone
+        ([(A, B), (B, A)], B),  # a cut link: the higher
+        ([(A, C), (B, C)], C),  # a dead host
+        ([(A, B), (A, C), (B, A), (C, A)], A),  # A is cut off from everybody
+        ([(A, B), (A, C)], A),  # A hears nobody, and nobody misses anybody: it cannot receive
+        ([(B, A), (C, A), (A, B)], A),  # nobody hears A: it cannot send
+    ],
+)
+def test_the_hard_cases(silences, gone):
+    assert who_leaves(silences, LIVE) == set(gone)
+
+
+def test_a_host_with_fewer_live_groups_leaves():
+    assert who_leaves([(A, B), (B, A)], [1, 2, 3]) == {1}
+
+
+@given(hosts, st.data())
+def test_those_that_stay_hear_each_other_and_somebody_stays(units, data):
+    pairs = st.sampled_from([(a, b) for a in units for b in units if a != b])
+    silences = data.draw(st.sets(pairs, max_size=20))
+    live = data.draw(st.sets(st.integers(0, 2 * len(units) - 1), min_size=1))
+    leaving = who_leaves(silences, live)
+    staying = live - leaving
+    assert leaving <= live and staying
+    for by, about in silences:
+        assert not (staying & set(by) and staying & set(about))
+    assert all(not (leaving & set(unit)) or live & set(unit) <= leaving for unit in units), "a host leaves as a whole"
+    assert leaving == who_leaves(sorted(silences, reverse=True), sorted(live)), "the order says nothing"
+    named = {group for pair in silences for unit in pair for group in unit}
+    assert leaving <= named, "nobody leaves of whom nothing was said"
