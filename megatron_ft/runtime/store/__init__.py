@@ -1,0 +1,25 @@
+"""The control store: what groups and agents agree through. Use: :mod:`.control`; failures: :mod:`.port`."""
+
+from megatron_ft.runtime.store.control import NOTICES, Address, ControlStore
+from megatron_ft.runtime.store.port import (
+    AWAY,
+    StoreConflict,
+    StoreGone,
+    StoreLostMemory,
+    StoreSilent,
+    patient,
+)
+from megatron_ft.runtime.store.tcp import host
+
+__all__ = [
+    "AWAY",
+    "NOTICES",
+    "Address",
+    "ControlStore",
+    "StoreConflict",
+    "StoreGone",
+    "StoreLostMemory",
+    "StoreSilent",
+    "host",
+    "patient",
+]

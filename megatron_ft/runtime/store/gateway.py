@@ -1,0 +1,161 @@
+"""etcd's v3 JSON gateway over plain HTTP, from any of several nodes: ask one, and another when it does not answer.
+
+Every request here may be repeated: reads, puts of one value, and transactions whose comparison fails the second time.
+
+Failures it assumes: any node is killed (refused, reset), frozen or cut off (silent), or has no leader (etcd says so, or is
+silent while one is elected). While a majority lives, a call is answered within a few seconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ft.errors import StoreError
+from megatron_ft.runtime.store.port import RETRY_PAUSE_S, StoreGone, StoreSilent
+
+Verifier = Callable[[Callable[[str, dict[str, Any]], dict[str, Any]]], None]
+
+_TRANSIENT = frozenset({1, 4, 8, 10, 13, 14})
+"""gRPC's cancelled, deadline exceeded, exhausted, aborted, internal, unavailable: another node or moment may do better."""
+_ATTEMPT_S = 2.0
+"""A node that has not answered for this long is left for another one; an election takes 1 to 2 s."""
+
+
+class Refused(StoreError):
+    """etcd understood the request and will not carry it out."""
+
+
+class Gateway:
+    """One client with one open connection. ``timeout_s`` bounds a call over all nodes together."""
+
+    def __init__(self, endpoints: tuple[tuple[str, int], ...], timeout_s: float, verify: Verifier | None = None) -> None:
+        self.endpoints, self.timeout_s = endpoints, timeout_s
+        self.name = "etcd://" + ",".join(f"{host}:{port}" for host, port in endpoints)
+        self._verify = verify
+        self._at = random.randrange(len(endpoints))
+        self._connection: http.client.HTTPConnection | None = None
+
+    def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """One request, to whichever node answers it. Raises ``StoreGone`` when all refuse, else ``StoreSilent``."""
+        begun = time.monotonic()
+        deadline, pause_s = begun + self.timeout_s, RETRY_PAUSE_S[0]
+        # However short the bound, every node has its turn.
+        patience_s = min(_ATTEMPT_S, self.timeout_s / (len(self.endpoints) + 1))
+        while True:
+            refusals, last = 0, "no answer"
+            for _ in self.endpoints:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise self._silent(time.monotonic() - begun, last)
+                try:
+                    return self._ask(path, body, min(patience_s, left_s))
+                except (OSError, http.client.HTTPException, _Transient) as error:
+                    refusals += isinstance(error, ConnectionRefusedError)
+                    last = f"{self._where()}: {error or type(error).__name__}"
+                    self._next()
+            if refusals == len(self.endpoints):
+                raise StoreGone(
+                    f"control store {self.name} is gone ({last}); no node of it listens. What needs it goes on when a "
+                    f"majority of its nodes runs again"
+                )
+            time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
+            pause_s = min(2 * pause_s, RETRY_PAUSE_S[1])
+
+    def watch(self, key: str, revision: int, timeout_s: float) -> None:
+        """Return when ``key`` was written at or after ``revision``, after ``timeout_s``, or when the node is lost.
+
+        On a connection of its own; who asks looks at the key itself afterwards.
+        """
+        deadline = time.monotonic() + timeout_s
+        stream = http.client.HTTPConnection(*self.endpoints[self._at], timeout=min(_ATTEMPT_S, timeout_s))
+        wanted = {"key": encoded(key), "start_revision": str(revision), "filters": ["NODELETE"]}
+        try:
+            stream.request("POST", "/v3/watch", json.dumps({"create_request": wanted}))
+            # Kept: getresponse() takes the socket out of a connection that the server means to close.
+            sock = stream.sock
+            response = stream.getresponse()
+            while (left_s := deadline - time.monotonic()) > 0:
+                sock.settimeout(left_s)
+                line = response.readline()
+                if not line or json.loads(line).get("result", {}).get("events"):
+                    return
+        except TimeoutError:
+            return
+        except (OSError, http.client.HTTPException, ValueError):
+            self._next()
+        finally:
+            stream.close()
+
+    def clone(self) -> Gateway:
+        return Gateway(self.endpoints, self.timeout_s, self._verify)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if self._connection is None:
+            connection = http.client.HTTPConnection(*self.endpoints[self._at], timeout=timeout_s)
+            try:
+                connection.connect()
+                if self._verify is not None:
+                    self._verify(lambda path, body: _post(connection, path, body))
+            except (OSError, http.client.HTTPException, StoreError, _Transient):
+                connection.close()
+                raise
+            self._connection = connection
+        self._connection.timeout = timeout_s
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        return _post(self._connection, path, body)
+
+    def _next(self) -> None:
+        """Leave this node: its connection may still hold a late answer to another question."""
+        self.close()
+        self._at = (self._at + 1) % len(self.endpoints)
+
+    def _where(self) -> str:
+        host, port = self.endpoints[self._at]
+        return f"{host}:{port}"
+
+    def _silent(self, silent_s: float, last: str) -> StoreSilent:
+        return StoreSilent(
+            f"control store {self.name} has been silent for {silent_s:.3g} s (last: {last}); fewer than a majority of its "
+            f"nodes answer. What needs it goes on when they do again",
+            silent_s,
+        )
+
+
+class _Transient(Exception):
+    """The node answered that it cannot at the moment."""
+
+
+def _post(connection: http.client.HTTPConnection, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    connection.request("POST", path, json.dumps(body))
+    response = connection.getresponse()
+    text = response.read()
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise _Transient(f"HTTP {response.status} {text[:100]!r}") from None
+    if response.status == 200:
+        return answer
+    message = str(answer.get("message") or answer.get("error") or f"HTTP {response.status}")
+    if answer.get("code") in _TRANSIENT:
+        raise _Transient(message)
+    raise Refused(f"etcd does not carry out {path}: {message}; is this etcd 3.4 or newer, without authentication?")
+
+
+def encoded(text: str | bytes) -> str:
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def decoded(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,236 @@
+"""The embedded store: torch's TCPStore in one process, and a client whose calls always end.
+
+A TCPStore client ignores its timeouts while the server is frozen, and does not say when what it set reached nobody. So
+every call runs under a :class:`.guard.Guard`, a ``set`` is confirmed by a question on the same connection, and a client
+that was given up has its socket shut down, which ends its thread.
+
+Failures it assumes: the server is killed (refused or reset at once), frozen, cut off, restarted with or without memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.runtime.store.guard import Guard, Overdue
+from megatron_ft.runtime.store.port import RETRY_PAUSE_S, StoreGone, StoreSilent, Verify
+
+Answer = TypeVar("Answer")
+
+_CONNECTING = threading.Lock()
+"""One client at a time: which socket belongs to a client is told by which one appeared while it was made."""
+
+
+class TcpStore:
+    """The port over a TCPStore. ``timeout_s`` bounds the store's silence in every call.
+
+    A call on a connection that broke meanwhile is made again, once, on a new one. While the store is away, connecting is
+    tried with growing pauses; calls between two attempts fail at once with what the last attempt met.
+    """
+
+    def __init__(self, address: tuple[str, int], timeout_s: float, verify: Verify | None = None) -> None:
+        self.address, self.timeout_s = address, timeout_s
+        self.name = f"{address[0]}:{address[1]}"
+        self._verify = verify
+        self._guard = Guard(lambda announce: _connect(address, timeout_s, verify, announce))
+        self._pause_s = RETRY_PAUSE_S[0]
+        self._not_before = 0.0
+        self._last: StoreGone | StoreSilent | None = None
+        self._beats: dict[str, int] = {}
+        self._heard: dict[str, tuple[str, float]] = {}
+        self._id = uuid.uuid4().hex
+
+    def set(self, key: str, value: str) -> None:
+        def confirmed(client: _Client) -> None:
+            client.store.set(key, value)
+            client.store.check([key])  # set alone would tell nothing of a dead store
+
+        self._call(confirmed)
+
+    def get(self, key: str) -> str | None:
+        return self._call(lambda client: client.get(key))
+
+    def create(self, key: str, value: str) -> str:
+        return self._call(lambda client: client.store.compare_set(key, "", value)).decode()
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        deadline = time.monotonic() + timeout_s
+        return self._call(lambda client: client.wait(key, deadline), timeout_s)
+
+    def beat(self, key: str, ttl_s: float) -> None:
+        """A TCPStore forgets nothing, so the value moves, and readers watch it move on their own clocks."""
+        self._beats[key] = self._beats.get(key, 0) + 1
+        self.set(key, f"{self._id} {self._beats[key]} {ttl_s}")
+
+    def beating(self, key: str) -> bool:
+        """A reader's first look counts as a sign of life."""
+        value, now = self.get(key), time.monotonic()
+        if value is None:
+            return False
+        if self._heard.get(key, ("", 0.0))[0] != value:
+            self._heard[key] = (value, now)
+        return now - self._heard[key][1] <= float(value.split()[-1])
+
+    def rendezvous(self, prefix: str) -> Any:
+        guard = Guard(lambda announce: _connect(self.address, self.timeout_s, self._verify, announce))
+        try:
+            return dist.PrefixStore(prefix, guard.call(lambda client: client.store, self.timeout_s))
+        except Overdue:
+            raise self._silent(self.timeout_s) from None
+        except RuntimeError as error:
+            raise self._gone(error) from None
+
+    def clone(self) -> TcpStore:
+        return TcpStore(self.address, self.timeout_s, self._verify)
+
+    def close(self) -> None:
+        self._guard.drop()
+
+    def _call(self, operation: Callable[[_Client], Answer], waits_s: float = 0.0) -> Answer:
+        """``waits_s``: how long the store may rightly take before its silence begins."""
+        bound_s = waits_s + self.timeout_s
+        begun = time.monotonic()
+        old = self._guard.connected
+        if not old and begun < self._not_before:
+            raise self._last.__class__(*self._last.args, *_extra(self._last))
+        for again in (old, False):
+            try:
+                answer = self._guard.call(operation, bound_s - (time.monotonic() - begun))
+            except Overdue:
+                raise self._failed(self._silent(bound_s)) from None
+            except (RuntimeError, OSError) as error:
+                self._guard.drop()
+                if not again:
+                    raise self._failed(self._gone(error)) from None
+            else:
+                self._pause_s, self._not_before = RETRY_PAUSE_S[0], 0.0
+                return answer
+        raise AssertionError("the second attempt returns or raises")
+
+    def _failed(self, error: StoreGone | StoreSilent) -> StoreGone | StoreSilent:
+        self._last = error
+        self._not_before = time.monotonic() + self._pause_s * (0.5 + random.random() / 2)
+        self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S[1])
+        return error
+
+    def _gone(self, error: BaseException) -> StoreGone:
+        return StoreGone(
+            f"control store {self.name} is gone ({_first_line(error)}); its process has ended or the network to it is "
+            f"cut. What needs it goes on when a store answers there again"
+        )
+
+    def _silent(self, silent_s: float) -> StoreSilent:
+        return StoreSilent(
+            f"control store {self.name} has been silent for {silent_s:g} s; its process is stopped, its host overloaded or "
+            f"the network to it is cut. What needs it goes on when it answers again",
+            silent_s,
+        )
+
+
+def _extra(error: StoreGone | StoreSilent) -> tuple[float, ...]:
+    return (error.silent_s,) if isinstance(error, StoreSilent) else ()
+
+
+class _Client:
+    """A TCPStore client and the sockets that appeared while it was made."""
+
+    def __init__(self, peer: tuple[str, int]) -> None:
+        self.store: Any = None
+        self._peer = peer
+        self._before = _sockets_to(peer)
+        self._own: dict[int, int] | None = None
+
+    def connect(self, host: str, port: int, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._own = self._appeared()
+
+    def get(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def wait(self, key: str, deadline: float) -> str | None:
+        # Not 0, which means "no timeout" to torch.
+        left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        try:
+            self.store.wait([key], left)
+        except dist.DistStoreError as error:
+            if "imeout" in _first_line(error):
+                return None
+            raise
+        return self.store.get(key).decode()
+
+    def cut(self) -> None:
+        """Shut the sockets down: the blocked call of an abandoned thread returns, and the thread ends."""
+        for fd, inode in (self._appeared() if self._own is None else self._own).items():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.fstat(fd).st_ino == inode:
+                    with socket.socket(fileno=os.dup(fd)) as duplicate:
+                        duplicate.shutdown(socket.SHUT_RDWR)
+
+    def _appeared(self) -> dict[int, int]:
+        return {fd: inode for fd, inode in _sockets_to(self._peer).items() if self._before.get(fd) != inode}
+
+
+def _connect(
+    address: tuple[str, int], timeout_s: float, verify: Verify | None, announce: Callable[[_Client], None]
+) -> _Client:
+    """In the guard's thread. A dead host is asked with a plain socket first: torch would go on trying for ``timeout_s``."""
+    with socket.create_connection(address, timeout=timeout_s) as probe:
+        peer = probe.getpeername()[:2]
+    if not _CONNECTING.acquire(timeout=timeout_s):
+        raise OSError("another connection to it is still being made")
+    try:
+        client = _Client(peer)
+        announce(client)
+        client.connect(*address, timeout_s)
+    finally:
+        _CONNECTING.release()
+    if verify is not None:
+        verify(client.get)
+    return client
+
+
+def _sockets_to(peer: tuple[str, int]) -> dict[int, int]:
+    """fd -> inode of this process's sockets connected to ``peer``. The inode tells a socket from a later one."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, no socket, or not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                host, port = duplicate.getpeername()[:2]
+            if (host.removeprefix("::ffff:"), port) == peer:
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found
+
+
+def host(bind: str, port: int) -> tuple[Any, int]:
+    """Start a store server in this process; returns (server, port). ``port`` 0 takes a free one.
+
+    Raises ``LaunchError`` when the port is in use. The server lives in a thread of torch's, until the object is dropped.
+    """
+    try:
+        server = dist.TCPStore(bind, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise LaunchError(
+                f"port {port} is in use by another program; give another --port, or leave it out to take a free one"
+            ) from None
+        raise LaunchError(f"the control store cannot listen on {bind}:{port}: {_first_line(error)}") from None
+    return server, server.port
+
+
+def _first_line(error: BaseException) -> str:
+    """torch appends a C++ stack to its messages; only the first line is for people."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,134 @@
+"""A torch ``Store`` over etcd, so that process groups can be built without a TCPStore. torch calls it from C++.
+
+Failures it assumes: those of :mod:`.gateway`. Errors are ``RuntimeError`` of torch's kinds, as its C++ callers expect; our
+own pass through as they are where Python calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ft.runtime.store.gateway import Gateway, decoded, encoded
+
+
+class TorchEtcdStore(dist.Store):
+    """What torch's process groups use of a store; keys appear in etcd under the names torch gives them."""
+
+    def __init__(self, gateway: Gateway, timeout_s: float = 300.0) -> None:
+        super().__init__()
+        self._gateway, self._timeout_s = gateway, timeout_s
+        self._lock = threading.RLock()  # torch may call from several threads, a gateway has one connection
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._lock:
+            self._gateway.call("/v3/kv/put", {"key": encoded(key), "value": encoded(value)})
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._look(key)[0] or b""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        for key in keys:
+            while True:
+                value, _, now = self._look(key)
+                if value is not None:
+                    break
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise dist.DistStoreError(f"wait timeout after {limit_s:g} s, keys: {key}")
+                self._gateway.watch(key, now + 1, min(left_s, self._gateway.timeout_s))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._look(key)[0] is not None for key in keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """As torch has it: an absent key equals an empty ``expected``; returns what stands there now."""
+        wanted, new = _bytes(expected), _bytes(desired)
+        while True:
+            value, revision, _ = self._look(key)
+            if value is None and wanted:
+                return wanted
+            if value is not None and value != wanted:
+                return value
+            if self._replace(key, revision, new):
+                return new
+
+    def add(self, key: str, amount: int) -> int:
+        """Counted once, also when the answer was lost and the request is repeated: each call leaves its result."""
+        call = f"{key}/add/{uuid.uuid4().hex}"
+        while True:
+            value, revision, _ = self._look(key)
+            total = int(value or b"0") + amount
+            if self._replace(key, revision, str(total).encode(), call):
+                self.delete_key(call)
+                return total
+            done = self._look(call)[0]
+            if done is not None:
+                self.delete_key(call)
+                return int(done)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        while True:
+            standing, revision, _ = self._look(key)
+            if self._replace(key, revision, (standing or b"") + _bytes(value)):
+                return
+
+    def delete_key(self, key: str) -> bool:
+        with self._lock:
+            return int(self._gateway.call("/v3/kv/deleterange", {"key": encoded(key)}).get("deleted", 0)) > 0
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def num_keys(self) -> int:
+        """Of the whole etcd: nothing here knows which keys are whose."""
+        with self._lock:
+            everything = {"key": encoded(b"\0"), "range_end": encoded(b"\0"), "count_only": True}
+            return int(self._gateway.call("/v3/kv/range", everything).get("count", 0))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def clone(self) -> TorchEtcdStore:
+        return TorchEtcdStore(self._gateway.clone(), self._timeout_s)
+
+    def _look(self, key: str) -> tuple[bytes | None, int, int]:
+        """(value, revision of its last change or 0, revision of the store)."""
+        with self._lock:
+            answer = self._gateway.call("/v3/kv/range", {"key": encoded(key)})
+        now = int(answer["header"]["revision"])
+        if not answer.get("kvs"):
+            return None, 0, now
+        found: dict[str, Any] = answer["kvs"][0]
+        return decoded(found.get("value", "")), int(found["mod_revision"]), now
+
+    def _replace(self, key: str, revision: int, value: bytes, call: str | None = None) -> bool:
+        """Write if nobody has since ``revision``; with it, under ``call``, the proof that this call did."""
+        puts = [{"request_put": {"key": encoded(name), "value": encoded(value)}} for name in (key, call) if name]
+        unchanged = {"key": encoded(key), "target": "MOD", "mod_revision": str(revision)}
+        with self._lock:
+            return bool(self._gateway.call("/v3/kv/txn", {"compare": [unchanged], "success": puts}).get("succeeded"))
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
