@@ -1,4 +1,4 @@
-"""``megatron-ft``: plan | simulate | prepare | launch | report | doctor. A user's mistake is told in one line."""
+"""``megatron-ft``: plan | simulate | prepare | launch | inject | report | doctor. A user's mistake is told in one line."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands.add_parser("simulate", help="play a whole training run with failures under each policy"))
     _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
+    _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
     _add_doctor(commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it"))
     return parser
@@ -155,6 +156,11 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON")
     parser.add_argument("--run-dir", type=Path, required=True, help="where the run record goes")
     parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")
+    hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
+    hosts.add_argument("--hosts", type=int, default=1, metavar="H", help="how many (default: 1)")
+    hosts.add_argument("--host-rank", type=int, default=0, metavar="K", help="this one; host 0 has the control store")
+    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
     parser.add_argument("script", type=Path, help="the training script")
@@ -176,6 +182,10 @@ def _launch(options: argparse.Namespace) -> int:
             script=options.script,
             arguments=options.arguments,
             port=options.port,
+            hosts=options.hosts,
+            host_rank=options.host_rank,
+            store=options.store,
+            address=options.address,
             track=options.track,
             overwrite=options.overwrite,
         )
@@ -197,6 +207,26 @@ def _launch(options: argparse.Namespace) -> int:
     finally:
         done.set()
         watching.join(timeout=5.0)
+
+
+def _add_inject(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="run directory of a live run, on this host")
+    parser.add_argument("schedule", type=Path, nargs="?", help="JSON or YAML; see docs/fault-injection.md")
+    parser.add_argument("--mix", type=int, metavar="N", help="or draw N faults, as large jobs see them")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --mix (default: 0)")
+    parser.add_argument("--every-s", type=float, default=30.0, metavar="S", help="mean time between them (default: 30)")
+    parser.add_argument("--write", type=Path, metavar="JSON", help="write the schedule here, to read or repeat it")
+    parser.add_argument("--min-survivors", type=int, default=1, metavar="K", help="refuse what leaves fewer (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="show what would happen, touch nothing")
+    parser.add_argument("--groups", type=int, metavar="N", help="with --dry-run: of a run that is not there yet")
+    parser.add_argument("--start-timeout-s", type=float, default=60.0, metavar="S", help="wait for the run (default: 60)")
+    parser.set_defaults(run=_inject)
+
+
+def _inject(options: argparse.Namespace) -> int:
+    from megatron_ft.faults import command
+
+    return command.run(options)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

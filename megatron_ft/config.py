@@ -76,7 +76,11 @@ class DetectorConfig:
     hang_timeout_s: float | str = field(default=AUTO, metadata={"read": _auto_or_seconds})
     """A rank that works on one thing for longer is out. Auto: ten times the longest so far, at least a minute."""
 
+    heartbeat_timeout_s: float = 0.8
+    """A host of which nothing is heard for longer is taken for cut off; more where beats have been seen to come late."""
+
     def check(self) -> None:
+        _positive("fault_tolerance.detector.heartbeat_timeout_s", self.heartbeat_timeout_s)
         _positive("fault_tolerance.detector.stopped_timeout_s", self.stopped_timeout_s)
         _positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)
         _positive("fault_tolerance.detector.report_timeout_s", self.report_timeout_s)

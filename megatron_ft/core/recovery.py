@@ -91,7 +91,7 @@ class GroupState:
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
     before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
     ``graves`` the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed``
-    the hosts (as their groups) that do not hear each other, with the reason.
+    the hosts (as their groups) that do not hear each other, with the reason; nothing new was said of that for ``settled_s``.
     """
 
     me: GroupId
@@ -116,6 +116,7 @@ class GroupState:
     missed: Mapping[tuple[links.Unit, links.Unit], str] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
+    settled_s: float = 0.0
     stopped: str = ""
 
     @property
@@ -264,7 +265,9 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
 
 def _missed(state: GroupState, event: Missed) -> GroupState:
     others = {pair: why for pair, why in state.missed.items() if pair != (event.by, event.about)}
-    return replace(state, missed=others if event.heard else {**others, (event.by, event.about): event.reason})
+    if event.heard:
+        return replace(state, missed=others)
+    return replace(state, missed={**others, (event.by, event.about): event.reason}, settled_s=0.0)
 
 
 def _seat(view: View, group: GroupId) -> int:
@@ -358,7 +361,7 @@ def _looked(state: GroupState, now: float) -> GroupState:
         return state
     since = 0.0 if state.looked is None else now - state.looked
     longest = state.job.report_timeout_s / _LOOKS
-    return replace(state, looked=now, waited_s=state.waited_s + min(since, longest))
+    return replace(state, looked=now, waited_s=state.waited_s + min(since, longest), settled_s=state.settled_s + since)
 
 
 def _proposal(state: GroupState) -> tuple[Action, ...]:
@@ -369,7 +372,7 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
     if state.waited_s >= state.job.report_timeout_s:
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
-    if state.cut and state.waited_s < state.job.settle_s:
+    if state.cut and state.settled_s < state.job.settle_s:
         return ()
     dead = {**_cut_off(state), **state.dead}
     view = membership.next_view(state.view, state.reports, dead, silent, state.closed_by, state.asking)

@@ -11,11 +11,9 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,17 +22,19 @@ from typing import Any
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
-from megatron_ft.errors import LaunchError
-from megatron_ft.launch import bootstrap, monitor
+from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.launch import bootstrap, hosts, monitor
 from megatron_ft.runtime import history, pulse, store, watcher
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.types import Exit
 
-_HOST = "127.0.0.1"
 _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
 _TRACKER_RESTARTS = 3
-_RECORD = ("config.json", "ranks.json", "history.jsonl", "timeline", "logs", "tensorboard", "wandb")
+_STORE_RETRY_S = 1.0
+_RANKS = "ranks"
+"""With several hosts each writes its own list there, and all of them to ``ranks.json``."""
+_RECORD = ("config.json", "ranks.json", _RANKS, "history.jsonl", "timeline", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,10 @@ class LaunchOptions:
     arguments: Sequence[str] = ()
     ranks_per_group: int = 1
     port: int = 0
+    hosts: int = 1
+    host_rank: int = 0
+    store: str | None = None
+    address: str | None = None
     track: Sequence[str] = ()
     overwrite: bool = False
 
@@ -91,10 +95,16 @@ class Agent:
             )
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
-        self._run_id = uuid.uuid4().hex[:12]
-        self._run_dir = _prepare_run_dir(options.run_dir, options.overwrite)
-        self._server, self._port = store.host(_HOST, options.port)
-        self._store = store.ControlStore((_HOST, self._port), self._run_id, timeout_s=30.0)
+        where = hosts.place(
+            options.hosts, options.host_rank, options.address, options.store, options.port, options.groups
+        )
+        self._leads = where.rank == 0
+        self._run_dir = _prepare_run_dir(options.run_dir, options.overwrite) if self._leads else options.run_dir.resolve()
+        self._hosts = hosts.Hosts(where, self._config, self._config.fault_tolerance.detector.heartbeat_timeout_s)
+        self._run_id = self._hosts.run_id
+        self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=30.0)
+        self._away_until = 0.0
+        self._unsaid: list[detector.Signal] = []
         self._ranks: list[_Rank] = []
         self._pulses = pulse.directory()
         self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
@@ -105,22 +115,27 @@ class Agent:
         self._complained = False
 
     def run(self) -> int:
-        self._write_config()
-        self._store.set("view/0", first_view(self._config.groups).to_json())
+        if self._leads:
+            self._write_config()
+            self._store.set("view/0", first_view(self._config.groups).to_json())
+        self._hosts.meet()
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
-        self._note("start", run_id=self._run_id, host=socket.gethostname(), **fields)
+        if self._leads:
+            self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
         wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
         try:
-            for group in range(self._config.groups):
+            for group in self._hosts.groups:
                 for position in range(self._config.ranks_per_group):
                     self._ranks.append(self._start_rank(group, position))
             self._write_ranks()
             self._start_tracker()
             self._supervise(wakeup)
+            self._stay_for_others(wakeup)
         finally:
             self._end_all()
             code = self._conclude()
             self._end_tracker()
+            self._hosts.leave()
             wakeup.close()
         return code
 
@@ -129,8 +144,9 @@ class Agent:
     def _start_rank(self, group: int, position: int) -> _Rank:
         name = f"g{group}.p{position}"
         log, error = self._run_dir / "logs" / f"{name}.log", self._run_dir / "logs" / f"{name}.error"
-        env = RankEnvironment(self._run_id, group, position, (_HOST, self._port), self._run_dir, self._config).to_env()
-        threads = max(1, (os.cpu_count() or 1) // (self._config.groups * self._config.ranks_per_group))
+        where = (self._hosts.store_address, self._hosts.place.address)
+        env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config).to_env()
+        threads = max(1, (os.cpu_count() or 1) // (len(self._hosts.groups) * self._config.ranks_per_group))
         defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
         beats = self._pulses / name
         pulse.create(beats)
@@ -159,6 +175,8 @@ class Agent:
                 if rank.process.poll() is not None:
                     self._buried(rank)
             self._look()
+            self._listen()
+            self._tell()
             if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
                 self._start_tracker()
             if deadline is None and self._ended():
@@ -173,12 +191,38 @@ class Agent:
         """Give up ranks that live but will not go on by themselves."""
         living = {rank.watched.pid: rank for rank in self._living()}
         for watched in self._monitor.look([rank.watched for rank in living.values()]):
-            rank, host = living[watched.pid], socket.gethostname()
-            accused = detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up)
-            watcher.announce(self._store, accused)
+            rank, host = living[watched.pid], self._hosts.name()
+            self._tell(detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up))
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, "host": host}
             detail = {"signal": None, "code": None, "detail": watched.given_up}
             self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
+
+    def _listen(self) -> None:
+        """Pass on which hosts are silent, or are heard again."""
+        for change in self._hosts.beats.changes():
+            silent = self._hosts.signal(change)
+            if not self._ended():
+                print(f"megatron_ft: {detector.judge(silent).reason}", file=sys.stderr, flush=True)
+                self._tell(silent)
+                self._note("silence", **vars(silent))
+
+    def _tell(self, signal_: detector.Signal | None = None) -> None:
+        """Tell every group; what cannot be said because the store is away is said when it is back."""
+        if signal_ is not None:
+            self._unsaid.append(signal_)
+        while self._unsaid and time.monotonic() >= self._away_until:
+            try:
+                watcher.announce(self._store, self._unsaid[0])
+            except StoreError as error:
+                self._store_away(error)
+                return
+            self._unsaid.pop(0)
+
+    def _store_away(self, error: StoreError) -> None:
+        """Nothing is lost by that: ranks train on. It is asked again after a while, since asking may block."""
+        if self._away_until == 0.0:
+            print(f"megatron_ft: {error}; training goes on without it", file=sys.stderr, flush=True)
+        self._away_until = time.monotonic() + _STORE_RETRY_S
 
     def _buried(self, rank: _Rank) -> None:
         """A rank has ended: tell the survivors first, then the record."""
@@ -189,13 +233,13 @@ class Agent:
             group=rank.group,
             position=rank.position,
             pid=rank.process.pid,
-            host=socket.gethostname(),
+            host=self._hosts.name(),
             signal=signal.Signals(-code).name if code < 0 else None,
             code=code if code >= 0 else None,
             detail=rank.message(),
         )
         if not self._ended():
-            watcher.announce(self._store, detector.Ended(death))
+            self._tell(detector.Ended(death))
             self._exits.append((rank, death))
             if self._signalled is None and not rank.watched.given_up:
                 self._record_fault(asdict(death), noticed, "agent's waitpid")
@@ -223,8 +267,24 @@ class Agent:
     def _kill_leftover(self) -> None:
         """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""
         for rank in self._living():
-            if self._signalled is not None or self._store.get(f"done/{rank.group}") is None:
+            if self._signalled is not None or not self._done(rank.group):
                 rank.process.kill()
+
+    def _done(self, group: int) -> bool:
+        try:
+            return self._store.get(f"done/{group}") is not None
+        except StoreError:
+            return False
+
+    def _stay_for_others(self, wakeup: _Wakeup) -> None:
+        """The control store lives in host 0's agent: it stays until the others have left, or none of them is heard."""
+        if not self._leads or self._hosts.place.hosts == 1:
+            return
+        while not self._hosts.all_left() and self._hosts.anybody_heard():
+            if any(number != signal.SIGCHLD for number in wakeup.wait(monitor.LOOK_EVERY_S)):
+                return
+            self._listen()
+            self._tell()
 
     def _end_all(self) -> None:
         """Whatever happened to the agent, no process of the run stays behind."""
@@ -238,7 +298,13 @@ class Agent:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
-        return self._store.get("ended") is not None
+        if time.monotonic() < self._away_until:
+            return False
+        try:
+            return self._store.get("ended") is not None
+        except StoreError as error:
+            self._store_away(error)
+            return False
 
     def _conclude(self) -> int:
         """The exit code, and the one line that explains it."""
@@ -246,7 +312,8 @@ class Agent:
             return 0
         steps = [line["step"] for line in history.read(self._run_dir) if line["event"] == "step"]
         code, reason = self._why(steps[-1] if steps else None)
-        self._note("stop", reason=reason, exit_code=code)
+        if self._leads:
+            self._note("stop", reason=reason, exit_code=code)
         print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
         return code
 
@@ -289,12 +356,15 @@ class Agent:
                 "group": rank.group,
                 "position": rank.position,
                 "pid": rank.process.pid,
-                "host": socket.gethostname(),
+                "host": self._hosts.name(),
                 "started": round(rank.started, 6),
             }
             for rank in self._living()
         ]
         try:
+            if self._hosts.place.hosts > 1:
+                _replace(self._run_dir / _RANKS / f"{self._hosts.place.rank}.json", living)
+                living = [rank for path in sorted((self._run_dir / _RANKS).glob("*.json")) for rank in _read(path)]
             _replace(self._run_dir / "ranks.json", living)
         except OSError as error:
             self._complain(error)
@@ -324,6 +394,13 @@ class Agent:
         except subprocess.TimeoutExpired:
             self._tracker.kill()
             self._tracker.wait()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []  # replaced in this moment
 
 
 def _limits(settings: config_module.DetectorConfig) -> health.Limits:
@@ -380,6 +457,7 @@ def _prepare_run_dir(path: Path, overwrite: bool) -> Path:
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
         (path / "timeline").mkdir(exist_ok=True)
+        (path / _RANKS).mkdir(exist_ok=True)
     except OSError as error:
         raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
     return path.resolve()
@@ -387,6 +465,6 @@ def _prepare_run_dir(path: Path, overwrite: bool) -> Path:
 
 def _replace(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old or the new file, never half of one."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -68,13 +68,13 @@ class _Build:
         rendezvous = store.rendezvous(f"outer/{view.epoch}/{env.position}")
         timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
         self._thread = threading.Thread(
-            target=self._run, args=(rendezvous, env.group, view, timeout_s), name="megatron_ft-connect", daemon=True
+            target=self._run, args=(rendezvous, env, view, timeout_s), name="megatron_ft-connect", daemon=True
         )
         self._thread.start()
 
-    def _run(self, rendezvous: object, group: int, view: View, timeout_s: float) -> None:
+    def _run(self, rendezvous: object, env: RankEnvironment, view: View, timeout_s: float) -> None:
         try:
-            self._outer = OuterCommunicator(rendezvous, group, view.live, view.epoch, timeout_s)
+            self._outer = OuterCommunicator(rendezvous, env.group, view.live, view.epoch, timeout_s, env.address)
         except RuntimeError as error:
             self._error = error.with_traceback(None)
 

@@ -16,12 +16,16 @@ _PREFIX = "MEGATRON_FT_"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place in the run. ``store`` is (host, port) of the control store."""
+    """One rank's place in the run.
+
+    ``store``: (host, port) of the control store; ``address``: of this host, by which other hosts' ranks reach it.
+    """
 
     run_id: str
     group: int
     position: int
     store: tuple[str, int]
+    address: str
     run_dir: Path
     config: RunConfig
 
@@ -33,6 +37,7 @@ class RankEnvironment:
             f"{_PREFIX}GROUP": str(self.group),
             f"{_PREFIX}POSITION": str(self.position),
             f"{_PREFIX}STORE": f"{self.store[0]}:{self.store[1]}",
+            f"{_PREFIX}ADDRESS": self.address,
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
             f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
             "RANK": str(self.position),
@@ -55,6 +60,7 @@ class RankEnvironment:
             group=int(env[f"{_PREFIX}GROUP"]),
             position=int(env[f"{_PREFIX}POSITION"]),
             store=(host, int(port)),
+            address=env[f"{_PREFIX}ADDRESS"],
             run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
             config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
         )

@@ -49,10 +49,17 @@ class OuterCommunicator:
         members: live groups of the epoch, including ``me``.
         epoch: the view's number.
         timeout_s: seconds after which an operation fails by itself.
+        address: of this host, by which its peers reach it.
     """
 
     def __init__(
-        self, rendezvous: Any, me: GroupId, members: Sequence[GroupId], epoch: int, timeout_s: float
+        self,
+        rendezvous: Any,
+        me: GroupId,
+        members: Sequence[GroupId],
+        epoch: int,
+        timeout_s: float,
+        address: str = "127.0.0.1",
     ) -> None:
         self.epoch = epoch
         self.members = tuple(sorted(members))
@@ -62,9 +69,10 @@ class OuterCommunicator:
         self._started: list[Work] = []
         if len(self.members) > 1:
             before = _open_sockets()
-            self._group = dist.ProcessGroupGloo(
-                rendezvous, self.members.index(me), len(self.members), timedelta(seconds=timeout_s)
-            )
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            self._group = dist.ProcessGroupGloo(rendezvous, self.members.index(me), len(self.members), options)
             self._sockets = _connected({fd: i for fd, i in _open_sockets().items() if before.get(fd) != i})
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:

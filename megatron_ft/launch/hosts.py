@@ -1,0 +1,166 @@
+"""The hosts of one run: how its agents find each other, and what each knows of the others.
+
+Host 0 hosts the control store. Every other agent reads there which run it is, compares the settings, and leaves its own
+address and groups. Nobody starts a rank before all are there.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ft.config import RunConfig
+from megatron_ft.core import detector
+from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.launch.heartbeat import Beats, Change
+from megatron_ft.runtime import store
+
+MEET_TIMEOUT_S = 300.0
+_LOOPBACK = "127.0.0.1"
+_BOOT = "boot"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this agent stands: host ``rank`` of ``hosts``; ``address``: the one by which the other hosts reach it."""
+
+    hosts: int = 1
+    rank: int = 0
+    address: str = _LOOPBACK
+    store: tuple[str, int] = (_LOOPBACK, 0)
+
+
+def place(hosts: int, rank: int, address: str | None, store_address: str | None, port: int, groups: int) -> Place:
+    """From the launcher's options. Raises ``LaunchError`` for what cannot be."""
+    if hosts < 1 or not 0 <= rank < hosts:
+        raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
+    if hosts == 1:
+        return Place(store=(_LOOPBACK, port))
+    if groups < hosts:
+        raise LaunchError(f"--groups is {groups} and --hosts is {hosts}; every host needs a group: use fewer hosts")
+    if store_address is None or ":" not in store_address or not store_address.rpartition(":")[2].isdigit():
+        raise LaunchError(
+            f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
+            f"port there"
+        )
+    host, _, number = store_address.rpartition(":")
+    host = host.strip("[]")
+    found = _local_address(host)  # also refuses a name that nobody knows
+    return Place(hosts, rank, address or found, (host, int(number)))
+
+
+def _local_address(store_host: str) -> str:
+    """The address of this host on its way to the store; nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(f"--store: there is no way to {store_host} from here ({error}); check the address") from None
+
+
+def groups_of(rank: int, hosts: int, groups: int) -> tuple[int, ...]:
+    """Neighbouring groups share a host, as evenly as possible."""
+    return tuple(range(rank * groups // hosts, (rank + 1) * groups // hosts))
+
+
+class Hosts:
+    """All hosts of the run as one agent knows them, after :meth:`meet`."""
+
+    def __init__(self, where: Place, config: RunConfig, least_s: float) -> None:
+        self.place, self._config, self._least_s = where, config, least_s
+        self._server: Any = None
+        address = where.store
+        if where.rank == 0:
+            self._server, port = store.host(where.address, address[1])
+            address = (where.address, port)
+        self.store_address = address
+        self._boot = store.ControlStore(address, _BOOT, timeout_s=MEET_TIMEOUT_S)
+        if where.rank == 0:
+            settings = config.to_json()
+            self.run_id = uuid.uuid4().hex[:12]
+            self._boot.set("run", {"run_id": self.run_id, "hosts": where.hosts, "config": settings})
+        else:
+            self.run_id = self._join()
+        self._names: dict[int, str] = {where.rank: socket.gethostname()}
+        self.beats = Beats(where.address, where.rank, self.run_id, least_s)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Those that this host runs."""
+        return self._groups(self.place.rank)
+
+    def name(self) -> str:
+        return self._names[self.place.rank]
+
+    def _groups(self, rank: int) -> tuple[int, ...]:
+        return groups_of(rank, self.place.hosts, self._config.groups)
+
+    def _join(self) -> str:
+        """Which run it is. Raises ``LaunchError`` when it is not the one this agent was started for."""
+        run = self._boot.wait("run", MEET_TIMEOUT_S)
+        host, port = self.store_address
+        if run is None:
+            raise LaunchError(f"--store {host}:{port}: host 0 has not begun a run within {MEET_TIMEOUT_S:g} s; start it")
+        mine = {"hosts": self.place.hosts, "config": RunConfig.from_json(self._config.to_json()).to_json()}
+        for name, value in mine.items():
+            theirs = RunConfig.from_json(run[name]).to_json() if name == "config" else run[name]
+            if value != theirs:
+                raise LaunchError(
+                    f"host {self.place.rank} has {name} {value}, host 0 has {theirs}; give the same options and config on "
+                    f"all hosts"
+                )
+        return run["run_id"]
+
+    def meet(self) -> None:
+        """Wait until every host is there, then begin to listen to them."""
+        if self.place.hosts == 1:
+            return
+        mine = {"name": self.name(), "address": self.place.address, "port": self.beats.port}
+        self._boot.set(f"host/{self.place.rank}", mine)
+        deadline = time.monotonic() + MEET_TIMEOUT_S
+        found = {}
+        for rank in range(self.place.hosts):
+            other = self._boot.wait(f"host/{rank}", max(0.0, deadline - time.monotonic()))
+            if other is None:
+                raise LaunchError(
+                    f"host {rank} of {self.place.hosts} has not come within {MEET_TIMEOUT_S:g} s; start the launcher there "
+                    f"with --host-rank {rank}"
+                )
+            found[rank] = other
+        # Several namespaces or containers can have one name: then the address says more.
+        names = [other["name"] for other in found.values()]
+        self._names = {
+            rank: other["name"] if names.count(other["name"]) == 1 else f"{other['name']}({other['address']})"
+            for rank, other in found.items()
+        }
+        self.beats.start({rank: (other["address"], other["port"]) for rank, other in found.items()})
+
+    def signal(self, change: Change) -> detector.Silent:
+        """What the beats say, for everybody."""
+        mine, other = self.place.rank, change.rank
+        groups = self._groups(mine), self._groups(other)
+        return detector.Silent(self._names[mine], self._names[other], *groups, change.silent_s, change.heard)
+
+    def anybody_heard(self) -> bool:
+        """Whether any other host is heard just now."""
+        return self.beats.anybody_heard()
+
+    def leave(self) -> None:
+        """This host's part in the run is over. The store's host stays for the others, for a while."""
+        self.beats.close()
+        if self.place.hosts == 1:
+            return
+        try:
+            self._boot.set(f"left/{self.place.rank}", True)
+        except StoreError:
+            return  # the store's host has left first
+
+    def all_left(self) -> bool:
+        """Whether every other host has left (asked by the store's host)."""
+        others = range(1, self.place.hosts)
+        return all(self._boot.get(f"left/{rank}") is not None for rank in others)

@@ -1,0 +1,105 @@
+"""Several agents on one machine, each with its own loopback address: a host that is lost, and mistakes before the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from megatron_ft.faults import checkers
+from tests import support
+
+HOSTS, GROUPS, STEPS = 3, 6, 10
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Agents:
+    """One launcher for each host."""
+
+    def __init__(self, directory, data) -> None:
+        self.directory, self.port = directory, free_port()
+        self.config = support.write_config(directory / "config.json")
+        self.own = ["--data", data, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+        self.agents: dict[int, subprocess.Popen] = {}
+
+    def start(self, host: int, **changed) -> subprocess.Popen:
+        options = {"groups": GROUPS, "hosts": HOSTS, "host-rank": host, "store": f"127.0.0.1:{self.port}"}
+        options |= {"address": f"127.0.0.{host + 1}", "config": self.config, "run-dir": self.directory / "run"}
+        options |= {name.replace("_", "-"): value for name, value in changed.items()}
+        flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+        self.agents[host] = subprocess.Popen(
+            support.command("launch", *flags, support.SCRIPT, "--", *self.own),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=support.ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return self.agents[host]
+
+    def said(self, host: int) -> str:
+        return self.agents[host].communicate(timeout=support.TIMEOUT_S)[0]
+
+
+@pytest.fixture
+def agents(tmp_path, data_dir):
+    agents = Agents(tmp_path, data_dir)
+    yield agents
+    for agent in agents.agents.values():
+        agent.kill()
+        agent.wait()
+
+
+def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
+    """kill -9 of an agent takes its ranks along; the other agents hear nothing of it any more."""
+    for host in range(HOSTS):
+        agents.start(host)
+    run = support.Run(agents.directory / "run", agents.agents[0])
+    support.wait_for_step(run, 2)
+    ranks = json.loads((run.directory / "ranks.json").read_text())
+    assert sorted(rank["group"] for rank in ranks) == list(range(GROUPS))
+    agents.agents[1].send_signal(signal.SIGKILL)
+    assert [agents.agents[host].wait(timeout=support.TIMEOUT_S) for host in (0, 2)] == [0, 0], agents.said(0)
+    found = checkers.check_history(run.history, GROUPS * support.PER_GROUP)
+    assert not found, found
+    lost = {group: why for view in run.events("view") for group, why in view["lost"].items()}
+    assert sorted(lost) == ["2", "3"] and all("(127.0.0.2) for" in why for why in lost.values())
+    assert {line["about"] for line in run.events("silence")} == {f"{socket.gethostname()}(127.0.0.2)"}
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"groups": 5}, "host 0 has"),
+        ({"hosts": 2}, "host 1 has hosts 2, host 0 has 3"),
+    ],
+)
+def test_hosts_that_do_not_agree_say_so(agents, changed, words):
+    agents.start(0)
+    other = agents.start(1, **changed)
+    assert words in " ".join(agents.said(1).split()) and other.returncode == 2
+    assert not list((agents.directory / "run").glob("logs/*")), "no rank was started"
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"host_rank": 3}, "--host-rank is 3 and --hosts is 3; hosts are numbered from 0"),
+        ({"groups": 2}, "every host needs a group"),
+        ({"store": "somewhere"}, "--store is 'somewhere'; with several hosts all of them need HOST:PORT"),
+        ({"store": "no.such.host.invalid:1", "address": "127.0.0.1", "host_rank": 1}, "no.such.host.invalid"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(agents, changed, words):
+    agent = agents.start(**{"host": 0, **changed})
+    said = " ".join(agents.said(0).split())
+    assert words in said and agent.returncode == 2 and "Traceback" not in said, said

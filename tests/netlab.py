@@ -1,0 +1,70 @@
+"""Hosts on one machine: network namespaces on a bridge, whose links can be cut. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+
+
+def require() -> None:
+    """Skip the calling test where there can be no namespaces."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2 (ip)")
+    probe = f"mft{os.getpid()}probe"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        pytest.skip("this machine allows no network namespaces")
+    ip("netns", "del", probe)
+
+
+def ip(*arguments: object) -> None:
+    subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True)
+
+
+class Lab:
+    """``hosts`` namespaces 10.99.0.1, 10.99.0.2, ... behind one switch. Everything in it is its own."""
+
+    def __init__(self, hosts: int) -> None:
+        self._name = f"mft{os.getpid()}"
+        self._switch = f"{self._name}sw"
+        self.hosts = range(hosts)
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "br0", "up")
+        for host in self.hosts:
+            name = self._host(host)
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", self._switch, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
+            ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+
+    def _host(self, host: int) -> str:
+        return f"{self._name}h{host}"
+
+    def address(self, host: int) -> str:
+        return f"10.99.0.{host + 1}"
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command, run on that host."""
+        return ["ip", "netns", "exec", self._host(host), *command]
+
+    def cut(self, host: int) -> None:
+        """Unplug it."""
+        ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def deafen(self, host: int, to: int) -> None:
+        """What ``to`` sends does not reach ``host``: one way of one link, at once."""
+        ip("-n", self._host(to), "route", "add", "blackhole", f"{self.address(host)}/32")
+
+    def heal(self, host: int, to: int) -> None:
+        """It does again, at once. (A link that was unplugged takes the kernel about a second.)"""
+        ip("-n", self._host(to), "route", "del", "blackhole", f"{self.address(host)}/32")
+
+    def close(self) -> None:
+        for name in (*(self._host(host) for host in self.hosts), self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
