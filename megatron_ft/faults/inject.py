@@ -6,46 +6,30 @@ the frozen process and sends the signal. So "in the middle of an all-reduce" mea
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import time
 from pathlib import Path
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.runtime import history
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import processes
+from megatron_ft.runtime import history, points
+from megatron_ft.runtime.points import Hold, start_of
 
 _POLL_S = 0.001
 
 
 def pid_of(run_dir: Path, group: int, position: int = 0) -> int | None:
     """The pid of a living rank according to ``ranks.json``; None when it is not there (yet, or any more)."""
-    try:
-        ranks = json.loads((run_dir / "ranks.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    for rank in ranks:
-        if (rank["group"], rank["position"]) == (group, position) and _is_rank(rank["pid"]):
-            return rank["pid"]
-    return None
-
-
-def _is_rank(pid: int) -> bool:
-    """Whether the process was started by an agent: the file may be old, and the pid somebody else's by now."""
-    try:
-        return b"megatron_ft.launch.bootstrap" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    rank = processes.find(run_dir, group, position)
+    return None if rank is None else rank.pid
 
 
 def is_stopped(pid: int) -> bool:
     """Whether the process is frozen by SIGSTOP (state T of proc(5))."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return processes.Process(pid, start_of(pid)).is_stopped
     except OSError:
         return False
-    return text.rsplit(")", 1)[1].split()[0] == "T"
 
 
 def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.SIGKILL, position: int = 0) -> float:
@@ -53,12 +37,12 @@ def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.
 
     Raises ``LaunchError`` when the rank does not live.
     """
-    pid = pid_of(run_dir, group, position)
-    if pid is None:
+    rank = processes.find(run_dir, group, position)
+    if rank is None:
         raise LaunchError(f"group {group} has no living rank {position} in {run_dir}/ranks.json; nothing was killed")
-    history.append(run_dir, "inject", group=group, position=position, pid=pid, signal=number.name, point=point)
+    history.append(run_dir, "inject", group=group, position=position, pid=rank.pid, signal=number.name, point=point)
     sent = time.time()
-    os.kill(pid, number)
+    rank.send(number)
     return sent
 
 
@@ -86,5 +70,4 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
 
 def describe(hold: Hold) -> str:
     """A hold in words, for records and messages."""
-    bucket = "" if hold.bucket is None else f" {hold.bucket}"
-    return f"{hold.point}{bucket}, step {hold.step}"
+    return f"{points.describe(hold.point, hold.bucket)}, step {hold.step}"

@@ -1,0 +1,479 @@
+"""Carry a schedule out against a live run: wait for each fault's moment, record it, strike, and undo what ends again.
+
+The run's history decides what was done. A fault is in there, with its key, before anything happens; what is in there is
+never done again, so an injector that is killed and started anew strikes nothing twice. It may then strike less than was
+asked, never more. In-process faults are recorded by the rank that carries out the order.
+
+Failures it assumes: the run can end, and any process in it die, at any moment; a fault that finds nobody is reported as not
+reached. If the injector is killed, what it froze, cut or filled stays so until the same schedule is injected again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import Signals
+from typing import Any, Literal
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.faults import processes, surroundings
+from megatron_ft.faults.processes import Process, Rank
+from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
+from megatron_ft.runtime import history, points
+from megatron_ft.runtime.points import Order
+
+_POLL_S = 0.002
+_FREEZES_WITHIN_S = 0.5
+"""A rank that has said what it freezes for does so within microseconds, unless its host is very busy."""
+
+State = Literal["waiting", "armed", "injected", "before", "refused", "missed"]
+DONE = ("injected", "before", "refused", "missed")
+
+
+@dataclass
+class Case:
+    """One fault on its way. ``before``: an earlier injector did it; ``missed``: its moment never came."""
+
+    number: int
+    fault: Fault
+    key: str
+    seed: int
+    state: State = "waiting"
+    note: str = ""
+    ended_at: float | None = None
+    armed: dict[tuple[int, int], Rank] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.fault.kind} {self.fault.whom()} ({self.fault.when()})"
+
+
+@dataclass
+class _Undo:
+    """What ends a fault that lasts for a while."""
+
+    due: float
+    case: Case
+    act: Callable[[], None]
+
+
+class Injector:
+    """One schedule against one run directory on this host; :meth:`run` once.
+
+    Args:
+        groups: of the run, with ``ranks_per_group`` ranks each.
+        min_survivors: a fault that would leave fewer groups is refused.
+        start_timeout_s: how long to wait for a run that has not started yet.
+        say: is told what happens, a line each.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        schedule: Schedule,
+        groups: int,
+        ranks_per_group: int,
+        *,
+        min_survivors: int = 1,
+        start_timeout_s: float = 60.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._run_dir, self._groups, self._ranks_per_group = run_dir, groups, ranks_per_group
+        self._min_survivors, self._start_timeout_s, self._say = min_survivors, start_timeout_s, say
+        self.cases = [
+            Case(i + 1, fault, schedule.key(i), schedule.seed_of(i)) for i, fault in enumerate(schedule.faults)
+        ]
+        self._record = _Record(run_dir)
+        self._agent: Process | None = None
+        self._struck: set[int] = set()
+        self._undos: list[_Undo] = []
+        self._posted: dict[tuple[int, int], tuple[Rank, tuple[Order, ...]]] = {}
+
+    def run(self) -> list[Case]:
+        """Until every fault is done and undone, or the run is over.
+
+        Raises ``LaunchError`` when there is no live run, or another injector is at work on it.
+        """
+        with self._alone():
+            self._await_start()
+            try:
+                while not self._over() and not (self._all_done() and not self._undos):
+                    self._turn()
+                    time.sleep(_POLL_S)
+            finally:
+                self._tidy_up()
+        return self.cases
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        directory = self._run_dir / points.DIRECTORY
+        directory.mkdir(exist_ok=True)
+        with (directory / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LaunchError(f"another injector is at work on {self._run_dir}; wait for it, or end it") from None
+            yield
+
+    def _await_start(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            self._record.read()
+            if self._record.over:
+                raise LaunchError(f"the run in {self._run_dir} is over; nothing was injected. Inject into a live run")
+            if self._record.started is not None and self._find_agent() is not None:
+                break
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"no live run in {self._run_dir} within {self._start_timeout_s:g} s; start it with "
+                    f"`megatron-ft launch --run-dir {self._run_dir}` on this host"
+                )
+            time.sleep(_POLL_S)
+        for case in self.cases:
+            lines = self._record.of(case.key)
+            if lines:
+                self._end(case, "before", lines[0].get("point") or "")
+                self._plan_undo(case, [_process(line) for line in lines], lines[-1]["t"])
+
+    def _find_agent(self) -> Process | None:
+        self._agent = self._agent or processes.agent(self._run_dir)
+        return self._agent
+
+    def _over(self) -> bool:
+        """Whether its record says so, or its agent is gone: the ranks end with it."""
+        self._record.read()
+        return self._record.over or (self._agent is not None and not self._agent.lives)
+
+    def _all_done(self) -> bool:
+        return all(case.state in DONE for case in self.cases)
+
+    # --- one turn -----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        now = time.time()
+        for undo in [undo for undo in self._undos if undo.due <= now]:
+            self._undo(undo)
+        for case in self.cases:
+            if case.state not in DONE and self._is_due(case, now):
+                if case.fault.is_order:
+                    self._pursue(case)
+                elif not self._nobody_left(case):
+                    self._strike(case)
+        self._post()
+
+    def _is_due(self, case: Case, now: float) -> bool:
+        fault = case.fault
+        if case.state == "armed":
+            return True
+        if fault.after_s is not None:
+            return now >= self._record.started + fault.after_s
+        if fault.wait_s is not None:
+            previous = self.cases[case.number - 2].ended_at if case.number > 1 else self._record.started
+            return previous is not None and now >= previous + fault.wait_s
+        return fault.is_order or self._record.committed >= fault.step
+
+    def _nobody_left(self, case: Case) -> bool:
+        """Whether it finds nobody any more, or nobody yet; a group that is lost for good is not waited for."""
+        targets = case.fault.targets(self._ranks_per_group)
+        if not targets or any(processes.find(self._run_dir, *target) for target in targets):
+            return False
+        if self._record.begun:
+            self._end(case, "missed", "none of its ranks lived at its time")
+        return True
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _pursue(self, case: Case) -> None:
+        """Arm its ranks, see whether they have got to their point, or whether its moment has passed."""
+        lines = self._record.of(case.key)
+        if lines:
+            if case.fault.takes(self._groups):
+                self._struck.add(lines[0]["pid"])
+            self._end(case, "injected", f"{lines[0]['point']}, by the rank itself (pid {lines[0]['pid']})")
+            return
+        if case.state == "armed" and case.fault.kind not in IN_PROCESS and self._strike_if_held(case):
+            return
+        # The others can commit the step of a rank that has not got to its point; not the step after it.
+        if case.fault.step is not None and self._record.committed > case.fault.step:
+            self._end(case, "missed", f"step {self._record.committed} is committed, and it was not at its point before")
+            return
+        case.armed = {target: rank for target, rank in case.armed.items() if rank.lives}
+        if not case.armed and self._arm(case):
+            self._say(f"armed: {case}")
+
+    def _arm(self, case: Case) -> bool:
+        case.state = "waiting"
+        if case.fault.kind in IN_PROCESS and (self._too_few(case) or self._has_to_wait(case)):
+            return False
+        targets = case.fault.targets(self._ranks_per_group)
+        living = {target: processes.find(self._run_dir, *target) for target in targets}
+        case.armed = {target: rank for target, rank in living.items() if rank is not None}
+        if case.armed:
+            case.state = "armed"
+        return bool(case.armed)
+
+    def _post(self) -> None:
+        """Bring the mailboxes up to date."""
+        wanted: dict[tuple[int, int], tuple[Rank, list[Order]]] = {
+            target: (rank, []) for target, (rank, orders) in self._posted.items() if orders
+        }
+        for case in self.cases:
+            for target, rank in case.armed.items() if case.state == "armed" else ():
+                if target not in wanted or wanted[target][0] != rank:
+                    wanted[target] = (rank, [])
+                wanted[target][1].append(_order(case))
+        for target, (rank, orders) in wanted.items():
+            if self._posted.get(target) != (rank, tuple(orders)):
+                points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
+                self._posted[target] = rank, tuple(orders)
+
+    def _strike_if_held(self, case: Case) -> bool:
+        living = [rank for rank in case.armed.values() if rank.lives]
+        if not living or not all(rank.is_stopped and self._holds(rank, case) for rank in living):
+            return False
+        self._strike(case, living, self._reached(living[0])["at"])
+        if case.state != "injected":
+            for rank in living:
+                rank.send(Signals.SIGCONT)
+        return True
+
+    def _holds(self, rank: Rank, case: Case) -> bool:
+        found = self._reached(rank)
+        return found.get("fault") == case.key and found.get("process") == [rank.pid, rank.start]
+
+    def _reached(self, rank: Rank) -> dict[str, Any]:
+        try:
+            path = points.reached_file(self._run_dir, rank.group, rank.position)
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    # --- strikes ------------------------------------------------------------------------------------------------------
+
+    def _strike(self, case: Case, ranks: Sequence[Rank] | None = None, where: str = "") -> None:
+        """Record, then do. All of a fault's processes are signalled back to back."""
+        if self._too_few(case):
+            return
+        fault = case.fault
+        if ranks is None:
+            found = (processes.find(self._run_dir, *target) for target in fault.targets(self._ranks_per_group))
+            ranks = [rank for rank in found if rank is not None]
+        struck: list[Process] = [self._agent] if fault.of_agent else list(ranks)
+        where = where or self._moment(fault)
+        try:
+            for process in struck or [None]:
+                self._note(case, process, where)
+        except OSError as error:
+            self._end(case, "refused", f"it could not be recorded: {error}")
+            return
+        now = time.time()
+        if fault.signal is None:
+            try:
+                surroundings.strike(fault, case.key)
+            except OSError as error:
+                self._undos.append(_Undo(now, case, lambda: surroundings.undo(fault, case.key)))
+                self._end(case, "refused", str(error))
+                return
+        else:
+            self._send(fault.signal, struck)
+        self._end(case, "injected", f"{where}, pid {' '.join(str(process.pid) for process in struck) or '-'}")
+        self._plan_undo(case, struck, now)
+
+    def _send(self, number: Signals, struck: Sequence[Process]) -> None:
+        for process in struck:
+            process.send(number)
+            self._struck.add(process.pid)
+        if number is Signals.SIGTERM:
+            for process in struck:  # one that is held at a point takes it when it goes on
+                process.send(Signals.SIGCONT)
+
+    def _moment(self, fault: Fault) -> str:
+        if fault.step is not None:
+            return f"after step {self._record.committed}"
+        return f"{time.time() - self._record.started:.3f} s after the start"
+
+    def _note(self, case: Case, process: Process | None, where: str) -> None:
+        rank = process if isinstance(process, Rank) else None
+        history.append(
+            self._run_dir,
+            "inject",
+            group=rank.group if rank else case.fault.group,
+            position=rank.position if rank else None,
+            pid=process.pid if process else None,
+            signal=case.fault.signal.name if case.fault.signal else None,
+            point=where,
+            kind=case.fault.kind,
+            fault=case.key,
+            start=process.start if process else None,
+        )
+
+    def _too_few(self, case: Case) -> bool:
+        """Refuse what would leave fewer groups than asked, counting those that have an order to die."""
+        dying = [other for other in self.cases if other.state == "armed" and other.fault.kind in IN_PROCESS]
+        left = self._left_after(case, dying)
+        if left is None or left >= self._min_survivors:
+            return False
+        self._end(case, "refused", f"it would leave {left} groups, --min-survivors is {self._min_survivors}")
+        return True
+
+    def _has_to_wait(self, case: Case) -> bool:
+        """An order cannot be refused once it is given, so it is not while the faults listed before it may need all."""
+        left = self._left_after(case, [other for other in self.cases[: case.number - 1] if other.state not in DONE])
+        return left is not None and left < self._min_survivors
+
+    def _left_after(self, case: Case, others: Sequence[Case]) -> int | None:
+        """How many living groups this fault leaves if ``others`` come first; None: it takes none."""
+        takes = case.fault.takes(self._groups)
+        if not takes:
+            return None
+        gone = {group for other in others if other is not case for group in other.fault.takes(self._groups)}
+        return len(self._living_groups() - gone - takes)
+
+    def _living_groups(self) -> set[int]:
+        living: dict[int, int] = {}
+        for rank in processes.ranks(self._run_dir):
+            if rank.pid not in self._struck:  # else it is frozen, or dies in a moment
+                living[rank.group] = living.get(rank.group, 0) + 1
+        return {group for group, count in living.items() if count == self._ranks_per_group}
+
+    def _end(self, case: Case, state: State, note: str) -> None:
+        case.state, case.note, case.ended_at = state, note, time.time()
+        self._say(f"{_WORDS[state]}: {case}: {note}")
+
+    # --- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _plan_undo(self, case: Case, struck: Sequence[Process | None], since: float) -> None:
+        fault = case.fault
+        if fault.kind in IN_PROCESS or fault.duration_s is None:
+            return
+
+        def resume() -> None:
+            for process in struck:
+                if process is not None:
+                    process.send(Signals.SIGCONT)
+                    self._struck.discard(process.pid)
+
+        act = resume if fault.signal is not None else lambda: surroundings.undo(fault, case.key)
+        self._undos.append(_Undo(since + fault.duration_s, case, act))
+
+    def _undo(self, undo: _Undo) -> None:
+        self._undos.remove(undo)
+        try:
+            undo.act()
+        except OSError as error:
+            self._say(f"not undone: {undo.case}: {error}")
+        else:
+            self._say(f"undone: {undo.case}")
+
+    def _tidy_up(self) -> None:
+        """Leave nothing behind that only this process would have ended: orders, frozen ranks, cuts, fillers."""
+        open_cases = [case for case in self.cases if case.state not in DONE]
+        for target, (rank, _) in self._posted.items():
+            with suppress(OSError):
+                points.post(self._run_dir, *target, (rank.pid, rank.start), [])
+        for case in open_cases:
+            for rank in case.armed.values():
+                self._release(rank, case)
+        self._record.read()
+        for case in open_cases:
+            lines = self._record.of(case.key)  # an order carried out in the last moment
+            state, note = ("injected", lines[0]["point"]) if lines else ("missed", self._why_missed(case))
+            self._end(case, state, note)
+        for undo in list(self._undos):
+            self._undo(undo)
+
+    def _release(self, rank: Rank, case: Case) -> None:
+        deadline = time.monotonic() + _FREEZES_WITHIN_S
+        while rank.lives and self._holds(rank, case):
+            if rank.is_stopped:
+                rank.send(Signals.SIGCONT)
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _why_missed(self, case: Case) -> str:
+        if not self._over():
+            return "the injector was ended"
+        return "the run was over" + ("" if case.armed else ", its ranks were not there" if case.fault.is_order else "")
+
+
+_WORDS = {"injected": "injected", "before": "injected before", "refused": "refused", "missed": "not reached"}
+
+
+def _order(case: Case) -> Order:
+    fault = case.fault
+    optional = {name: getattr(fault, name) for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit")}
+    return Order(
+        fault=case.key,
+        action=fault.kind if fault.kind in IN_PROCESS else "hold",
+        point=fault.order_point,
+        seed=case.seed,
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def _process(line: dict[str, Any]) -> Process | None:
+    return Process(line["pid"], line["start"]) if line.get("pid") and line.get("start") else None
+
+
+class _Record:
+    """What the injector reads of a growing history."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / history.FILE
+        self._offset = 0
+        self.started: float | None = None
+        self.begun = self.over = False
+        self.committed = -1
+        self._injected: dict[str, list[dict[str, Any]]] = {}
+
+    def of(self, key: str) -> list[dict[str, Any]]:
+        """The lines of one fault."""
+        return self._injected.get(key, [])
+
+    def read(self) -> None:
+        """Take in the whole lines that were added."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in filter(None, map(history.parse, whole.splitlines())):
+            self._take_in(line)
+
+    def _take_in(self, line: dict[str, Any]) -> None:
+        match line["event"]:
+            case "start":
+                self.started, self.over = self.started or line["t"], False
+            case "begin":
+                self.begun = True
+            case "step":
+                self.committed = max(self.committed, line["step"])
+            case "end" | "stop":
+                self.over = True
+            case "inject" if "fault" in line:
+                self._injected.setdefault(line["fault"], []).append(line)
+
+
+def run_size(run_dir: Path) -> tuple[int, int]:
+    """Groups, and ranks of each, of the run in a directory. Raises ``LaunchError`` when it holds none."""
+    try:
+        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        return config["groups"], config["ranks_per_group"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise LaunchError(
+            f"{os.fspath(run_dir)} holds no run (no config.json that can be read); give the --run-dir of a launch"
+        ) from None

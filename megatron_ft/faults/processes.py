@@ -1,0 +1,154 @@
+"""Find the processes of a run and signal nothing else: ranks that ``ranks.json`` lists, and the agent they belong to.
+
+The file may be old and a pid somebody else's by now. A rank of the run was started by an agent (its command line), for
+this run, group and position (its environment, which nobody can change later), and not after the file says. A signal goes
+through a file descriptor of the process that was looked at, so nothing can take its pid in between.
+
+Failures it assumes: any process can end at any moment; then there is nobody to signal, which is an answer, not an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.runtime.points import start_of
+
+_TOLERANCE_S = 10.0
+"""Between the start the agent wrote down and the kernel's: their clocks differ, and a busy agent writes late."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process by pid and start (clock ticks since boot)."""
+
+    pid: int
+    start: int
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal it. False when it has ended, whoever has its pid now."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if start_of(self.pid) != self.start:
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except (ProcessLookupError, FileNotFoundError):
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    @property
+    def lives(self) -> bool:
+        try:
+            return start_of(self.pid) == self.start and _state(self.pid) not in "ZX"
+        except OSError:
+            return False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is frozen by SIGSTOP (state T of proc(5))."""
+        try:
+            return _state(self.pid) == "T" and start_of(self.pid) == self.start
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class Rank(Process):
+    """A living rank of a run."""
+
+    group: int
+    position: int
+
+    def __str__(self) -> str:
+        return f"rank {self.position} of group {self.group} (pid {self.pid})"
+
+
+def ranks(run_dir: Path) -> list[Rank]:
+    """All ranks of the run that live on this host; none when the run has not started or is over."""
+    return _living(run_dir, _listed(run_dir))
+
+
+def find(run_dir: Path, group: int, position: int = 0) -> Rank | None:
+    """One living rank; None when it is not there (yet, or any more)."""
+    entries = [e for e in _listed(run_dir) if (e["group"], e["position"]) == (group, position)]
+    return next(iter(_living(run_dir, entries)), None)
+
+
+def agent(run_dir: Path) -> Process | None:
+    """The agent, which hosts the control store: who started a rank, and is its parent still."""
+    for rank in ranks(run_dir):
+        try:
+            parent = int(_stat(rank.pid)[1])
+            if _environment(rank.pid).get("MEGATRON_FT_AGENT_PID") == str(parent):
+                return Process(parent, start_of(parent))
+        except OSError:
+            continue
+    return None
+
+
+def _listed(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads((run_dir / "ranks.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+
+
+def _living(run_dir: Path, entries: list[dict[str, Any]]) -> list[Rank]:
+    run_id = _run_id(run_dir) if entries else None
+    found = (_verified(entry, run_id) for entry in entries)
+    return [rank for rank in found if rank is not None]
+
+
+def _verified(entry: dict[str, Any], run_id: str | None) -> Rank | None:
+    pid, group, position = entry["pid"], entry["group"], entry["position"]
+    if entry.get("host", socket.gethostname()) != socket.gethostname():
+        return None
+    try:
+        start = start_of(pid)
+        if b"megatron_ft.launch.bootstrap" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return None
+        environment = _environment(pid)
+        if _started(start) > entry["started"] + _TOLERANCE_S or start_of(pid) != start:
+            return None
+    except OSError:
+        return None
+    found = [environment.get(f"MEGATRON_FT_{name}") for name in ("RUN_ID", "GROUP", "POSITION")]
+    mine = found == [run_id or found[0], str(group), str(position)]
+    return Rank(pid, start, group, position) if mine else None
+
+
+def _run_id(run_dir: Path) -> str | None:
+    try:
+        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def _started(ticks: int) -> float:
+    """Clock ticks since boot as unix seconds."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _state(pid: int) -> str:
+    return _stat(pid)[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """proc(5)'s stat from its third field on; the second can contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()

@@ -1,0 +1,360 @@
+"""A schedule of faults as data: what shall happen to whom, and when. Read, checked, written; carried out elsewhere.
+
+    {"seed": 7, "faults": [
+      {"kind": "kill", "group": 2, "step": 4, "point": "reduce", "bucket": 1},
+      {"kind": "stop", "group": 1, "after_s": 20, "duration_s": 5}]}
+
+YAML says the same where ``pyyaml`` is installed. Anything that could not be carried out as it is written is refused with one
+line, before a process is touched: who injects faults wants exactly these. Every field is explained in
+docs/fault-injection.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.runtime.points import POINTS, describe
+
+IN_PROCESS = ("exception", "oom", "gil", "slow", "nan", "bitflip")
+"""What only the rank can do to itself, on an order in its mailbox."""
+SIGNALS = {"kill": Signals.SIGKILL, "stop": Signals.SIGSTOP, "terminate": Signals.SIGTERM}
+
+_AT_POINT = {"point", "bucket"}
+_RANK = {"group", "position"}
+_ALLOWED: dict[str, set[str]] = {
+    "kill": _RANK | _AT_POINT,
+    "stop": _RANK | _AT_POINT | {"duration_s"},
+    "terminate": _RANK | _AT_POINT,
+    "exception": _RANK | _AT_POINT,
+    "oom": _RANK | _AT_POINT,
+    "gil": _RANK | _AT_POINT | {"duration_s"},
+    "slow": _RANK | {"factor", "steps"},
+    "nan": _RANK | {"what", "bucket"},
+    "bitflip": _RANK | {"bucket", "bit"},
+    "cut": {"group", "netns", "peer", "direction", "share", "duration_s"},
+    "disk_full": {"directory", "duration_s", "limit_mb"},
+    "rack": {"groups", "how", "duration_s"} | _AT_POINT,
+    "store": {"how", "duration_s"},
+    "agent": {"how", "duration_s"},
+}
+KINDS = tuple(_ALLOWED)
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "gil": ("group", "duration_s"),
+    "slow": ("group", "factor"),
+    "cut": ("group", "netns", "peer"),
+    "disk_full": ("directory", "duration_s"),
+    "rack": ("groups",),
+    "store": (),
+    "agent": (),
+}
+_WHEN = ("after_s", "wait_s", "step")
+_CHOICES = {
+    "point": POINTS,
+    "what": ("gradient", "loss"),
+    "direction": ("both", "in", "out"),
+    "how": tuple(SIGNALS),
+}
+_WHOLE = {"group": 0, "step": 0, "bucket": 0, "bit": 0, "steps": 1}
+_NUMBERS = {"after_s": (0, True), "wait_s": (0, True), "duration_s": (0, False), "factor": (1, False),
+            "limit_mb": (0, False), "share": (0, False)}  # fmt: skip
+"""The least, and whether it is allowed itself."""
+_BUCKET_POINTS = ("reduce", "bucket")
+_MOST_BITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault; a field of None is not said. Times in seconds. Raises ``ConfigError`` for what cannot be meant.
+
+    When: ``after_s`` since the run's start, ``wait_s`` since the fault before it in the schedule, or ``step``, and then
+    ``point`` with ``bucket``, where the kind can be aimed so well.
+    """
+
+    kind: str
+    group: int | None = None
+    groups: tuple[int, ...] | None = None
+    position: int | str | None = None
+    after_s: float | None = None
+    wait_s: float | None = None
+    step: int | None = None
+    point: str | None = None
+    bucket: int | None = None
+    how: str | None = None
+    duration_s: float | None = None
+    factor: float | None = None
+    steps: int | None = None
+    what: str | None = None
+    bit: int | None = None
+    netns: str | None = None
+    peer: str | None = None
+    direction: str | None = None
+    share: float | None = None
+    directory: str | None = None
+    limit_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind is {self.kind!r}; it can be: {', '.join(KINDS)}")
+        given = {name for name in _FIELDS if getattr(self, name) is not None}
+        _check_names(self.kind, given)
+        for name in given:
+            _check_value(name, getattr(self, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.kind in IN_PROCESS and self.position == "all":
+            raise ConfigError(f"position is 'all'; {self.kind} happens in one rank, give its number")
+        if self.bucket is not None and "point" in _ALLOWED[self.kind] and self.point not in _BUCKET_POINTS:
+            raise ConfigError(f"bucket is {self.bucket}; only the points {' and '.join(_BUCKET_POINTS)} have buckets")
+        if self.share is not None and self.share > 1:
+            raise ConfigError(f"share is {self.share}; it is the part of the packets that is lost, at most 1")
+        if self.duration_s is not None and (self.how or "stop") != "stop":
+            raise ConfigError(f"duration_s is {self.duration_s:g}, how is {self.how}; only a stop ends again")
+        if self.duration_s is not None and self.how is None and self.kind in ("rack", "store", "agent"):
+            raise ConfigError(f"duration_s is {self.duration_s:g}, but {self.kind} kills; say \"how\": \"stop\"")
+
+    # --- what it means ------------------------------------------------------------------------------------------------
+
+    @property
+    def signal(self) -> Signals | None:
+        """What is sent to processes; None for a kind that sends nothing."""
+        if self.kind in SIGNALS:
+            return SIGNALS[self.kind]
+        return SIGNALS[self.how or "kill"] if self.kind in ("rack", "store", "agent") else None
+
+    @property
+    def is_order(self) -> bool:
+        """Whether a rank has to be told: to do it, or to freeze at a point where it is done to it."""
+        return self.kind in IN_PROCESS or self.point is not None
+
+    @property
+    def order_point(self) -> str:
+        """The point at which a rank carries out its order."""
+        return self.point or ("backward" if self.kind in ("exception", "oom", "gil") else "begin")
+
+    @property
+    def of_agent(self) -> bool:
+        """This version's agent hosts the store, so a fault of the store is one of the agent."""
+        return self.kind in ("store", "agent")
+
+    def targets(self, ranks_per_group: int) -> tuple[tuple[int, int], ...]:
+        """(group, position) of the ranks it concerns."""
+        everybody = self.groups is not None or self.position == "all"
+        positions = range(ranks_per_group) if everybody else (self.position or 0,)
+        groups = self.groups if self.groups is not None else () if self.group is None else (self.group,)
+        return tuple((group, position) for group in groups for position in positions)
+
+    def takes(self, groups: int) -> frozenset[int]:
+        """The groups that are lost to it. A stop counts, even one that ends: the others may go on without them."""
+        if self.of_agent:  # ranks end with their agent
+            return frozenset() if self.signal is Signals.SIGSTOP else frozenset(range(groups))
+        if self.signal is not None or self.kind in ("exception", "oom"):
+            return frozenset(group for group, _ in self.targets(1))
+        return frozenset()
+
+    def when(self) -> str:
+        """In words."""
+        if self.step is not None:
+            time = f"step {self.step}"
+            if not self.is_order:
+                return f"{time} is committed"
+        else:
+            time = f"{self.after_s:g} s" if self.after_s is not None else f"{self.wait_s:g} s after the last"
+        if self.kind in ("slow", "nan", "bitflip") or not self.is_order:
+            return time
+        bucket = self.bucket if self.point is not None else None
+        return f"{time}, {describe(self.order_point, bucket)}"
+
+    def whom(self) -> str:
+        """In words."""
+        if self.of_agent:
+            return self.kind
+        if self.groups is not None:
+            return f"groups {' '.join(map(str, self.groups))}"
+        if self.directory is not None:
+            return self.directory
+        if self.kind == "cut":
+            return f"group {self.group}, {self.netns} - {self.peer}"
+        if self.position == "all":
+            return f"group {self.group}, all ranks"
+        return f"group {self.group}" + (f", rank {self.position}" if self.position else "")
+
+    # --- as data ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_json(cls, value: Any) -> Fault:
+        """Raises ``ConfigError``."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{value!r} is not a fault; it must be an object with a kind")
+        if "kind" not in value:
+            raise ConfigError(f"it has no kind; it can be: {', '.join(KINDS)}")
+        unknown = sorted(str(name) for name in value if name != "kind" and name not in _FIELDS)
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is not known; known are: {', '.join(_FIELDS)}")
+        groups = value.get("groups")
+        return cls(**value | {"groups": tuple(groups) if isinstance(groups, list) else groups})
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"kind": self.kind} | {name: getattr(self, name) for name in _FIELDS}
+        if self.groups is not None:
+            value["groups"] = list(self.groups)
+        return {name: found for name, found in value.items() if found is not None}
+
+
+_FIELDS = tuple(field.name for field in fields(Fault) if field.name != "kind")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Faults in the order in which they are listed; ``seed`` decides what they leave open (which bit)."""
+
+    faults: tuple[Fault, ...]
+    seed: int = 0
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schedule:
+        """Raises ``ConfigError`` that names the fault by its number, from 1."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("faults"), list):
+            raise ConfigError('a schedule is an object with a list of faults: {"faults": [...]}')
+        unknown = sorted(str(name) for name in value if name not in ("faults", "seed"))
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is not known beside the faults; known is: seed")
+        seed = value.get("seed", 0)
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ConfigError(f"seed is {seed!r}; it must be a whole number")
+        return cls(tuple(_numbered(value["faults"])), seed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seed": self.seed, "faults": [fault.to_json() for fault in self.faults]}
+
+    def check(self, groups: int, ranks_per_group: int) -> None:
+        """Whether a run of that size has whom it names. Raises ``ConfigError``."""
+        for number, fault in enumerate(self.faults, 1):
+            for group, position in fault.targets(ranks_per_group):
+                if group >= groups:
+                    raise ConfigError(f"fault {number} is for group {group}; the run has groups 0 to {groups - 1}")
+                if position >= ranks_per_group:
+                    raise ConfigError(
+                        f"fault {number} is for rank {position}; groups have ranks 0 to {ranks_per_group - 1}"
+                    )
+
+    def key(self, index: int) -> str:
+        """What names a fault in a run's record: the same schedule, injected again, is the same faults."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return f"{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}/{index + 1}"
+
+    def seed_of(self, index: int) -> int:
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def load(path: Path) -> Schedule:
+    """Read a schedule, YAML by its name's end. Raises ``ConfigError`` in one line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"schedule {path} cannot be read: {reason}; give a JSON or YAML file") from None
+    try:
+        return Schedule.from_json(_parse(text, yaml=path.suffix in (".yaml", ".yml")))
+    except ConfigError as error:
+        raise ConfigError(f"schedule {path}: {error}") from None
+
+
+def _numbered(values: Iterable[Any]) -> Iterable[Fault]:
+    for number, value in enumerate(values, 1):
+        try:
+            fault = Fault.from_json(value)
+        except ConfigError as error:
+            raise ConfigError(f"fault {number}: {error}") from None
+        yield fault
+
+
+def _parse(text: str, yaml: bool) -> Any:
+    if yaml:
+        return _parse_yaml(text)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise ConfigError(f"it is not JSON: {error}") from None
+
+
+def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ConfigError(f"{name!r} is given twice in one object; keep one of them")
+        found[name] = value
+    return found
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("YAML needs pyyaml (pip install pyyaml); or write it as JSON") from None
+
+    class Loader(yaml.SafeLoader):
+        """Says so when a key is there twice: plain YAML takes the last one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            _unique((self.construct_object(key, deep=True), None) for key, _ in node.value)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())}") from None
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_names(kind: str, given: set[str]) -> None:
+    for name in _NEEDED.get(kind, ("group",)):
+        if name not in given:
+            raise ConfigError(f"{kind} needs {name}")
+    when = [name for name in _WHEN if name in given]
+    if len(when) != 1:
+        said = " and ".join(when) or "no time"
+        raise ConfigError(f"{kind} says {said}; say one of {', '.join(_WHEN)}")
+    wrong = sorted(given - _ALLOWED[kind] - set(_WHEN))
+    if wrong:
+        allowed = ", ".join(name for name in _FIELDS if name in _ALLOWED[kind])
+        raise ConfigError(f"{kind} knows no {wrong[0]}; besides when, it knows: {allowed}")
+
+
+def _check_value(name: str, value: Any) -> None:
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{name} is {value!r}; it can be: {', '.join(_CHOICES[name])}")
+    elif name in _WHOLE:
+        if not _is_whole(value, _WHOLE[name]) or (name == "bit" and value >= _MOST_BITS):
+            most = f", less than {_MOST_BITS}" if name == "bit" else ""
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number >= {_WHOLE[name]}{most}")
+    elif name in _NUMBERS:
+        least, included = _NUMBERS[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not number or value < least or (value == least and not included):
+            raise ConfigError(f"{name} is {value!r}; it must be a number {'>=' if included else '>'} {least}")
+    elif name == "position":
+        if value != "all" and not _is_whole(value, 0):
+            raise ConfigError(f"position is {value!r}; it must be a rank's number in its group, or \"all\"")
+    elif name == "groups":
+        whole = isinstance(value, tuple) and all(_is_whole(group, 0) for group in value)
+        if not whole or not value or len(set(value)) != len(value):
+            raise ConfigError(f"groups is {value!r}; it must be a list of different group numbers")
+    elif not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} is {value!r}; it must be a text")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

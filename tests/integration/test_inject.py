@@ -1,0 +1,260 @@
+"""``megatron-ft inject`` against real runs: what is asked happens, at its point, once; and the run keeps its promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ft.faults import mix, processes, surroundings
+from megatron_ft.faults.execute import Injector
+from megatron_ft.faults.schedule import Fault, Schedule
+from megatron_ft.runtime import history, points
+from tests import support
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def long_reference(tmp_path_factory, data_dir) -> support.Run:
+    run = support.start(tmp_path_factory.mktemp("long") / "run", data_dir, steps=STEPS)
+    run.check()
+    return run
+
+
+def write(path, *faults) -> str:
+    path.write_text(json.dumps({"faults": list(faults)}))
+    return str(path)
+
+
+def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, long_reference):
+    """Three of four groups, each by another way; the same schedule again does nothing."""
+    schedule = write(
+        tmp_path / "schedule.json",
+        {"kind": "kill", "group": 2, "step": 3, "point": "reduce", "bucket": 1},
+        {"kind": "exception", "group": 1, "step": 6, "point": "backward"},
+        {"kind": "kill", "group": 0, "step": 8},
+        {"kind": "oom", "group": 3, "step": STEPS - 1},
+    )
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    done = support.ft("inject", run.directory, schedule)
+    run.check(long_reference)
+    assert "3 of 4 faults injected" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "it would leave 0 groups, --min-survivors is 1" in done.stdout
+    injected = run.events("inject")
+    assert [(line["group"], line["kind"]) for line in injected] == [(2, "kill"), (1, "exception"), (0, "kill")], done.stdout
+    assert injected[0]["point"] == "reduce 1, step 3"
+    assert injected[1]["point"] == "backward, step 6"
+    assert {line["group"] for line in run.events("fault")} == {0, 1, 2}
+    assert next(line for line in run.events("fault") if line["group"] == 1)["detail"].startswith("train.py raised Injected")
+    again = support.ft("inject", run.directory, schedule)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "is over; nothing was injected" in again.stderr
+    assert run.events("inject") == injected
+
+
+def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_path, data_dir):
+    """The first one dies after its first strike; group 0 is held at a point meanwhile, and struck by the second."""
+    faults = (
+        Fault(kind="terminate", group=2, step=1),
+        Fault(kind="kill", group=0, step=4, point="begin"),
+    )
+    schedule = write(tmp_path / "schedule.json", *(fault.to_json() for fault in faults))
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS, detector={"report_timeout_s": 60.0})
+    first = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
+    support.wait_for(lambda: len(run.events("inject")) == 1, run)
+    first.kill()
+    first.wait()
+    second = support.ft("inject", run.directory, schedule)
+    run.check()
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "injected before" in second.stdout
+    assert [(line["group"], line["signal"]) for line in run.events("inject")] == [(2, "SIGTERM"), (0, "SIGKILL")]
+
+
+def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
+    """The agent is frozen, the steps go on without it, and it goes on when its time is up."""
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    support.wait_for_step(run, 4)
+    schedule = Schedule((
+        Fault(kind="store", how="stop", duration_s=0.2, step=4),
+        Fault(kind="exception", group=1, step=1),
+    ))  # fmt: skip
+    said: list[str] = []
+    injector = Injector(run.directory, schedule, support.GROUPS, 1, say=said.append)
+    stopped, missed = injector.run()
+    run.check()
+    assert (stopped.state, missed.state) == ("injected", "missed")
+    assert any(line.startswith("undone: 1") for line in said)
+    (line,) = run.events("inject")
+    assert (line["pid"], line["signal"]) == (run.process.pid, "SIGSTOP")
+
+
+def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, reference):
+    schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
+    run = support.start(tmp_path / "run", data_dir)
+    done = support.ft("inject", run.directory, schedule)
+    run.check(reference)
+    assert done.returncode == 0, done.stdout
+    assert not run.events("fault")
+    assert [line["kind"] for line in run.events("inject")] == ["slow"]
+
+
+# --- before anything is touched ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_all_and_needs_no_run(tmp_path):
+    out = tmp_path / "drawn.json"
+    done = support.ft("inject", tmp_path / "none", "--mix", 5, "--seed", 3, "--groups", 4, "--dry-run", "--write", out)
+    assert done.returncode == 0, done.stderr
+    assert "dry run: 5 faults, 4 groups" in done.stdout
+    assert Schedule.from_json(json.loads(out.read_text())) == mix.draw(5, 3, 4)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "give either a schedule or --mix N"),
+        (["--mix", "2", "--min-survivors", "-1"], "--min-survivors is -1"),
+        (["--mix", "0"], "--mix is 0"),
+        (["--mix", "2", "--every-s", "0"], "--every-s is 0"),
+        (["--mix", "2", "--groups", "3"], "--groups is for --dry-run only"),
+        (["missing.json"], "schedule missing.json cannot be read"),
+        (["--mix", "2", "--start-timeout-s", "0.1"], "no live run in"),
+    ],
+)
+def test_misuse_gets_one_line(tmp_path, arguments, said):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"groups": 2, "ranks_per_group": 1}))
+    done = support.ft("inject", run_dir, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_two_injectors_do_not_work_on_one_run(tmp_path):
+    """The second is refused while the first waits for the run to start."""
+    (tmp_path / "config.json").write_text(json.dumps({"groups": 2, "ranks_per_group": 1}))
+    first = subprocess.Popen(support.command("inject", tmp_path, "--mix", 1), cwd=support.ROOT)
+    try:
+        lock = tmp_path / points.DIRECTORY / "lock"
+        while not (lock.exists() and _is_locked(lock)):
+            assert first.poll() is None
+        second = support.ft("inject", tmp_path, "--mix", 1)
+    finally:
+        first.kill()
+        first.wait()
+    assert second.returncode == 2
+    assert "another injector is at work" in second.stderr
+
+
+def _is_locked(path) -> bool:
+    import fcntl
+
+    with path.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+# --- who may be signalled ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bystander():
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def listed(run_dir, pid: int, started: float = 2e9) -> None:
+    (run_dir / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 1, "ranks_per_group": 1}))
+    entry = {"group": 0, "position": 0, "pid": pid, "started": started}
+    (run_dir / "ranks.json").write_text(json.dumps([entry]))
+
+
+def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
+    """The file is old and its pid somebody else's by now."""
+    listed(tmp_path, bystander.pid)
+    assert processes.ranks(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "changes, found",
+    [
+        ({}, True),
+        ({"MEGATRON_FT_RUN_ID": "other"}, False),
+        ({"MEGATRON_FT_GROUP": "1"}, False),
+        ({"started": 1e9}, False),
+    ],
+    ids=["it is", "of another run", "another group", "started later than the file says"],
+)
+def test_a_rank_is_known_by_what_it_was_started_as(tmp_path, changes, found):
+    """The bystander looks like a rank to everybody who only reads its command line."""
+    own = {"MEGATRON_FT_RUN_ID": "abc", "MEGATRON_FT_GROUP": "0", "MEGATRON_FT_POSITION": "0"}
+    started = changes.pop("started", None)
+    code = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "megatron_ft.launch.bootstrap"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **own, **changes},
+    )
+    try:
+        process.stdout.read(1)
+        listed(tmp_path, process.pid, started or 4e9)
+        assert bool(processes.ranks(tmp_path)) is found
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_reaches_the_process_that_was_looked_at_or_nobody(bystander):
+    process = processes.Process(bystander.pid, points.start_of(bystander.pid))
+    assert not processes.Process(process.pid, process.start + 1).send(signal.SIGKILL)
+    assert process.send(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    assert process.is_stopped and process.lives
+    assert process.send(signal.SIGCONT)
+    os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+    assert not process.is_stopped
+    assert process.send(signal.SIGKILL)
+    bystander.wait()
+    assert not process.lives
+    assert not process.send(signal.SIGKILL)
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here: needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_file_system_is_filled_and_freed(small_disk):
+    fault = Fault(kind="disk_full", directory=str(small_disk), after_s=0, duration_s=1)
+    surroundings.check(fault)
+    surroundings.strike(fault, "k/1")
+    with pytest.raises(OSError), (small_disk / "more").open("wb") as file:
+        file.write(bytes(8192))
+        file.flush()
+    surroundings.undo(fault, "k/1")
+    surroundings.undo(fault, "k/1")
+    assert history.read(small_disk) == []
+    history.append(small_disk, "note")

@@ -1,0 +1,283 @@
+"""What a rank does to itself on order: once, only while the order stands, recorded before, and nothing when unarmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.runtime import history, points
+from megatron_ft.runtime.points import Hold, InjectedError, Order, Points
+
+
+class FakeEngine:
+    """Two buckets that carry a loss each, as views of what is reduced."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.buckets = [torch.ones(5, dtype=dtype), torch.ones(9, dtype=dtype)]
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        return [bucket[:-2] for bucket in self.buckets]
+
+    def local_losses(self) -> list[torch.Tensor]:
+        return [bucket[-2:-1] for bucket in self.buckets]
+
+
+def me() -> tuple[int, int]:
+    return os.getpid(), points.start_of(os.getpid())
+
+
+def post(run_dir: Path, *orders: Order, process: tuple[int, int] | None = None) -> None:
+    points.post(run_dir, 0, 0, process or me(), orders)
+
+
+def injected(run_dir: Path) -> list[str]:
+    return [line["fault"] for line in history.read(run_dir) if line["event"] == "inject"]
+
+
+@pytest.fixture
+def rank(tmp_path) -> Points:
+    return Points(0, [], run_dir=tmp_path)
+
+
+RAISE = Order(fault="k/1", action="exception", point="backward", step=2)
+
+
+def test_an_order_is_taken_in_when_a_step_begins_and_carried_out_once(tmp_path, rank):
+    post(tmp_path, RAISE)
+    rank.reach("backward", 2)
+    rank.reach("begin", 2)
+    rank.reach("forward", 2)
+    assert injected(tmp_path) == []
+    with pytest.raises(InjectedError, match="k/1 at backward, step 2"):
+        rank.reach("backward", 2)
+    rank.reach("backward", 2)
+    post(tmp_path, RAISE)
+    rank.reach("begin", 2)
+    rank.reach("backward", 2)
+    (line,) = history.read(tmp_path)
+    assert (line["pid"], line["kind"], line["point"], line["signal"]) == (os.getpid(), "exception", "backward, step 2", None)
+
+
+def test_an_order_without_a_step_is_for_the_next_one(tmp_path, rank):
+    post(tmp_path, Order(fault="k/1", action="oom", point="gate"))
+    rank.reach("begin", 7)
+    with pytest.raises(torch.OutOfMemoryError):
+        rank.reach("gate", 7)
+
+
+def test_an_order_that_is_withdrawn_within_the_step_does_not_happen(tmp_path, rank):
+    post(tmp_path, RAISE)
+    rank.reach("begin", 2)
+    post(tmp_path)
+    rank.reach("backward", 2)
+    assert injected(tmp_path) == []
+
+
+def test_an_order_for_another_process_of_the_same_rank_does_not_happen(tmp_path, rank):
+    post(tmp_path, RAISE, process=(os.getpid(), points.start_of(os.getpid()) - 1))
+    rank.reach("begin", 2)
+    rank.reach("backward", 2)
+    assert injected(tmp_path) == []
+
+
+def test_what_cannot_be_recorded_does_not_happen(tmp_path, rank):
+    post(tmp_path, RAISE)
+    (tmp_path / history.FILE).mkdir()
+    rank.reach("begin", 2)
+    rank.reach("backward", 2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"process": 3}', '{"process": [%d, %d], "orders": [{"x": 1}]}'])
+def test_a_damaged_mailbox_is_an_empty_one(tmp_path, rank, text, capsys):
+    post(tmp_path)
+    points.mailbox(tmp_path, 0, 0).write_text(text % me() if "%" in text else text)
+    rank.reach("begin", 0)
+    rank.reach("begin", 1)
+    assert capsys.readouterr().err.count("ignored") == 1
+
+
+def test_only_the_ordered_bucket_counts(tmp_path, rank):
+    post(tmp_path, Order(fault="k/1", action="exception", point="reduce", step=0, bucket=1))
+    rank.reach("begin", 0)
+    rank.reach("reduce", 0, 0)
+    with pytest.raises(InjectedError, match="reduce 1"):
+        rank.reach("reduce", 0, 1)
+
+
+def test_unarmed_points_look_at_the_mailbox_once_a_step_and_nowhere_else(tmp_path, rank, monkeypatch):
+    looks: list[object] = []
+    stat = os.stat
+    monkeypatch.setattr(points.os, "stat", lambda path: looks.append(path) or stat(path))
+    for step in range(3):
+        for point in points.POINTS[:-1]:
+            rank.reach(point, step)
+        rank.corrupt(step, None)
+    assert len(looks) == 3
+
+
+def test_the_environment_and_the_mailbox_arm_beside_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv(points.VARIABLE, points.to_env([Hold(0, 1, "gate"), Hold(1, 1, "gate")])[points.VARIABLE])
+    monkeypatch.setenv("MEGATRON_FT_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("MEGATRON_FT_POSITION", "0")
+    stops: list[int] = []
+    monkeypatch.setattr(points.os, "kill", lambda pid, number: stops.append(number))
+    rank = Points.from_env(0)
+    post(tmp_path, RAISE)
+    rank.reach("begin", 1)
+    rank.reach("gate", 1)
+    rank.reach("gate", 1)
+    assert len(stops) == 1
+    rank.reach("begin", 2)
+    with pytest.raises(InjectedError):
+        rank.reach("backward", 2)
+
+
+def test_an_unknown_point_is_refused():
+    with pytest.raises(ConfigError, match="'nowhere' is not known; known are: begin"):
+        Hold(0, 0, "nowhere")
+
+
+# --- freezing, in a process of its own --------------------------------------------------------------------------------
+
+CHILD = """
+import sys
+from pathlib import Path
+from megatron_ft.runtime.points import Points
+rank = Points(0, [], run_dir=Path(sys.argv[1]))
+for line in sys.stdin:
+    rank.reach("begin", int(line))
+    rank.reach("gate", int(line))
+    print("on", flush=True)
+"""
+
+
+def test_a_held_rank_says_for_what_and_freezes(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    process = child.pid, points.start_of(child.pid)
+    post(tmp_path, Order(fault="k/1", action="hold", point="gate", step=3), process=process)
+    child.stdin.write("3\n")
+    child.stdin.flush()
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    value = json.loads(points.reached_file(tmp_path, 0, 0).read_text())
+    assert value == {"fault": "k/1", "process": list(process), "at": "gate, step 3"}
+    os.kill(child.pid, 18)  # SIGCONT
+    assert child.stdout.readline() == "on\n"
+    output, _ = child.communicate("3\n")
+    assert output == "on\n", "it would have frozen again"
+
+
+# --- holding the GIL --------------------------------------------------------------------------------------------------
+
+
+def test_nobody_else_runs_while_the_gil_is_held(tmp_path, rank):
+    ticks, stop, go = [0], threading.Event(), threading.Event()
+
+    def tick() -> None:
+        go.set()
+        while not stop.is_set():
+            ticks[0] += 1
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=tick)
+    try:
+        thread.start()
+        go.wait()
+        sys.setswitchinterval(60)  # only this thread's own waiting lets the other one run
+        stood = ticks[0]
+        points.hold_gil(0.05)
+        assert ticks[0] == stood
+    finally:
+        sys.setswitchinterval(before)
+        stop.set()
+        thread.join()
+
+
+def test_gil_is_an_order_like_others(tmp_path, rank, monkeypatch):
+    held: list[float] = []
+    monkeypatch.setattr(points, "hold_gil", held.append)
+    post(tmp_path, Order(fault="k/1", action="gil", point="backward", duration_s=3.5))
+    rank.reach("begin", 0)
+    rank.reach("backward", 0)
+    rank.reach("backward", 0)
+    assert held == [3.5]
+
+
+# --- slow -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_sleeps_after_every_part_of_its_computing_for_so_many_steps(tmp_path, rank, monkeypatch):
+    """The clock goes 1 s on between two points; only computing is made longer."""
+    now, slept = [0.0], []
+    monkeypatch.setattr(points.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(points.time, "sleep", slept.append)
+    post(tmp_path, Order(fault="k/1", action="slow", factor=3.0, steps=2))
+    for step in range(4):
+        for point in ("begin", "forward", "backward", "reduce", "gate", "update"):
+            rank.reach(point, step)
+            if point == "backward":
+                now[0] += 1
+                rank.corrupt(step, None)
+            now[0] += 1
+    assert slept == [2.0] * 4
+    assert injected(tmp_path) == ["k/1"]
+
+
+# --- corruption -------------------------------------------------------------------------------------------------------
+
+
+def corrupted(run_dir: Path, rank: Points, engine: FakeEngine, **order) -> FakeEngine:
+    post(run_dir, Order(fault="k/1", **order))
+    rank.reach("begin", 4)
+    rank.corrupt(3, None)
+    rank.corrupt(4, engine)
+    after = [bucket.clone() for bucket in engine.buckets]
+    rank.corrupt(4, engine)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(after, engine.buckets, strict=True))
+    return engine
+
+
+def changes(engine: FakeEngine) -> list[int]:
+    return [int((bucket != 1).sum()) for bucket in engine.buckets]
+
+
+def test_a_gradient_gets_one_nan_in_the_bucket_that_was_asked_for(tmp_path, rank):
+    engine = corrupted(tmp_path, rank, FakeEngine(), action="nan", step=4, bucket=1, seed=5)
+    assert changes(engine) == [0, 1]
+    assert torch.isnan(engine.local_gradients()[1]).sum() == 1
+    assert history.read(tmp_path)[0]["point"].endswith("of bucket 1, step 4")
+
+
+def test_a_loss_of_nan_makes_all_gradients_so_but_not_the_count_of_microbatches(tmp_path, rank):
+    engine = corrupted(tmp_path, rank, FakeEngine(), action="nan", step=4, what="loss")
+    assert changes(engine) == [4, 8]
+    assert [float(bucket[-1]) for bucket in engine.buckets] == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bit", [0, 7, 15, 31, 63])
+def test_one_bit_is_flipped_and_flipped_again_it_is_as_before(tmp_path, dtype, bit):
+    engine = FakeEngine(dtype)
+    order = {"action": "bitflip", "step": 4, "bit": bit, "seed": 9}
+    for _ in range(2):
+        assert sum(changes(engine)) in (0, 1)
+        corrupted(tmp_path, Points(0, [], run_dir=tmp_path), engine, **order)
+    assert changes(engine) == [0, 0]
+
+
+def test_the_seed_decides_what_the_order_leaves_open(tmp_path):
+    def flipped(seed: int) -> list[torch.Tensor]:
+        rank = Points(0, [], run_dir=tmp_path)
+        return corrupted(tmp_path, rank, FakeEngine(), action="bitflip", step=4, seed=seed).buckets
+
+    assert all(torch.equal(a, b) for a, b in zip(flipped(1), flipped(1), strict=True))
+    assert len({tuple(torch.cat(flipped(seed)).tolist()) for seed in range(20)}) > 10

@@ -1,0 +1,241 @@
+"""Schedules as data: what is written is what is read, what cannot be meant is refused in one line, a seed decides a mix."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.faults import mix, schedule, surroundings
+from megatron_ft.faults.schedule import Fault, Schedule, load
+from megatron_ft.runtime.points import POINTS
+from megatron_ft.sim.training.setting import MIX
+
+TIMES = st.floats(0, 1e6) | st.integers(0, 10**6)
+POSITIVE = st.floats(0.001, 1e4)
+VALUES = {
+    "group": st.integers(0, 99),
+    "groups": st.lists(st.integers(0, 99), min_size=1, unique=True).map(tuple),
+    "position": st.integers(0, 7),
+    "point": st.sampled_from(POINTS),
+    "duration_s": POSITIVE,
+    "factor": st.floats(1.01, 100),
+    "steps": st.integers(1, 100),
+    "what": st.sampled_from(["loss", "gradient"]),
+    "bit": st.integers(0, 63),
+    "netns": st.text(min_size=1),
+    "peer": st.just("10.0.0.2"),
+    "direction": st.sampled_from(["both", "in", "out"]),
+    "share": st.floats(0.01, 1),
+    "directory": st.text(min_size=1),
+    "limit_mb": POSITIVE,
+}
+
+
+@st.composite
+def faults(draw) -> Fault:
+    kind = draw(st.sampled_from(schedule.KINDS))
+    allowed, needed = schedule._ALLOWED[kind], schedule._NEEDED.get(kind, ("group",))
+    chosen = {name for name in sorted(allowed & VALUES.keys()) if name in needed or draw(st.booleans())}
+    if "how" in allowed:
+        chosen.discard("duration_s")
+    values = {name: draw(VALUES[name]) for name in chosen}
+    if values.get("point") in ("reduce", "bucket") or kind in ("nan", "bitflip"):
+        values["bucket"] = draw(st.none() | st.integers(0, 50))
+    if "how" in allowed and draw(st.booleans()):
+        values |= {"how": "stop", "duration_s": draw(POSITIVE)}
+    when = draw(st.sampled_from(["after_s", "wait_s", "step"]))
+    return Fault(kind=kind, **values, **{when: draw(st.integers(0, 10**6) if when == "step" else TIMES)})
+
+
+@given(st.lists(faults(), max_size=5), st.integers())
+def test_what_is_written_is_what_is_read(found, seed):
+    mine = Schedule(tuple(found), seed)
+    assert Schedule.from_json(json.loads(json.dumps(mine.to_json()))) == mine
+
+
+@given(faults())
+def test_every_fault_can_be_said_in_words(fault):
+    assert fault.when() and fault.whom()
+    assert fault.takes(100) <= set(range(100))
+
+
+def test_yaml_says_the_same(tmp_path):
+    pytest.importorskip("yaml")
+    json_file, yaml_file = tmp_path / "a.json", tmp_path / "a.yaml"
+    mine = mix.draw(5, 1, 4)
+    json_file.write_text(json.dumps(mine.to_json()))
+    lines = [f"- {json.dumps(fault)}" for fault in mine.to_json()["faults"]]
+    yaml_file.write_text("\n".join([f"seed: {mine.seed}", "faults:", *lines]))
+    assert load(json_file) == load(yaml_file) == mine
+
+
+KILL = '"kind": "kill", "group": 1'  # in place of the word in the texts below
+BAD = {
+    "not JSON": ("{", "it is not JSON"),
+    "no faults": ("{}", "a schedule is an object with a list of faults"),
+    "an unknown word beside": ('{"faults": [], "sead": 1}', "'sead' is not known beside the faults"),
+    "a seed of text": ('{"faults": [], "seed": "1"}', "seed is '1'"),
+    "not an object": ('{"faults": [3]}', "fault 1: 3 is not a fault"),
+    "no kind": ('{"faults": [{"group": 1}]}', "fault 1: it has no kind"),
+    "an unknown kind": ('{"faults": [{"kind": "boom", "step": 1}]}', "kind is 'boom'; it can be: kill, stop"),
+    "an unknown field": ('{"faults": [{KILL, "stepp": 1}]}', "'stepp' is not known"),
+    "a field of another kind": ('{"faults": [{KILL, "step": 1, "factor": 2}]}', "kill knows no factor"),
+    "a key twice": ('{"faults": [{KILL, "group": 2, "step": 1}]}', "'group' is given twice"),
+    "no time": ('{"faults": [{KILL}]}', "kill says no time"),
+    "two times": ('{"faults": [{KILL, "step": 1, "after_s": 1}]}', "kill says after_s and step"),
+    "a negative time": ('{"faults": [{KILL, "after_s": -1}]}', "after_s is -1; it must be a number >= 0"),
+    "a time that never comes": ('{"faults": [{KILL, "after_s": Infinity}]}', "after_s is inf"),
+    "an unknown point": ('{"faults": [{KILL, "step": 1, "point": "x"}]}', "point is 'x'; it can be: begin"),
+    "a bucket where there is none": ('{"faults": [{KILL, "step": 1, "point": "gate", "bucket": 0}]}', "have buckets"),
+    "half a step": ('{"faults": [{KILL, "step": 1.5}]}', "step is 1.5; it must be a whole number >= 0"),
+    "true as a group": ('{"faults": [{"kind": "kill", "group": true, "step": 1}]}', "group is True"),
+    "nobody": ('{"faults": [{"kind": "kill", "step": 1}]}', "kill needs group"),
+    "a rack of nobody": ('{"faults": [{"kind": "rack", "groups": [], "step": 1}]}', "groups is ()"),
+    "a rack twice": ('{"faults": [{"kind": "rack", "groups": [1, 1], "step": 1}]}', "different group numbers"),
+    "faster": ('{"faults": [{"kind": "slow", "group": 1, "factor": 0.5, "step": 1}]}', "factor is 0.5; it must be"),
+    "a kill that ends": ('{"faults": [{"kind": "agent", "duration_s": 1, "step": 1}]}', 'agent kills; say "how": "stop"'),
+    "more than all": (
+        '{"faults": [{"kind": "cut", "group": 1, "netns": "a", "peer": "b", "share": 2, "step": 1}]}',
+        "share is 2",
+    ),
+    "a bit too far": ('{"faults": [{"kind": "bitflip", "group": 1, "bit": 64, "step": 1}]}', "bit is 64"),
+    "in all ranks": ('{"faults": [{"kind": "nan", "group": 1, "position": "all", "step": 1}]}', "nan happens in one rank"),
+}
+
+
+@pytest.mark.parametrize("text, said", BAD.values(), ids=BAD.keys())
+def test_a_bad_schedule_gets_one_line_that_names_it(tmp_path, text, said):
+    path = tmp_path / "bad.json"
+    path.write_text(text.replace("KILL", KILL))
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert said in str(error.value)
+    assert str(error.value).startswith(f"schedule {path}: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["faults: [", "a: 1\na: 2", "? {a: 1}\n: 2", "faults: [{kind: kill, kind: stop}]", "3"])
+def test_bad_yaml_gets_one_line(tmp_path, text):
+    pytest.importorskip("yaml")
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_gets_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "x.json")
+
+
+def test_who_is_not_in_the_run_is_refused():
+    with pytest.raises(ConfigError, match="fault 2 is for group 4; the run has groups 0 to 3"):
+        Schedule((Fault(kind="kill", group=3, step=0), Fault(kind="rack", groups=(3, 4), step=0))).check(4, 1)
+    with pytest.raises(ConfigError, match="fault 1 is for rank 2; groups have ranks 0 to 1"):
+        Schedule((Fault(kind="kill", group=3, position=2, step=0),)).check(4, 2)
+
+
+def test_who_a_fault_is_for_and_whom_it_takes():
+    assert Fault(kind="kill", group=2, position="all", step=0).targets(3) == ((2, 0), (2, 1), (2, 2))
+    assert Fault(kind="rack", groups=(0, 2), step=0).targets(2) == ((0, 0), (0, 1), (2, 0), (2, 1))
+    assert Fault(kind="rack", groups=(0, 2), step=0).takes(4) == {0, 2}
+    assert Fault(kind="agent", step=0).takes(4) == {0, 1, 2, 3}
+    assert Fault(kind="store", how="stop", step=0).takes(4) == set()
+    assert Fault(kind="nan", group=1, step=0).takes(4) == set()
+
+
+def test_the_same_schedule_has_the_same_keys_and_another_one_others():
+    mine = mix.draw(3, 0, 4)
+    assert len({mine.key(i) for i in range(3)} | {mix.draw(3, 1, 4).key(i) for i in range(3)}) == 6
+    assert mine.key(1) == mix.draw(3, 0, 4).key(1)
+
+
+# --- the mix ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.integers(), st.integers(1, 50))
+def test_the_same_seed_draws_the_same_possible_schedule(count, seed, groups):
+    drawn = mix.draw(count, seed, groups)
+    assert drawn == mix.draw(count, seed, groups)
+    drawn.check(groups, 1)
+    times = [fault.after_s for fault in drawn.faults]
+    assert len(times) == count and times == sorted(times)
+
+
+def test_injector_and_simulator_draw_from_the_same_mix():
+    assert mix.CAUSES == MIX
+
+
+def test_a_large_mix_has_the_shares_it_is_drawn_from():
+    count, groups, every_s = 20000, 100, 10.0
+    drawn = mix.draw(count, 0, groups, every_s).faults
+    kinds = Counter(fault.kind for fault in drawn)
+    expected = {
+        "rack": 0.7 * 0.05,
+        "kill": 0.95 * (0.55 * 0.6 + 0.15),
+        "exception": 0.95 * 0.55 * 0.3,
+        "oom": 0.95 * 0.55 * 0.1,
+        "stop": 0.12 * 0.8 + 0.10,
+        "gil": 0.12 * 0.2,
+        "slow": 0.03,
+        "terminate": 0.03,
+        "bitflip": 0.02 * 0.99,
+        "nan": 0.02 * 0.01,
+    }
+    assert set(kinds) <= set(expected) and sum(expected.values()) == pytest.approx(1)
+    for kind, share in expected.items():
+        assert kinds[kind] / count == pytest.approx(share, abs=0.01), kind
+    assert drawn[-1].after_s / count == pytest.approx(every_s, rel=0.05)
+    hit = Counter(fault.group for fault in drawn if fault.group is not None)
+    frail = sum(number for _, number in hit.most_common(3)) / sum(hit.values())
+    assert frail == pytest.approx(0.5 + 0.5 * 0.03, abs=0.02)
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_names_its_own_table_and_only_its_link():
+    fault = Fault(kind="cut", group=0, netns="host1", peer="10.0.0.2", direction="in", share=0.3, step=0)
+    table, chain, rule = (" ".join(command) for command in surroundings.cut_commands(fault, "ab/1", nft=True))
+    assert table == "ip netns exec host1 nft add table inet megatron_ft_ab_1"
+    assert "hook input priority" in chain
+    assert rule.endswith("megatron_ft_ab_1 input ip saddr 10.0.0.2 numgen random mod 1000 < 300 drop")
+    assert surroundings.heal_commands(fault, "ab/1", nft=True)[0][-1] == "megatron_ft_ab_1"
+
+
+def test_iptables_takes_back_exactly_what_it_put_in():
+    fault = Fault(kind="cut", group=0, netns="host1", peer="10.0.0.2", step=0)
+    cut = surroundings.cut_commands(fault, "ab/1", nft=False)
+    heal = surroundings.heal_commands(fault, "ab/1", nft=False)
+    assert len(cut) == 2
+    assert [["-D" if word == "-I" else word for word in command] for command in cut] == heal
+
+
+def test_what_is_missing_for_a_cut_is_said(monkeypatch):
+    fault = Fault(kind="cut", group=0, netns="no-such-host", peer="10.0.0.2", step=0)
+    monkeypatch.setattr(surroundings.os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="cut needs root"):
+        surroundings.check(fault)
+    monkeypatch.setattr(surroundings.os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match="cut needs ip and nft"):
+        surroundings.check(fault, which=lambda name: None)
+    with pytest.raises(ConfigError, match="namespace 'no-such-host' does not exist"):
+        surroundings.check(fault, which=lambda name: name)
+    with pytest.raises(ConfigError, match="it must be the IP address"):
+        surroundings.check(Fault(kind="cut", group=0, netns="a", peer="eth0", step=0))
+
+
+def test_a_large_disk_is_not_filled(tmp_path):
+    with pytest.raises(ConfigError, match="MiB free, more than limit_mb 0.001"):
+        surroundings.check(Fault(kind="disk_full", directory=str(tmp_path), duration_s=1, limit_mb=0.001, step=0))
+    with pytest.raises(ConfigError, match="does not exist"):
+        surroundings.check(Fault(kind="disk_full", directory=str(tmp_path / "x"), duration_s=1, step=0))
