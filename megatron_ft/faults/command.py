@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 
 from rich.console import Console
@@ -44,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
         start_timeout_s=options.start_timeout_s,
         say=lambda line: print(line, flush=True),
     )
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends it, it leaves nothing frozen, cut or filled
+        signal.signal(number, signal.default_int_handler)
     try:
         injector.run()
     except KeyboardInterrupt:

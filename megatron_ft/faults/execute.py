@@ -231,8 +231,8 @@ class Injector:
                 wanted[target][1].append(_order(case))
         for target, (rank, orders) in wanted.items():
             if self._posted.get(target) != (rank, tuple(orders)):
+                self._posted[target] = rank, tuple(orders)  # before: Ctrl-C in between must not forget an order
                 points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
-                self._posted[target] = rank, tuple(orders)
 
     def _strike_if_held(self, case: Case) -> bool:
         living = [rank for rank in case.armed.values() if rank.lives]

@@ -95,6 +95,25 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
     assert (line["pid"], line["signal"]) == (run.process.pid, "SIGSTOP")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_dir, number):
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    schedule = write(tmp_path / "schedule.json", {"kind": "kill", "group": 1, "step": STEPS - 1, "point": "gate"})
+    injector = subprocess.Popen(
+        support.command("inject", run.directory, schedule), stdout=subprocess.PIPE, text=True, cwd=support.ROOT
+    )
+    assert injector.stdout.readline().startswith("armed: 1 kill group 1")
+    mailbox = points.mailbox(run.directory, 1, 0)
+    support.wait_for(mailbox.exists, run)
+    injector.send_signal(number)
+    said, _ = injector.communicate()
+    assert injector.returncode == 130
+    assert "0 of 1 faults injected" in said and "the injector was ended" in said
+    assert json.loads(mailbox.read_text())["orders"] == []
+    run.check()
+    assert not run.events("fault")
+
+
 def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
     run = support.start(tmp_path / "run", data_dir)
