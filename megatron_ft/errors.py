@@ -39,3 +39,9 @@ class RunStopped(FTError):
     """This group cannot or must not go on: it is outside the view, or fewer than ``min_groups`` are left."""
 
     exit_code = 3
+
+
+class GroupLeft(RunStopped):
+    """This group has left in order, as it was told to; what it did until then counts."""
+
+    exit_code = 5

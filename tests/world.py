@@ -69,6 +69,12 @@ class World:
         self.say(f"{me} is taken for dead")
         self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.starts.get(me, 0)))
 
+    def leave(self, me: int) -> None:
+        """It was told to leave: it goes on to the end of its step, and everybody hears of it some time."""
+        after = self.alive[me].state.step
+        self.say(f"{me} leaves after step {after}")
+        self.notices.append(recovery.Leaves(me, after, f"group {me} leaves after step {after}", self.starts.get(me, 0)))
+
     def ask(self, me: int) -> None:
         """A new incarnation of a dead or new group is warm and asks for a seat."""
         self.starts[me] = self.seekers[me] = self.starts.get(me, 0) + 1
@@ -320,8 +326,8 @@ class World:
         self.ask(self.rng.choice(free))
         return True
 
-    def run(self, kills: int, joins: int = 0, cuts: int = 0, max_turns: int = 20_000) -> None:
-        """Random schedule with so many random deaths, entries and cuts; returns when every live group has finished.
+    def run(self, kills: int, joins: int = 0, cuts: int = 0, leaves: int = 0, max_turns: int = 20_000) -> None:
+        """Random schedule with so many deaths, entries, cuts and orderly leaves; returns when every live group has finished.
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
         """
@@ -333,6 +339,9 @@ class World:
                 self.break_epoch()
             if joins and self.rng.random() < 0.03:
                 joins -= self.come_or_go()
+            if leaves and len(self.alive) > 1 and self.rng.random() < 0.03:
+                leaves -= 1
+                self.leave(self.rng.choice(sorted(self.alive)))
             if cuts and self.rng.random() < 0.03:
                 cuts -= 1
                 self.cut()

@@ -61,20 +61,32 @@ class Silent:
     heard: bool = False
 
 
-Signal = Ended | Reset | GivenUp | Silent
+@dataclass(frozen=True)
+class Leaving:
+    """The group says so itself: it leaves in order after step ``after``, so nothing of its work is lost."""
+
+    group: GroupId
+    after: int
+    why: str
+    incarnation: int = 0
+
+
+Signal = Ended | Reset | GivenUp | Silent | Leaving
 
 
 @dataclass(frozen=True)
 class Verdict:
     """``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over.
 
-    Or ``silent`` the groups of two hosts that do not hear each other (who says so, about whom); ``heard``: they do again.
+    With ``after`` the group is not dead, it leaves after that step. Or ``silent`` the groups of two hosts that do not hear
+    each other (who says so, about whom); ``heard``: they do again.
     """
 
     reason: str
     dead: GroupId | None = None
     incarnation: int = 0
     broken: int | None = None
+    after: int | None = None
     silent: tuple[tuple[GroupId, ...], tuple[GroupId, ...]] | None = None
     heard: bool = False
 
@@ -91,6 +103,8 @@ def judge(signal: Signal) -> Verdict:
             return Verdict(f"rank {position} on {host} (pid {pid}) {why}", dead=group, incarnation=incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
             return Verdict(f"group {by}: {detail}", broken=epoch)
+        case Leaving(group=group, after=after, why=why, incarnation=incarnation):
+            return Verdict(f"leaves after step {after}: {why}", dead=group, incarnation=incarnation, after=after)
         case Silent(by=by, about=about, heard=True):
             pair = (signal.groups_by, signal.groups_about)
             return Verdict(f"host {by} hears host {about} again", silent=pair, heard=True)
@@ -100,7 +114,7 @@ def judge(signal: Signal) -> Verdict:
     raise TypeError(f"judge: {signal!r} is not a signal")
 
 
-_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent"}
+_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving"}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:

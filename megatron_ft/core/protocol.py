@@ -58,6 +58,16 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """This incarnation of ``group`` leaves in order once it has committed step ``after``."""
+
+    group: GroupId
+    after: int
+    reason: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
 class Asked:
     """A new incarnation of ``group`` is warm and asks for a seat; it gets one at the next step boundary."""
 
@@ -100,7 +110,10 @@ class Tick:
     """Time has passed."""
 
 
-Event = Computed | Connected | Transferred | Reduced | Updated | Died | Asked | Broke | Missed | ReportSeen | ViewSeen | Tick
+Event = (
+    Computed | Connected | Transferred | Reduced | Updated
+    | Died | Leaves | Asked | Broke | Missed | ReportSeen | ViewSeen | Tick
+)  # fmt: skip
 
 
 # Actions: what the shell must do. -------------------------------------------------------------------------------------

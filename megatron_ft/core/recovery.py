@@ -39,6 +39,7 @@ from megatron_ft.core.protocol import (
     Died,
     Event,
     Finish,
+    Leaves,
     Missed,
     Propose,
     Publish,
@@ -90,8 +91,9 @@ class GroupState:
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
     before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
-    ``graves`` the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed``
-    the hosts (as their groups) that do not hear each other, with the reason; nothing new was said of that for ``settled_s``.
+    ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
+    be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
+    the reason; nothing new was said of that for ``settled_s``.
     """
 
     me: GroupId
@@ -113,6 +115,7 @@ class GroupState:
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     asking: Mapping[GroupId, int] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
+    leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
     missed: Mapping[tuple[links.Unit, links.Unit], str] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
@@ -127,17 +130,23 @@ class GroupState:
     @property
     def dead(self) -> dict[GroupId, str]:
         """Members of the view that are known to be dead, with the reason."""
-        seats = self.view.incarnations
-        return {
-            group: reason
-            for group, (incarnation, reason) in self.graves.items()
-            if group in self.view.live and incarnation >= seats.get(group, 0)
-        }
+        return {group: why for group, (number, why) in self.graves.items() if number >= self._seat_of(group)}
+
+    @property
+    def left(self) -> dict[GroupId, str]:
+        """Members of the view that have left in order: this group has committed the step after which they do."""
+        events = self.leaving.values() if self.step < self.job.steps else ()
+        gone = [e for e in events if e.after < self.step and e.incarnation >= self._seat_of(e.group)]
+        return {event.group: event.reason for event in gone}
+
+    def _seat_of(self, group: GroupId) -> float:
+        """The incarnation that is a member; infinite for who is none."""
+        return self.view.incarnations.get(group, 0) if group in self.view.live else float("inf")
 
     @property
     def cut(self) -> dict[links.Unit, str]:
         """Pairs of hosts with live groups that do not hear each other."""
-        live = set(self.view.live) - self.dead.keys()
+        live = set(self.view.live) - self.dead.keys() - self.left.keys()
         return {pair: why for pair, why in self.missed.items() if all(live & set(unit) for unit in pair)}
 
     @property
@@ -157,6 +166,11 @@ class GroupState:
     def complete(self) -> bool:
         """Every bucket of ``step`` is held here."""
         return not self.finished and len(self.have) == self.job.buckets
+
+    @property
+    def needs_transfer(self) -> bool:
+        """The view hands over state or buckets, and this group has not done its part."""
+        return bool(self.view.behind or self.view.missing) and not self.transferred
 
     @property
     def todo(self) -> tuple[Microbatch, ...]:
@@ -188,6 +202,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
     match event:
         case Died():
             state = _died(state, event)
+        case Leaves(group=group):
+            state = replace(state, leaving={**state.leaving, group: event})
         case Asked():
             state = _asked(state, event)
         case Broke(epoch=epoch, reason=reason):
@@ -217,8 +233,7 @@ def next_action(state: GroupState) -> Action:
         return AwaitView(state.view.epoch, _unreported(state))
     if state.complete and state.ahead is not None:
         return Update(state.step)  # the step is decided, and nothing of it is missing here
-    needs_transfer = bool(state.view.behind or state.view.missing) and not state.transferred
-    if needs_transfer:
+    if state.needs_transfer:
         return Transfer(state.view) if state.connected else Connect(state.view)
     if state.finished:
         return Finish(state.view.epoch)
@@ -321,8 +336,9 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     broken it.
     """
     epoch, entry = state.view.epoch, _entry(state)
-    # Who hears of a cut late may hear at the same time that it has healed, and would stay in an epoch the others left.
-    untold = "; ".join(state.cut.values()) or entry
+    # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, and who has
+    # finished sees nobody leave. They would stay in an epoch the others have left.
+    untold = "; ".join(state.cut.values()) or _parting(state) or entry
     reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or untold
     if state.reported or state.stopped or not reason:
         return state, ()
@@ -331,6 +347,14 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     state = replace(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     announcement = (Announce(epoch, reason),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
+
+
+def _parting(state: GroupState) -> str:
+    """The reason to end an epoch because somebody has left, when this group has nothing else to do than to reduce.
+
+    Not at the step's boundary: the last buckets of the step before are on their way to others just then.
+    """
+    return "" if state.todo or state.needs_transfer else "; ".join(state.left.values())
 
 
 def _entry(state: GroupState) -> str:
@@ -348,7 +372,8 @@ def _report(state: GroupState, report: Report) -> GroupState:
 
 
 def _unreported(state: GroupState) -> tuple[GroupId, ...]:
-    return tuple(group for group in state.view.live if group not in state.reports and group not in state.dead)
+    gone = {*state.dead, *state.left}
+    return tuple(group for group in state.view.live if group not in state.reports and group not in gone)
 
 
 def _looked(state: GroupState, now: float) -> GroupState:
@@ -374,15 +399,19 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
         silent = dict.fromkeys(_unreported(state), why)
     if state.cut and state.settled_s < state.job.settle_s:
         return ()
-    dead = {**_cut_off(state), **state.dead}
-    view = membership.next_view(state.view, state.reports, dead, silent, state.closed_by, state.asking)
+    view = membership.next_view(state.view, state.reports, _out(state), silent, state.closed_by, state.asking)
     return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
+
+
+def _out(state: GroupState) -> dict[GroupId, str]:
+    """Members that will not be in the next view, whatever they report, with the reason."""
+    return {**_cut_off(state), **state.left, **state.dead}
 
 
 def _cut_off(state: GroupState) -> dict[GroupId, str]:
     """Who leaves because hosts do not hear each other, with what was said about it."""
     cut = state.cut
-    leaving = links.who_leaves(cut, set(state.view.live) - state.dead.keys())
+    leaving = links.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys())
     return {
         group: "cut off: " + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
         for group in sorted(leaving)
@@ -395,7 +424,8 @@ def _has_say(state: GroupState) -> bool:
     Who has just entered knows that of its own step only. So does who has committed a step that the others have not, and
     is to be left out: it has forgotten the one they are in.
     """
-    told = [report.step for group, report in state.reports.items() if group not in state.dead and report.synced]
+    out = _out(state)
+    told = [report.step for group, report in state.reports.items() if group not in out and report.synced]
     if not told or max(told) == state.step:
         return True
     return state.synced and max(told) > state.step

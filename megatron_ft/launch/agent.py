@@ -22,7 +22,7 @@ from typing import Any
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
-from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.errors import GroupLeft, LaunchError, StoreError
 from megatron_ft.launch import bootstrap, hosts, monitor
 from megatron_ft.runtime import history, pulse, store, watcher
 from megatron_ft.runtime.environment import RankEnvironment
@@ -241,7 +241,7 @@ class Agent:
         if not self._ended():
             self._tell(detector.Ended(death))
             self._exits.append((rank, death))
-            if self._signalled is None and not rank.watched.given_up:
+            if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 self._record_fault(asdict(death), noticed, "agent's waitpid")
         self._write_ranks()
 
@@ -262,7 +262,7 @@ class Agent:
     def _forward(self, number: signal.Signals) -> None:
         self._signalled = self._signalled or number
         for rank in self._living():
-            rank.process.send_signal(number)
+            rank.process.send_signal(signal.SIGINT)  # SIGTERM would tell a group to leave in order
 
     def _kill_leftover(self) -> None:
         """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import Engine, Progress, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
-from megatron_ft.errors import ConfigError, RunStopped, StoreError
+from megatron_ft.errors import ConfigError, GroupLeft, RunStopped, StoreError
 from megatron_ft.runtime import transfer, watcher
 from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
@@ -91,6 +92,7 @@ class Session:
         self._next: recovery.Action = recovery.Finish(0)
         self._result: StepResult | None = None
         self._total = 0
+        self._leaving, self._said_leaving = "", False
         self._placement = config_module.placement_of(env.config)
         self._interruptions = Interruptions(self._history, env.group, self._placement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
@@ -100,6 +102,8 @@ class Session:
         self._first_view = self._committed_under = View.from_json(first)
         watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
         self._pulse.start()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
 
     # --- what a user touches ------------------------------------------------------------------------------------------
 
@@ -238,11 +242,28 @@ class Session:
     def _store_lost(self, error: StoreError) -> None:
         print(f"megatron_ft: group {self.group}: {error}; fault-free steps go on without it", flush=True)
 
+    def leave(self, why: str) -> None:
+        """This group leaves in order after the present step; for a maintenance notice or a handler of SIGTERM.
+
+        The others go on without it and nothing is lost. Callable from any thread and from a signal handler.
+        """
+        self._leaving = self._leaving or why
+
+    def _say_leaving(self) -> None:
+        said = detector.Leaving(self.group, self._state.step, self._leaving)
+        watcher.announce(self._store, said)
+        self._history.record("leave", group=self.group, after=said.after, reason=said.why)
+        self._said_leaving = True
+
     def _drain_verdicts(self) -> None:
+        if self._leaving and not self._said_leaving:
+            self._say_leaving()
         while not self._verdicts.empty():
             verdict = self._verdicts.get()
             if verdict.silent is not None:
                 self._feed(recovery.Missed(*verdict.silent, verdict.reason, verdict.heard))
+            elif verdict.after is not None:
+                self._feed(recovery.Leaves(verdict.dead, verdict.after, verdict.reason, verdict.incarnation))
             elif verdict.dead is not None:
                 self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation))
             else:
@@ -293,6 +314,8 @@ class Session:
                 with self._timeline.span("recover"):
                     self._await_view(epoch, missing)
             case recovery.Stop(reason=reason):
+                if self._said_leaving:
+                    raise GroupLeft(f"group {self.group} has left: {self._leaving}")
                 raise RunStopped(reason)
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
@@ -468,7 +491,8 @@ def _concerns(verdict: detector.Verdict, outer: OuterCommunicator) -> bool:
     """Whether the verdict ends the epoch of this communicator; the core will say so too."""
     if verdict.silent is not None:
         return not verdict.heard and all(set(unit) & set(outer.members) for unit in verdict.silent)
-    return verdict.dead in outer.members or verdict.broken == outer.epoch
+    dead = verdict.dead in outer.members and verdict.after is None
+    return dead or verdict.broken == outer.epoch
 
 
 def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:

@@ -465,6 +465,19 @@ def case_13(world: World) -> Iterator[None]:
     assert world.views[1].live == (B, C, D)
 
 
+def case_leave(world: World) -> Iterator[None]:
+    """D is told to leave (a maintenance notice) in the middle of step 0. It finishes the step; the others go on without
+    it, nothing is computed twice and nothing patched in step 0. C hears of it late, when it has begun step 1."""
+    everybody_reduces(world)
+    world.leave(D)
+    for me in (A, B, D):
+        world.notice(me)
+    yield
+    committed(world, A=2, B=2, C=2, D=1)
+    outside(world, D)
+    assert len(world.views) == 2 and world.views[1].step == 1
+
+
 def case_15(world: World) -> Iterator[None]:
     """Hard case 15: D dies, C is stuck in something and does not report. It is waited for, then left out with that
     reason; when it goes on, it finds itself outside."""

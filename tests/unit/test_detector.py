@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.detector import Ended, GivenUp, Reset, from_json, judge, to_json
+from megatron_ft.core.detector import Ended, GivenUp, Leaving, Reset, Silent, from_json, judge, to_json
 from megatron_ft.types import Exit
 
 numbers = st.integers(0, 10**6)
@@ -26,6 +26,28 @@ resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
 accusations = st.builds(
     GivenUp, group=numbers, position=numbers, pid=numbers, host=st.text(min_size=1), why=st.text(), incarnation=numbers
 )
+
+
+units = st.lists(numbers, min_size=1).map(tuple)
+silences = st.builds(
+    Silent, by=st.text(), about=st.text(), groups_by=units, groups_about=units, silent_s=st.floats(0, 9), heard=st.booleans()
+)
+leavings = st.builds(Leaving, group=numbers, after=numbers, why=st.text(), incarnation=numbers)
+
+
+@given(silences)
+def test_silence_accuses_a_pair_of_hosts_and_nobody_alone(signal):
+    verdict = judge(signal)
+    assert verdict.dead is None and verdict.broken is None and verdict.heard == signal.heard
+    assert verdict.silent == (signal.groups_by, signal.groups_about)
+    assert signal.by in verdict.reason and signal.about in verdict.reason
+
+
+@given(leavings)
+def test_who_leaves_is_not_dead_yet(signal):
+    verdict = judge(signal)
+    assert (verdict.dead, verdict.after, verdict.incarnation) == (signal.group, signal.after, signal.incarnation)
+    assert signal.why in verdict.reason
 
 
 @given(accusations)
@@ -54,7 +76,7 @@ def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
     assert verdict.reason == f"group {signal.by}: {signal.detail}"
 
 
-@given(ends | resets | accusations)
+@given(ends | resets | accusations | silences | leavings)
 def test_the_wire_form_keeps_everything(signal):
     assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
 

@@ -24,7 +24,7 @@ ALLOWED = {
     "report": {"core", "runtime", "faults"},
     "launch": {"core", "runtime"},
     "doctor": set(),
-    "cli": {"data", "planner", "launch", "report", "doctor", "sim", "__version__"},
+    "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "__version__"},
     "__init__": {"runtime"},
 }
 PURE = {"__future__", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "typing"}

@@ -1,0 +1,39 @@
+"""A maintenance notice: SIGTERM to one group. It finishes its step and leaves; the others go on, and it is no fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from megatron_ft.faults import inject
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+
+def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, reference):
+    """It comes in the middle of a backward pass; the group's microbatches of that step all count, none is patched in it."""
+    hold = Hold(2, 3, "backward")
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    support.wait_for(lambda: (pid := inject.pid_of(run.directory, 2)) is not None and inject.is_stopped(pid), run)
+    pid = inject.pid_of(run.directory, 2)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGCONT)
+    run.check(reference)
+    assert [(line["group"], line["after"], line["reason"]) for line in run.events("leave")] == [(2, 3, "SIGTERM")]
+    assert not run.events("fault")
+    views = run.events("view")
+    assert len(views) == 2 and views[1]["lost"] == {"2": "leaves after step 3: SIGTERM"} and views[1]["step"] == 4
+    assert [line["step"] for line in run.events("recovery")] == [4], "step 3 was whole"
+    assert "group 2 has left: SIGTERM" in (run.directory / "logs" / "g2.p0.log").read_text()
+
+
+def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
+    """Nobody is left to go on; the run says so, and how far it came."""
+    run = support.start(tmp_path / "run", data_dir, steps=40)
+    support.wait_for_step(run, 2)
+    for group in range(support.GROUPS):
+        os.kill(inject.pid_of(run.directory, group), signal.SIGTERM)
+    said = run.finish()
+    assert run.process.returncode != 0 and "Traceback" not in said, said
+    assert len(run.events("leave")) == support.GROUPS
+    assert run.events("stop")[0]["reason"] in " ".join(said.split())
