@@ -77,8 +77,9 @@ class Watcher:
         if self._away:
             self._return()
         entry = self._store.entry(NOTICES, self._index, _WAIT_S)
-        if self._store.memory != self._memory:  # rebuilt meanwhile: what was read belongs to another log
-            self._index, self._memory = 0, self._store.memory
+        known, self._memory = self._memory, self._store.memory
+        if known not in (None, self._memory):  # rebuilt meanwhile: what was read belongs to another log
+            self._index = 0
         elif entry is not None and not self._stopped.is_set():
             self._index += 1
             self._heard(detector.judge(detector.from_json(entry)))

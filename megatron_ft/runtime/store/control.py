@@ -146,8 +146,12 @@ class ControlStore:
         self._memory.id = self._mark(self._client)
 
     def check_begun(self) -> None:
-        """Raises ``StoreLostMemory`` when the store does not know this run: for a process that joins it."""
-        if self._client.get(self._marker) is None:
+        """Raises ``StoreLostMemory`` when the store does not know this run: for a process that joins it.
+
+        One that connected before the run was begun knows its memory from here on.
+        """
+        self._verify(self._client.get)
+        if self._memory.id is None:
             raise self._lost(None)
 
     def restore(self, epoch: int | None = None, view: Any = None, own: Mapping[str, Any] | None = None) -> None:

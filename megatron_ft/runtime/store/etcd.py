@@ -23,6 +23,7 @@ class EtcdStore:
     ) -> None:
         self._verify = verify
         self._gateway = Gateway(endpoints, timeout_s, _verifier(verify))
+        self._torch: TorchEtcdStore | None = None
         self._leases: dict[str, str] = {}
         self.name = self._gateway.name
 
@@ -71,8 +72,10 @@ class EtcdStore:
         return self.get(key) is not None
 
     def rendezvous(self, prefix: str) -> Any:
-        gateway = Gateway(self._gateway.endpoints, self._gateway.timeout_s, _verifier(self._verify))
-        return dist.PrefixStore(prefix, TorchEtcdStore(gateway))
+        """All of one client share one connection: there is one per epoch, and they are never given back."""
+        if self._torch is None:
+            self._torch = TorchEtcdStore(self._gateway.clone())
+        return dist.PrefixStore(prefix, self._torch)
 
     def clone(self) -> EtcdStore:
         return EtcdStore(self._gateway.endpoints, self._gateway.timeout_s, self._verify)

@@ -12,6 +12,7 @@ import base64
 import http.client
 import json
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ class Refused(StoreError):
 
 
 class Gateway:
-    """One client with one open connection. ``timeout_s`` bounds a call over all nodes together."""
+    """One client with one open connection, for any thread. ``timeout_s`` bounds a call over all nodes together."""
 
     def __init__(self, endpoints: tuple[tuple[str, int], ...], timeout_s: float, verify: Verifier | None = None) -> None:
         self.endpoints, self.timeout_s = endpoints, timeout_s
@@ -40,10 +41,19 @@ class Gateway:
         self._verify = verify
         self._at = random.randrange(len(endpoints))
         self._connection: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
 
     def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request, to whichever node answers it. Raises ``StoreGone`` when all refuse, else ``StoreSilent``."""
         begun = time.monotonic()
+        if not self._lock.acquire(timeout=self.timeout_s):
+            raise self._silent(self.timeout_s, "another call")
+        try:
+            return self._call(path, body, begun)
+        finally:
+            self._lock.release()
+
+    def _call(self, path: str, body: dict[str, Any], begun: float) -> dict[str, Any]:
         deadline, pause_s = begun + self.timeout_s, RETRY_PAUSE_S[0]
         # However short the bound, every node has its turn.
         patience_s = min(_ATTEMPT_S, self.timeout_s / (len(self.endpoints) + 1))
@@ -83,19 +93,23 @@ class Gateway:
             while (left_s := deadline - time.monotonic()) > 0:
                 sock.settimeout(left_s)
                 line = response.readline()
-                if not line or json.loads(line).get("result", {}).get("events"):
+                if not line:
+                    break
+                if json.loads(line).get("result", {}).get("events"):
                     return
         except TimeoutError:
             return
         except (OSError, http.client.HTTPException, ValueError):
-            self._next()
+            pass
         finally:
             stream.close()
+        time.sleep(min(RETRY_PAUSE_S[0], timeout_s))  # a node that ends every watch at once must not be asked in a loop
 
     def clone(self) -> Gateway:
         return Gateway(self.endpoints, self.timeout_s, self._verify)
 
     def close(self) -> None:
+        """Of a gateway that only this thread uses."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None

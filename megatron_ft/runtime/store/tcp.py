@@ -10,6 +10,7 @@ Failures it assumes: the server is killed (refused or reset at once), frozen, cu
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -34,6 +35,9 @@ _CONNECTING = threading.Lock()
 
 class TcpStore:
     """The port over a TCPStore. ``timeout_s`` bounds the store's silence in every call.
+
+    Connecting counts, and torch asks the name server for the name of a numeric address: below 10 s a slow name server can
+    look like a silent store, which passes with the next attempt.
 
     A call on a connection that broke meanwhile is made again, once, on a new one. While the store is away, connecting is
     tried with growing pauses; calls between two attempts fail at once with what the last attempt met.
@@ -88,7 +92,7 @@ class TcpStore:
             return dist.PrefixStore(prefix, guard.call(lambda client: client.store, self.timeout_s))
         except Overdue:
             raise self._silent(self.timeout_s) from None
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._gone(error) from None
 
     def clone(self) -> TcpStore:
@@ -219,16 +223,34 @@ def host(bind: str, port: int) -> tuple[Any, int]:
     """Start a store server in this process; returns (server, port). ``port`` 0 takes a free one.
 
     Raises ``LaunchError`` when the port is in use. The server lives in a thread of torch's, until the object is dropped.
+
+    That thread asks the name server who every new client is, and serves nobody until it has the answer. So it is handed an
+    IPv4 socket: on torch's own, clients are ``::ffff:a.b.c.d``, which no ``/etc/hosts`` knows.
     """
     try:
-        server = dist.TCPStore(bind, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        listener = socket.create_server((bind, port), family=_family(bind), backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {port} is in use by another program; give another --port, or leave it out to take a free one"
             ) from None
+        raise LaunchError(f"the control store cannot listen on {bind}:{port}: {error.strerror or error}") from None
+    port = listener.getsockname()[1]
+    options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
+    try:
+        server = dist.TCPStore(_reachable(bind), port, master_listen_fd=listener.detach(), **options)
+    except RuntimeError as error:
         raise LaunchError(f"the control store cannot listen on {bind}:{port}: {_first_line(error)}") from None
-    return server, server.port
+    return server, port
+
+
+def _family(bind: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in bind else socket.AF_INET
+
+
+def _reachable(bind: str) -> str:
+    """torch's server connects to itself."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,12 +1,10 @@
 """A torch ``Store`` over etcd, so that process groups can be built without a TCPStore. torch calls it from C++.
 
-Failures it assumes: those of :mod:`.gateway`. Errors are ``RuntimeError`` of torch's kinds, as its C++ callers expect; our
-own pass through as they are where Python calls.
+Failures it assumes: those of :mod:`.gateway`. Errors are ``RuntimeError`` of torch's kinds, as its callers expect.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,7 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ft.errors import StoreError
 from megatron_ft.runtime.store.gateway import Gateway, decoded, encoded
+
+_KEPT: list[TorchEtcdStore] = []
 
 
 class TorchEtcdStore(dist.Store):
@@ -24,11 +25,11 @@ class TorchEtcdStore(dist.Store):
     def __init__(self, gateway: Gateway, timeout_s: float = 300.0) -> None:
         super().__init__()
         self._gateway, self._timeout_s = gateway, timeout_s
-        self._lock = threading.RLock()  # torch may call from several threads, a gateway has one connection
+        # C++ holds only the C++ half, and a call finds no Python half when that was collected. It is small; keep it.
+        _KEPT.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        with self._lock:
-            self._gateway.call("/v3/kv/put", {"key": encoded(key), "value": encoded(value)})
+        self._call("/v3/kv/put", {"key": encoded(key), "value": encoded(value)})
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -83,8 +84,7 @@ class TorchEtcdStore(dist.Store):
                 return
 
     def delete_key(self, key: str) -> bool:
-        with self._lock:
-            return int(self._gateway.call("/v3/kv/deleterange", {"key": encoded(key)}).get("deleted", 0)) > 0
+        return int(self._call("/v3/kv/deleterange", {"key": encoded(key)}).get("deleted", 0)) > 0
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -98,9 +98,12 @@ class TorchEtcdStore(dist.Store):
 
     def num_keys(self) -> int:
         """Of the whole etcd: nothing here knows which keys are whose."""
-        with self._lock:
-            everything = {"key": encoded(b"\0"), "range_end": encoded(b"\0"), "count_only": True}
-            return int(self._gateway.call("/v3/kv/range", everything).get("count", 0))
+        everything = {"key": encoded(b"\0"), "range_end": encoded(b"\0"), "count_only": True}
+        return int(self._call("/v3/kv/range", everything).get("count", 0))
+
+    # The names by which torch's C++ looks for these two.
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -110,12 +113,17 @@ class TorchEtcdStore(dist.Store):
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> TorchEtcdStore:
-        return TorchEtcdStore(self._gateway.clone(), self._timeout_s)
+        return TorchEtcdStore(self._gateway, self._timeout_s)
+
+    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._gateway.call(path, body)
+        except StoreError as error:
+            raise dist.DistNetworkError(str(error)) from None
 
     def _look(self, key: str) -> tuple[bytes | None, int, int]:
         """(value, revision of its last change or 0, revision of the store)."""
-        with self._lock:
-            answer = self._gateway.call("/v3/kv/range", {"key": encoded(key)})
+        answer = self._call("/v3/kv/range", {"key": encoded(key)})
         now = int(answer["header"]["revision"])
         if not answer.get("kvs"):
             return None, 0, now
@@ -126,8 +134,7 @@ class TorchEtcdStore(dist.Store):
         """Write if nobody has since ``revision``; with it, under ``call``, the proof that this call did."""
         puts = [{"request_put": {"key": encoded(name), "value": encoded(value)}} for name in (key, call) if name]
         unchanged = {"key": encoded(key), "target": "MOD", "mod_revision": str(revision)}
-        with self._lock:
-            return bool(self._gateway.call("/v3/kv/txn", {"compare": [unchanged], "success": puts}).get("succeeded"))
+        return bool(self._call("/v3/kv/txn", {"compare": [unchanged], "success": puts}).get("succeeded"))
 
 
 def _bytes(value: str | bytes) -> bytes:

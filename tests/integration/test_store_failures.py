@@ -1,0 +1,309 @@
+"""A real store server is killed, frozen and restarted empty under its clients (hard cases 16 and 17).
+
+No call hangs, nothing is decided twice, and what was standing is put back by those who live.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megatron_ft.core import detector
+from megatron_ft.errors import StoreError
+from megatron_ft.runtime import watcher
+from megatron_ft.runtime.store import (
+    ControlStore,
+    StoreConflict,
+    StoreGone,
+    StoreLostMemory,
+    StoreSilent,
+    patient,
+)
+from tests.stores import DEADLINE_S, TcpServer, await_, store_threads
+
+SILENCE_S = 0.5
+"""Of calls on a frozen store."""
+PATIENCE_S = 20.0
+"""Of all others: a slow name server can hold up connecting for seconds."""
+VIEW = {"epoch": 4, "live": [0, 2, 3]}
+
+
+@pytest.fixture
+def server():
+    started = TcpServer()
+    yield started
+    started.kill()
+
+
+def client_of(server: TcpServer, timeout_s: float = PATIENCE_S) -> ControlStore:
+    """As another process would have it: what it knows of the store's memory is its own. It is connected."""
+    return patient(lambda: ControlStore(server.address, "run", timeout_s), patience_s=DEADLINE_S)
+
+
+def call(store: ControlStore, operation) -> object:
+    return patient(lambda: operation(store), patience_s=DEADLINE_S)
+
+
+CALLS = {
+    "set": lambda store: store.set("key", 1),
+    "get": lambda store: store.get("key"),
+    "create": lambda store: store.create("view/1", 1),
+    "wait": lambda store: store.wait("never", 0.1),
+    "append": lambda store: store.append("log", 1),
+    "entry": lambda store: store.entry("log", 7, 0.1),
+    "beat": lambda store: store.beat("group 0", 1.0),
+    "beating": lambda store: store.beating("group 0"),
+    "rendezvous": lambda store: store.rendezvous("outer/1/0"),
+    "clone": lambda store: store.clone().get("key"),
+    "restore": lambda store: store.restore(4, VIEW),
+    "new": lambda store: ControlStore(store.address, "run", 0.5),
+}
+
+
+def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
+    """Every call on a connection of its own, all at once; they come back by themselves."""
+    clients = {name: client_of(server, SILENCE_S) for name in CALLS}
+    before = len(store_threads())
+    server.freeze()
+    met: dict[str, Exception] = {}
+
+    def make(name: str) -> None:
+        try:
+            CALLS[name](clients[name])
+        except StoreError as error:
+            met[name] = error
+
+    callers = [threading.Thread(target=make, args=(name,), daemon=True) for name in CALLS]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(DEADLINE_S)
+    assert not any(caller.is_alive() for caller in callers)
+    assert {name: type(error) for name, error in met.items()} == dict.fromkeys(CALLS, StoreSilent)
+    assert "has been silent for 0.5 s" in str(met["get"]) and met["get"].silent_s == SILENCE_S
+    await_(lambda: len(store_threads()) <= before, "the threads of the calls that were given up end, frozen as it is")
+    server.thaw()
+    for name in CALLS:
+        call(clients[name], CALLS[name])
+
+
+def test_every_call_on_a_killed_store_says_that_it_is_gone(server):
+    clients = {name: client_of(server) for name in CALLS}
+    server.kill()
+    for name in CALLS:
+        with pytest.raises(StoreGone, match="is gone"):
+            CALLS[name](clients[name])
+
+
+def test_who_waits_for_a_key_hears_of_the_death(server):
+    store = client_of(server, timeout_s=DEADLINE_S)
+    met: list[Exception] = []
+    entered = threading.Event()
+
+    def wait() -> None:
+        store.get("key")
+        entered.set()
+        try:
+            store.wait("never", 3600.0)
+        except StoreGone as error:
+            met.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    assert entered.wait(DEADLINE_S)
+    server.kill()
+    waiting.join(DEADLINE_S)
+    assert len(met) == 1
+
+
+def test_a_call_that_took_effect_after_it_was_given_up_is_recognised(server):
+    store, other = client_of(server, SILENCE_S), client_of(server)
+    store.append("log", "first")
+    server.freeze()
+    with pytest.raises(StoreSilent):
+        store.claim("view/1", "mine", by="a")
+    server.thaw()
+    assert call(other, lambda store: store.wait("view/1", DEADLINE_S)) == "mine", "the frozen store had read it"
+    assert call(store, lambda store: store.claim("view/1", "mine", by="a")) == ("mine", True)
+    assert other.claim("view/1", "theirs") == ("mine", False)
+    server.freeze()
+    with pytest.raises(StoreSilent):
+        store.append("log", "second", by="b")
+    server.thaw()
+    assert call(store, lambda store: store.append("log", "second", by="b")) == 1
+    assert call(other, lambda store: store.append("log", "third")) == 2
+
+
+def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_whoever_is_first(server):
+    agent = client_of(server)
+    agent.begin()
+    first, second = client_of(server), client_of(server)
+    agent.set("view/0", {"epoch": 0})
+    for survivor in (first, second):
+        survivor.set("view/4", VIEW)
+    old = first.memory
+    server.kill()
+    server.start()
+    for name in ("get", "create", "set", "append", "wait", "beat", "clone", "rendezvous"):
+        with pytest.raises(StoreLostMemory, match="knows no run run") as caught:
+            patient_but_lost(lambda name=name: CALLS[name](first))
+        assert not caught.value.restored
+    first.restore(4, VIEW, {"report/4/0": "mine"})
+    assert first.memory != old
+    assert first.get("view/1") is None, "no call that was refused reached the empty store"
+    with pytest.raises(StoreLostMemory, match="is being rebuilt") as caught:
+        patient_but_lost(lambda: second.get("view/4"))
+    assert caught.value.restored
+    second.restore(4, VIEW, {"report/4/2": "too"})
+    agent.restore()
+    assert first.memory == second.memory == agent.memory != old
+    assert (agent.get("view/4"), agent.get("report/4/0"), agent.get("report/4/2")) == (VIEW, "mine", "too")
+    assert second.create("view/4", {"epoch": 4, "live": [1]}) == VIEW
+    assert agent.append("log", "again") == 0
+
+
+def patient_but_lost(operation) -> None:
+    """Wait until the store is back; that it has lost its memory is what the test wants to see."""
+
+    def attempt() -> None:
+        try:
+            operation()
+        except StoreLostMemory as error:
+            found.append(error)
+
+    found: list[StoreLostMemory] = []
+    patient(attempt, patience_s=DEADLINE_S)
+    if found:
+        raise found[0]
+
+
+def test_who_missed_a_view_and_was_faster_is_found_out(server):
+    behind, ahead = client_of(server), client_of(server)
+    ahead.begin()
+    behind.check_begun()
+    server.kill()
+    server.start()
+    call(behind, lambda store: store.restore(3, {"epoch": 3}))
+    assert behind.create("view/4", {"epoch": 4, "live": [1]}) == {"epoch": 4, "live": [1]}
+    with pytest.raises(StoreConflict, match="rebuilt with another view of epoch 4 than this group follows"):
+        call(ahead, lambda store: store.restore(4, VIEW))
+
+
+def test_clones_share_what_their_process_knows(server):
+    store = client_of(server)
+    store.begin()
+    clone = store.clone()
+    clone.get("key")
+    server.kill()
+    server.start()
+    call(clone, lambda store: store.restore(4, VIEW))
+    assert call(store, lambda store: store.get("view/4")) == VIEW
+
+
+class Told:
+    """What a watcher told, in order."""
+
+    def __init__(self, store: ControlStore, restore: bool = True) -> None:
+        self.lines: list[object] = []
+        self._restore = restore
+        watcher.Watcher(store, self._heard, self._lost, lambda: self.lines.append("back"), self._empty).start()
+
+    def _heard(self, verdict: detector.Verdict) -> None:
+        self.lines.append(verdict.broken)
+
+    def _lost(self, error: StoreError) -> None:
+        self.lines.append(type(error))
+
+    def _empty(self, store: ControlStore) -> None:
+        self.lines.append("empty")
+        if self._restore:
+            store.restore(4, VIEW)
+
+    def await_(self, *lines: object) -> None:
+        await_(lambda: self.lines == list(lines) or len(self.lines) > len(lines), f"{lines}, heard {self.lines}")
+        assert self.lines == list(lines)
+
+
+def test_the_watcher_outlives_the_store_and_hears_the_new_log_from_its_beginning(server):
+    agent, told = client_of(server), None
+    agent.begin()
+    told = Told(client_of(server))
+    for epoch in (1, 2):
+        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+    told.await_(1, 2)
+    server.kill()
+    told.await_(1, 2, StoreGone)
+    server.start()
+    told.await_(1, 2, StoreGone, "empty", "back")
+    call(agent, lambda store: store.restore())
+    watcher.announce(agent, detector.Reset(4, 0, "broken"))
+    told.await_(1, 2, StoreGone, "empty", "back", 4)
+
+
+def test_the_watcher_hears_what_was_announced_before_it_found_the_new_store(server):
+    """Another survivor has rebuilt the store; the watcher, which was away, does not go on in the middle of the new log."""
+    agent = client_of(server)
+    agent.begin()
+    told = Told(client_of(server))
+    for epoch in (1, 2):
+        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+    told.await_(1, 2)
+    server.kill()
+    told.await_(1, 2, StoreGone)
+    server.start()
+    call(agent, lambda store: store.restore(4, VIEW))
+    for epoch in (4, 5, 6):
+        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+    told.await_(1, 2, StoreGone, "empty", "back", 4, 5, 6)
+
+
+def test_the_watcher_goes_on_in_a_store_that_was_only_frozen(server, monkeypatch):
+    monkeypatch.setattr(watcher, "_WAIT_S", 0.1)
+    agent = client_of(server)
+    agent.begin()
+    told = Told(client_of(server, SILENCE_S))
+    watcher.announce(agent, detector.Reset(1, 0, "broken"))
+    told.await_(1)
+    server.freeze()
+    told.await_(1, StoreSilent)
+    server.thaw()
+    told.await_(1, StoreSilent, "back")
+    call(agent, lambda store: watcher.announce(store, detector.Reset(2, 0, "broken"), by="once"))
+    told.await_(1, StoreSilent, "back", 2)
+
+
+def test_a_watcher_that_may_not_rebuild_waits_for_another_client_of_its_process(server):
+    store = client_of(server)
+    store.begin()
+    told = Told(store.clone(), restore=False)
+    watcher.announce(store, detector.Reset(1, 0, "broken"))
+    told.await_(1)
+    server.kill()
+    server.start()
+    await_(lambda: "empty" in told.lines, "the loss is seen")
+    call(store, lambda store: store.restore(4, VIEW))
+    await_(lambda: told.lines[-1] == "back", "the watcher is back")
+    watcher.announce(store, detector.Reset(4, 0, "broken"))
+    await_(lambda: told.lines[-1] == 4, "the new log is heard")
+    assert told.lines[:2] == [1, StoreGone] and set(told.lines[2:-2]) == {"empty"}
+
+
+def test_without_a_marker_a_restart_is_only_a_new_connection(server):
+    store = client_of(server)
+    store.set("key", 1)
+    server.kill()
+    server.start()
+    assert call(store, lambda store: store.get("key")) is None
+
+
+def test_a_server_ends_with_who_started_it_and_names_a_port_in_use(server):
+    second = subprocess.run(
+        [sys.executable, "-m", "megatron_ft.runtime.store.serve", "--port", str(server.port)],
+        capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert second.returncode == 2 and f"port {server.port} is in use" in second.stderr
+    server.process.stdin.close()
+    assert server.process.wait(DEADLINE_S) == 0

@@ -1,0 +1,165 @@
+"""Real store servers for the tests: processes of their own, which can be killed, frozen and started again."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# torch looks up the name of every address it connects to; a name server that is slow for a moment costs 1 s, not 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+DEADLINE_S = 60.0
+"""Nothing here takes that long; a test that waits longer has failed."""
+
+
+def await_(condition: Callable[[], object], what: str) -> None:
+    """Until it is true, looking often."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:g} s"
+        time.sleep(0.01)
+
+
+def store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "megatron_ft-store"]
+
+
+class Process:
+    """One server. Signals go to the process that was started here, and to nothing else."""
+
+    process: subprocess.Popen | None = None
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        await_(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the server is stopped")
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class TcpServer(Process):
+    """``python -m megatron_ft.runtime.store.serve``, empty at every start, always on the same port."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.port
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.runtime.store.serve", "--port", str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.stdout.close()
+        super().kill()
+
+
+class EtcdNode(Process):
+    def __init__(self, name: str, directory: Path, port: int, cluster: str) -> None:
+        self.name, self.port = name, port
+        self._directory, self._cluster = directory, cluster
+
+    def start(self) -> None:
+        own = dict(pair.split("=") for pair in self._cluster.split(","))[self.name]
+        url = f"http://127.0.0.1:{self.port}"
+        options = {
+            "--name": self.name,
+            "--data-dir": str(self._directory / self.name),
+            "--listen-client-urls": url,
+            "--advertise-client-urls": url,
+            "--listen-peer-urls": own,
+            "--initial-advertise-peer-urls": own,
+            "--initial-cluster": self._cluster,
+            "--heartbeat-interval": "50",
+            "--election-timeout": "500",
+            "--logger": "zap",
+        }
+        with (self._directory / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                ["etcd", *(word for option in options.items() for word in option)], stdout=log, stderr=log
+            )
+
+    def leads(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
+        try:
+            connection.request("POST", "/v3/maintenance/status", "{}")
+            status = json.loads(connection.getresponse().read())
+        except (OSError, ValueError):
+            return False
+        finally:
+            connection.close()
+        return status.get("leader", "0") == status.get("header", {}).get("member_id")
+
+
+class EtcdCluster:
+    """Three real nodes on loopback."""
+
+    def __init__(self, directory: Path) -> None:
+        ports = _free_ports(6)
+        cluster = ",".join(f"n{i}=http://127.0.0.1:{ports[i]}" for i in range(3))
+        self.nodes = [EtcdNode(f"n{i}", directory, ports[3 + i], cluster) for i in range(3)]
+        self.address = "etcd://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def start(self) -> None:
+        for node in self.nodes:
+            if node.process is None:
+                node.start()
+        self.leader()
+
+    def leader(self) -> EtcdNode:
+        found: list[EtcdNode] = []
+
+        def look() -> bool:
+            found[:] = [node for node in self.nodes if node.process is not None and node.leads()]
+            return bool(found)
+
+        await_(look, "etcd has a leader")
+        return found[0]
+
+    def follower(self) -> EtcdNode:
+        leader = self.leader()
+        return next(node for node in self.nodes if node is not leader)
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
+def etcd_missing() -> str:
+    """Why the tests with etcd cannot run; empty when they can."""
+    return "" if shutil.which("etcd") else "no etcd here; as root: apt-get install etcd-server"
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
