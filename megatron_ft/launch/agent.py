@@ -24,7 +24,7 @@ from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.errors import GroupLeft, LaunchError, StoreError
 from megatron_ft.launch import bootstrap, hosts, monitor
-from megatron_ft.runtime import history, pulse, store, watcher
+from megatron_ft.runtime import history, pulse, store, watchdog, watcher
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.types import Exit
 
@@ -32,9 +32,11 @@ _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
 _TRACKER_RESTARTS = 3
 _STORE_RETRY_S = 1.0
+_HARMLESS = ("slow", "nan", "bitflip")
+"""Injected faults that end no process: a later death has another cause."""
 _RANKS = "ranks"
 """With several hosts each writes its own list there, and all of them to ``ranks.json``."""
-_RECORD = ("config.json", "ranks.json", _RANKS, "history.jsonl", "timeline", "logs", "tensorboard", "wandb")
+_RECORD = ("config.json", "ranks.json", _RANKS, "history.jsonl", "timeline", "logs", "faults", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,7 @@ class Agent:
         self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=30.0)
         self._away_until = 0.0
         self._unsaid: list[detector.Signal] = []
+        self._nccl = watchdog.environment(os.environ)
         self._ranks: list[_Rank] = []
         self._pulses = pulse.directory()
         self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
@@ -155,7 +158,7 @@ class Agent:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, *self._options.arguments],
-                env={**defaults, **os.environ, **env, **own},
+                env={**defaults, **self._nccl, **os.environ, **env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -250,7 +253,7 @@ class Agent:
         injected = [
             line["t"]
             for line in history.read(self._run_dir)
-            if line["event"] == "inject" and line.get("pid") == fields["pid"]
+            if line["event"] == "inject" and line.get("pid") == fields["pid"] and line.get("kind") not in _HARMLESS
         ]
         self._note(
             "fault",
