@@ -18,6 +18,7 @@ from megatron_ft.core import replication
 from megatron_ft.errors import ConfigError
 
 AUTO = "auto"
+EMBEDDED, ETCD = "embedded", "etcd://"
 
 USED_ENGINE_KEYS = frozenset(
     {
@@ -100,7 +101,9 @@ class FaultToleranceConfig:
     """Which groups host which shards. Groups prefetch what they host; ``full``: everything, and prefetch their own."""
     failure_domains: tuple[str, ...] | tuple[int, ...] | str = field(default=AUTO, metadata={"read": _auto_or_domains})
     """The rack, switch, ... of each group: the hosts of a shard are spread over them. Auto: none known."""
-    store: str = "embedded"
+    store: str = EMBEDDED
+    """Where groups agree: ``embedded``, in a process of the run; ``etcd://host:port,host:port,host:port``, in an etcd that
+    is there already and survives the loss of any minority of its nodes."""
     min_groups: int = 1
     bucket_mb: float = 25.0
     """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again."""
@@ -111,7 +114,7 @@ class FaultToleranceConfig:
     def check(self) -> None:
         _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
         _one_of("fault_tolerance.placement", self.placement, ("golomb", "consecutive", "full"))
-        _one_of("fault_tolerance.store", self.store, ("embedded",))
+        _embedded_or_etcd("fault_tolerance.store", self.store)
         _at_least("fault_tolerance.min_groups", self.min_groups, 1)
         _positive("fault_tolerance.bucket_mb", self.bucket_mb)
         _at_least("fault_tolerance.seed", self.seed, 0)
@@ -336,6 +339,21 @@ def _positive(name: str, value: float) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; this version knows: {', '.join(allowed)}")
+
+
+def _embedded_or_etcd(name: str, value: str) -> None:
+    if value == EMBEDDED:
+        return
+    rule = f'it must be "{EMBEDDED}" or "{ETCD}HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd'
+    endpoints = value.removeprefix(ETCD).split(",")
+    if not value.startswith(ETCD):
+        raise ConfigError(f"{name} is {value!r}; {rule}")
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or set(host) & set("/ @?") or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ConfigError(f"{name} is {value!r}, of which {endpoint!r} is no HOST:PORT; {rule}")
+    if len(set(endpoints)) < len(endpoints):
+        raise ConfigError(f"{name} is {value!r}, which names a node twice; {rule}")
 
 
 def _nearest(key: str, known: Collection[str]) -> str:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def run_doctor(console: Console, as_json: bool = False) -> int:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which a reader wants them."""
-    checks: list[Callable[[], list[Finding]]] = [_machine, _torch, _gloo, _base, _engines, _extras, _slurm]
+    checks: list[Callable[[], list[Finding]]] = [_machine, _torch, _gloo, _base, _engines, _extras, _etcd, _slurm]
     return [finding for check in checks for finding in check()]
 
 
@@ -246,6 +247,25 @@ def _apex() -> Finding:
     if trouble:
         return Finding("apex", BROKEN, f"not NVIDIA's, or without its CUDA extensions: {trouble}", remedy)
     return Finding("apex", OK, "NVIDIA's, with FusedAdam")
+
+
+def _etcd() -> list[Finding]:
+    """A node can be started here; runs use whatever etcd their config names."""
+    use = 'only needed to run nodes here for "store": "etcd://..."'
+    found = shutil.which("etcd")
+    if found is None:
+        return [Finding("etcd", MISSING, use, "as root: apt-get install etcd-server")]
+    try:
+        done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_IMPORT_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [Finding("etcd", BROKEN, str(error), "reinstall: apt-get install etcd-server")]
+    version = re.search(r"etcd Version: (\d+)\.(\d+)\S*", done.stdout)
+    if done.returncode or version is None:
+        trouble = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        return [Finding("etcd", BROKEN, trouble, "reinstall: apt-get install etcd-server")]
+    if (int(version[1]), int(version[2])) < (3, 4):
+        return [Finding("etcd", BROKEN, f"{version[0]} has no /v3 gateway; {use}", "etcd 3.4 or newer")]
+    return [Finding("etcd", OK, version[0].removeprefix("etcd Version: "))]
 
 
 def _slurm() -> list[Finding]:
