@@ -76,13 +76,20 @@ class Watcher:
         """Look for the next notice once, after whatever is needed to get there."""
         if self._away:
             self._return()
+        self._follow_memory()
         entry = self._store.entry(NOTICES, self._index, _WAIT_S)
-        known, self._memory = self._memory, self._store.memory
-        if known not in (None, self._memory):  # rebuilt meanwhile: what was read belongs to another log
-            self._index = 0
-        elif entry is not None and not self._stopped.is_set():
+        # Rebuilt meanwhile: what was read belongs to another log.
+        if not self._follow_memory() and entry is not None and not self._stopped.is_set():
             self._index += 1
             self._heard(detector.judge(detector.from_json(entry)))
+
+    def _follow_memory(self) -> bool:
+        """Whether the store was rebuilt since the last look; its log then begins again."""
+        known, self._memory = self._memory, self._store.memory
+        rebuilt = known not in (None, self._memory)
+        if rebuilt:
+            self._index = 0
+        return rebuilt
 
     def _return(self) -> None:
         """Ask for something that is answered at once, so that ``back`` is not told only after a wait."""
