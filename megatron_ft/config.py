@@ -107,6 +107,10 @@ class FaultToleranceConfig:
     min_groups: int = 1
     bucket_mb: float = 25.0
     """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again."""
+    reduce_dtype: str = "fp32"
+    """In which type gradients are sent between groups: fp32, or bf16, which rounds them. Loss and count are exact always."""
+    overlap: bool = True
+    """Whether a bucket is sent during the backward pass of a step's last microbatch. The numbers are the same either way."""
     seed: int = 0
     """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -117,6 +121,7 @@ class FaultToleranceConfig:
         _embedded_or_etcd("fault_tolerance.store", self.store)
         _at_least("fault_tolerance.min_groups", self.min_groups, 1)
         _positive("fault_tolerance.bucket_mb", self.bucket_mb)
+        _one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))
         _at_least("fault_tolerance.seed", self.seed, 0)
         self.detector.check()
 

@@ -1,8 +1,12 @@
 """The narrow port between the one loop (``runtime.session``) and a training engine.
 
-An engine owns model, optimizer and two sets of gradient buffers per bucket: the *local* one, into which every
-microbatch this group computes is added and which nothing but :meth:`Engine.begin_step` clears, and the *reduced* one,
-which holds the sum over the live groups. Keeping the local gradient is what makes a reduction repeatable.
+An engine owns model, optimizer and two gradient buffers per bucket: the *local* one, into which every microbatch this
+group computes is added and which nothing but :meth:`Engine.begin_step` clears, and the *reduced* one, which holds the sum
+over the live groups. Keeping the local gradient is what makes a reduction repeatable. Both are flat, fp32, ``[elements +
+TAIL]``; ``runtime.reduction`` fills the second from the first.
+
+Failures it assumes: none of its own. A reduction may fail at any time and leave garbage in the reduced buffer, also later;
+what an engine raises ends its group, and the others take its microbatches over.
 """
 
 from __future__ import annotations
@@ -15,14 +19,22 @@ import torch
 
 from megatron_ft.types import Bucket, Microbatch
 
+TAIL = 2
+"""A bucket's last two numbers: the sum of the losses and the number of microbatches. They are reduced with the gradients,
+so every bucket proves by itself that all of the step's microbatches are in it."""
+
 Progress = Callable[[str], None]
 """Called by an engine with the name of what it is about to do; fault injection hooks in here."""
+
+Ready = Callable[[Bucket], None]
+"""Called by an engine inside a backward pass when nothing more of the microbatch will be added to a bucket. The thread may
+be autograd's, the training thread waits for it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one committed step came to. ``loss`` is the mean over the global batch, ``microbatches`` the number that the
-    reduction itself counted, ``gradient_norm`` the norm before clipping."""
+    reduction itself counted, ``gradient_norm`` the norm over all buckets before clipping: inf or nan if it is."""
 
     step: int
     loss: float
@@ -40,20 +52,32 @@ class Engine(Protocol):
     def begin_step(self) -> None:
         """Clear the local buffers: a new step starts."""
 
-    def compute(self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress) -> None:
-        """Forward and backward; add gradient, loss and count to the local buffers. Random choices follow ``seed``."""
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
+        """Forward and backward; add gradient, loss and count to the local buffers. Random choices follow ``seed``.
 
-    def load_reduced(self, bucket: Bucket) -> torch.Tensor:
-        """Copy the local buffer of ``bucket`` into its reduced buffer and return that: a flat tensor to sum in place."""
+        ``ready`` is told the buckets that are complete before backward ends, each at most once, in any order. An engine
+        may name none of them, e.g. a bucket of which some parameter gets no gradient.
+        """
+
+    def local(self, bucket: Bucket) -> torch.Tensor:
+        """The local buffer, to read."""
 
     def reduced(self, bucket: Bucket) -> torch.Tensor:
-        """The reduced buffer as it is, to hand to or take from another group."""
+        """The reduced buffer: to sum in, to hand to or to take from another group."""
+
+    def keep_local(self, bucket: Bucket) -> None:
+        """The local buffer holds the sum already (nobody else is alive): use it as the reduced one in this step.
+
+        Safe because :meth:`update` is the first to change it, and after that nobody can ask for this step again.
+        """
 
     def replace_reduced(self, bucket: Bucket) -> None:
         """Give up the reduced buffer (an abandoned collective may still write into it) and use a fresh one."""
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        """Divide the reduced sums by ``microbatches``, clip, take the optimizer's step.
+        """Divide the reduced sums by ``microbatches``, clip to the norm over all of them, take the optimizer's step.
 
         Raises ``AssertionError`` when a bucket does not hold exactly that many microbatches.
         """

@@ -1,41 +1,48 @@
 """Plain PyTorch: any ``nn.Module`` with any torch optimizer, one rank per group.
 
 Parameters' ``.grad`` are views into one flat local buffer per bucket, so autograd accumulates microbatches in place and
-no flattening happens. A bucket's flat buffer ends with two more numbers: the sum of the losses and the number of
-microbatches. They are reduced with the gradients, so every bucket proves by itself that all of the step's microbatches are
-in it.
+no flattening happens. autograd's hooks tell when the last gradient of a bucket has been added.
+
+Failures it assumes: a model, a loss function or a hook of the user's that takes gradients away or adds to them twice is
+refused with an ``EngineError``, which ends this group.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ft.engines.base import Progress, StepResult
+from megatron_ft.engines.base import TAIL, Progress, Ready, StepResult
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket, Microbatch
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> scalar loss, the mean over the microbatch."""
 
-_TAIL = 2  # sum of losses, number of microbatches
+_CLIP_EPSILON = 1e-6
+"""What torch adds to the norm before it divides the limit by it."""
+
+_REPLACED = (
+    "a gradient was replaced during a microbatch (zero_grad or a hook in loss_fn?); leave .grad to the engine: it keeps the "
+    "gradients until the step is committed"
+)
 
 
 class _Bucket:
-    """Some parameters, their local gradient and its reduction. Both flat, fp32, [elements + _TAIL]."""
+    """Some parameters, their local gradient and its reduction. Both flat, fp32, [elements + TAIL]."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.elements = sum(parameter.numel() for parameter in parameters)
-        device = parameters[0].device
-        self.local = torch.zeros(self.elements + _TAIL, dtype=torch.float32, device=device)
-        self.reduced = torch.zeros_like(self.local)
+        self.local = torch.zeros(self.elements + TAIL, dtype=torch.float32, device=parameters[0].device)
         self.local_views = self._views(self.local)
-        self.reduced_views = self._views(self.reduced)
+        self.replace_reduced()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views, offset = [], 0
@@ -44,13 +51,71 @@ class _Bucket:
             offset += parameter.numel()
         return views
 
+    def begin_step(self) -> None:
+        self.local.zero_()
+        self.sum, self.sum_views = self.reduced, self.reduced_views
+        self.point_gradients_at(self.local_views)
+
+    def keep_local(self) -> None:
+        self.sum, self.sum_views = self.local, self.local_views
+
     def replace_reduced(self) -> None:
         self.reduced = torch.zeros_like(self.local)
         self.reduced_views = self._views(self.reduced)
+        self.sum, self.sum_views = self.reduced, self.reduced_views
 
     def point_gradients_at(self, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view
+
+
+class _Arrivals:
+    """Which gradients of the present microbatch have been added, as autograd's hooks tell.
+
+    A parameter whose gradient comes in several parts (reentrant checkpointing of layers that share it) makes its bucket
+    look complete too early. So nobody is told anything before one whole backward pass has shown that there are none.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = buckets
+        self._arrived: list[set[int]] = [set() for _ in buckets]
+        self._told: set[Bucket] = set()
+        self._watching, self._seen_whole, self._in_parts = False, False, False
+        self._ready: Ready | None = None
+        for number, bucket in enumerate(buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._add, number, index))
+
+    @contextmanager
+    def watch(self, ready: Ready | None) -> Iterator[None]:
+        """During a backward pass; ``ready`` is told the complete buckets."""
+        for arrived in self._arrived:
+            arrived.clear()
+        self._told.clear()
+        self._ready = ready if self._seen_whole and not self._in_parts else None
+        self._watching = True
+        try:
+            yield
+            self._seen_whole = True
+        finally:
+            self._watching, self._ready = False, None
+
+    def _add(self, number: Bucket, index: int, parameter: nn.Parameter) -> None:
+        if not self._watching:
+            return
+        bucket, arrived = self._buckets[number], self._arrived[number]
+        if parameter.grad is not bucket.local_views[index]:
+            raise EngineError(_REPLACED)
+        if number in self._told:
+            raise EngineError(
+                f"a parameter of shape {tuple(parameter.shape)} got its gradient in several parts, which it did not before, "
+                f"and the first ones have been sent; set fault_tolerance.overlap to false"
+            )
+        self._in_parts |= index in arrived
+        arrived.add(index)
+        if self._ready is not None and not self._in_parts and len(arrived) == len(bucket.parameters):
+            self._told.add(number)
+            self._ready(number)
 
 
 class TorchNativeEngine:
@@ -83,6 +148,7 @@ class TorchNativeEngine:
         self._parameters = _trainable(model)
         _check_optimizer(optimizer, self._parameters)
         self._buckets = [_Bucket(group) for group in _fill_buckets(self._parameters, bucket_mb)]
+        self._arrivals = _Arrivals(self._buckets)
 
     @property
     def num_buckets(self) -> int:
@@ -90,46 +156,66 @@ class TorchNativeEngine:
 
     def begin_step(self) -> None:
         for bucket in self._buckets:
-            bucket.local.zero_()
-            bucket.point_gradients_at(bucket.local_views)
+            bucket.begin_step()
 
-    def compute(self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress) -> None:
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
         torch.manual_seed(seed)
         progress("forward")
         loss = self.loss_fn(self.model, batch)
+        for tail in (bucket.local[-TAIL:] for bucket in self._buckets):  # before backward: it may send the bucket
+            tail[0].add_(loss.detach())
+            tail[1].add_(1)
         progress("backward")
-        loss.backward()
-        for bucket in self._buckets:
-            bucket.local[-2].add_(loss.detach())
-            bucket.local[-1].add_(1)
-            if bucket.parameters[0].grad is not bucket.local_views[0]:
-                raise EngineError(
-                    "a gradient was replaced during a microbatch (zero_grad or a hook in loss_fn?); leave .grad to the "
-                    "engine: it keeps the gradients until the step is committed"
-                )
+        with self._arrivals.watch(ready):
+            loss.backward()
+        if any(bucket.parameters[0].grad is not bucket.local_views[0] for bucket in self._buckets):
+            raise EngineError(_REPLACED)
 
-    def load_reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].reduced.copy_(self._buckets[bucket].local)
+    def local(self, bucket: Bucket) -> torch.Tensor:
+        return self._buckets[bucket].local
 
     def reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].reduced
+        return self._buckets[bucket].sum
+
+    def keep_local(self, bucket: Bucket) -> None:
+        self._buckets[bucket].keep_local()
 
     def replace_reduced(self, bucket: Bucket) -> None:
         self._buckets[bucket].replace_reduced()
 
+    def local_gradients(self) -> Sequence[torch.Tensor]:
+        """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
+        return [bucket.local[:-TAIL] for bucket in self._buckets]
+
+    def local_losses(self) -> Sequence[torch.Tensor]:
+        """The sum of losses that each bucket carries, as views of one element."""
+        return [bucket.local[-TAIL:-1] for bucket in self._buckets]
+
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        counts = [int(bucket.reduced[-1]) for bucket in self._buckets]
+        counts = [int(bucket.sum[-1]) for bucket in self._buckets]
         assert set(counts) == {microbatches}, f"step {step}: buckets hold {counts} microbatches, not {microbatches}"
-        loss = float(self._buckets[0].reduced[-2]) / microbatches
+        loss = float(self._buckets[0].sum[-2]) / microbatches
         for bucket in self._buckets:
-            bucket.reduced.div_(microbatches)
-            bucket.point_gradients_at(bucket.reduced_views)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clipping or float("inf"))
+            bucket.sum.div_(microbatches)
+            bucket.point_gradients_at(bucket.sum_views)
+        norm = self._clip()
         progress("update")
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return StepResult(step, loss, counts[0], float(norm))
+        return StepResult(step, loss, counts[0], norm)
+
+    def _clip(self) -> float:
+        """Scale all gradients down to the limit; returns their norm before. As ``torch.nn.utils.clip_grad_norm_``."""
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters])
+        norm = float(total)
+        # Within the limit torch multiplies by one. That is a pass over all gradients, as long as a copy of them. Not
+        # "norm >= limit": a nan is no reason to leave the gradients as they are.
+        if self._clipping and not norm + _CLIP_EPSILON < self._clipping:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, total)
+        return norm
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

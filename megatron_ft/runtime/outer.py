@@ -96,11 +96,12 @@ class OuterCommunicator:
     def close(self) -> None:
         """Abort, and give back memory, threads and sockets, at once or when the last operation has ended."""
         self.abort()
+        deadline = time.monotonic() + _GRACE_S
+        while not all(work.settled() for work in self._started) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         _abandoned.append((self._group, self._started))
         self._group, self._started = None, []
-        deadline = time.monotonic() + _GRACE_S
-        while not _sweep() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        _sweep()
 
     def _start(self, operation: Callable[[Any], Any], kind: type[Work]) -> Work:
         if self._aborted.is_set():

@@ -25,7 +25,7 @@ from megatron_ft import config as config_module
 from megatron_ft.core import detector, recovery, scheduler
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset, Prefetcher
-from megatron_ft.engines.base import Engine, Progress, StepResult
+from megatron_ft.engines.base import Engine, Progress, Ready, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, GroupLeft, RunStopped, StoreError
 from megatron_ft.runtime import transfer, watcher
@@ -36,6 +36,7 @@ from megatron_ft.runtime.interruption import Interruptions
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.pulse import Pulse
+from megatron_ft.runtime.reduction import Reduction
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Microbatch, View
@@ -88,6 +89,7 @@ class Session:
         self._outer_lock = threading.Lock()
         self._connector = Connector(env, self._store)
         self._engine: Engine | None = None
+        self._reduction: Reduction | None = None
         self._state: recovery.GroupState | None = None
         self._next: recovery.Action = recovery.Finish(0)
         self._result: StepResult | None = None
@@ -179,6 +181,7 @@ class Session:
     def _enter(self, engine: Engine) -> None:
         self._engine = engine
         settings = self.config.fault_tolerance
+        self._reduction = Reduction(engine, self._points, dtype=settings.reduce_dtype, overlap=settings.overlap)
         job = recovery.Job(
             shards=self.config.groups,
             per_shard=self.config.microbatches_per_group,
@@ -252,7 +255,7 @@ class Session:
     def _say_leaving(self) -> None:
         said = detector.Leaving(self.group, self._state.step, self._leaving)
         watcher.announce(self._store, said)
-        self._history.record("leave", group=self.group, after=said.after, reason=said.why)
+        self._history.note("leave", group=self.group, after=said.after, reason=said.why)
         self._said_leaving = True
 
     def _drain_verdicts(self) -> None:
@@ -328,7 +331,7 @@ class Session:
         with self._timeline.span("patch" if patch else "compute"):
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self.config.fault_tolerance.seed, microbatch)
-            self._engine.compute(microbatch, batch, seed, self._progress(step))
+            self._engine.compute(microbatch, batch, seed, self._progress(step), self._send_ahead(microbatch))
         self._interruptions.computed(microbatch, patch, prefetched, time.monotonic() - started)
         self._pulse.advance()
         self._feed(recovery.Computed(microbatch))
@@ -348,25 +351,15 @@ class Session:
     def _progress(self, step: int) -> Progress:
         return lambda point: self._points.reach(point, step)
 
+    def _send_ahead(self, microbatch: Microbatch) -> Ready | None:
+        """What to call with the buckets that are complete before ``microbatch`` is; None if more is to be computed."""
+        state = self._state
+        if state.reported or not state.connected or state.todo != (microbatch,):
+            return None
+        return self._reduction.ahead(self._outer, state.step, state.unfinished)
+
     def _reduce(self, outer: OuterCommunicator, buckets: tuple[int, ...]) -> None:
-        """Start all reductions, then take them in order; a bucket counts when its completion is seen here."""
-        step = self._state.step
-        works = {}
-        try:
-            for bucket in buckets:
-                works[bucket] = outer.all_reduce(self._engine.load_reduced(bucket))
-                self._points.reach("reduce", step, bucket)
-            for bucket in buckets:
-                works[bucket].wait()
-                self._feed(recovery.Reduced(bucket))
-                self._points.reach("bucket", step, bucket)
-        except Broken:
-            outer.abort()
-            for bucket, work in works.items():
-                if not work.settles_within(_POLL_S):
-                    self._engine.replace_reduced(bucket)
-            raise
-        self._points.reach("gate", step)
+        self._reduction.reduce(outer, self._state.step, buckets, lambda bucket: self._feed(recovery.Reduced(bucket)))
 
     def _update(self, step: int) -> None:
         with self._timeline.span("update"):
@@ -460,6 +453,7 @@ class Session:
             outer, self._outer = self._outer, None
         if outer is not None:
             outer.close()
+            self._reduction.drop()
 
     def _adopt(self, view: View) -> None:
         if view.epoch <= self._state.view.epoch:

@@ -24,6 +24,8 @@ from megatron_ft.errors import ConfigError
         ({"fault_tolerance": {"min_groups": True}}, ["min_groups is True", "whole number"]),
         ({"fault_tolerance": {"bucket_mb": -1}}, ["bucket_mb is -1", "> 0"]),
         ({"fault_tolerance": {"bucket_mb": "big"}}, ["'big'", "number"]),
+        ({"fault_tolerance": {"reduce_dtype": "fp16"}}, ["reduce_dtype", "'fp16'", "fp32, bf16"]),
+        ({"fault_tolerance": {"overlap": 1}}, ["overlap is 1", "bool"]),
         ({"fault_tolerance": []}, ["fault_tolerance is []", "object"]),
         ({"fault_tolerance": {"detector": {"timeout": 3}}}, ["fault_tolerance.detector.timeout", "not known"]),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 8}, ["train_batch_size 10", "4 groups", "32"]),

@@ -42,7 +42,7 @@ def compute(engine: TorchNativeEngine, ids) -> None:
 def reduce_between(*engines: TorchNativeEngine) -> None:
     """What the outer communicator does: every engine ends with the sum in its reduced buffers."""
     for bucket in range(engines[0].num_buckets):
-        total = sum(engine.load_reduced(bucket).clone() for engine in engines)
+        total = sum(engine.local(bucket).clone() for engine in engines)
         for engine in engines:
             engine.reduced(bucket).copy_(total)
 
@@ -72,10 +72,12 @@ def test_a_reduction_can_be_repeated_from_the_local_gradients():
     engine = build()
     engine.begin_step()
     compute(engine, IDS)
-    before = engine.load_reduced(0).clone()
-    engine.reduced(0).fill_(float("nan"))  # what a broken all-reduce may leave behind
+    before = engine.local(0).clone()
+    given_up = engine.reduced(0)
     engine.replace_reduced(0)
-    assert torch.equal(engine.load_reduced(0), before)
+    given_up.fill_(float("nan"))  # what a broken all-reduce may leave behind, also later
+    assert torch.equal(engine.local(0), before)
+    assert not engine.reduced(0).isnan().any()
 
 
 def test_an_update_with_a_microbatch_missing_is_refused():
@@ -153,3 +155,59 @@ def test_the_seed_belongs_to_the_microbatch():
     assert microbatch_seed(1, IDS[0]) == microbatch_seed(1, Microbatch(0, 0, 0))
     seeds = {microbatch_seed(run, Microbatch(step, 0, index)) for run in (0, 1) for step in (0, 1) for index in (0, 1)}
     assert len(seeds) == 8
+
+
+@pytest.mark.parametrize(("bad", "reported"), [(float("inf"), "inf"), (float("-inf"), "inf"), (float("nan"), "nan")])
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_norm_that_is_not_finite_is_said(bad, reported, clipping):
+    engine = build(clipping=clipping)
+    engine.begin_step()
+    compute(engine, IDS)
+    reduce_between(engine)
+    engine.reduced(engine.num_buckets - 1)[0] = bad
+    assert str(engine.update(0, 4, nothing).gradient_norm) == reported
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.999999, 1.0, 1.000001, 1.00001, 2.0])
+def test_clipping_is_torchs_to_the_bit(limit):
+    """Also where it leaves out the multiplication by one; ``limit`` is in norms of the gradient."""
+    engine, plain = build(), build()
+    for each in (engine, plain):
+        each.begin_step()
+        compute(each, IDS)
+        reduce_between(each)
+    for bucket in plain._buckets:
+        bucket.reduced.div_(4)
+        bucket.point_gradients_at(bucket.reduced_views)
+    norm = float(torch.nn.utils.clip_grad_norm_(plain._parameters, float("inf")))
+    torch.nn.utils.clip_grad_norm_(plain._parameters, limit * norm)
+    engine._clipping = limit * norm
+    assert engine.update(0, 4, nothing).gradient_norm == norm
+    for mine, theirs in zip(engine._buckets, plain._buckets, strict=True):
+        assert torch.equal(mine.reduced[: mine.elements], theirs.reduced[: theirs.elements])
+
+
+def test_any_gradient_taken_away_during_backward_is_noticed():
+    """Not only the first parameter of a bucket's."""
+    engine = build(bucket_mb=1)
+    last = engine._buckets[0].parameters[-1]
+
+    def replacing(model, data):
+        last.grad = None
+        return loss_fn(model, data)
+
+    engine.loss_fn = replacing
+    engine.begin_step()
+    with pytest.raises(EngineError, match="gradient was replaced"):
+        compute(engine, IDS[:1])
+
+
+def test_fault_injection_reaches_what_is_reduced():
+    engine = build()
+    engine.begin_step()
+    compute(engine, IDS[:1])
+    for gradient, loss in zip(engine.local_gradients(), engine.local_losses(), strict=True):
+        gradient.fill_(2.0)
+        loss.fill_(3.0)
+    local = engine.local(0)
+    assert set(local[:-2].tolist()) == {2.0} and local[-2:].tolist() == [3.0, 1.0]

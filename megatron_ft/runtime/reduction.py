@@ -1,0 +1,132 @@
+"""The reductions of one rank: which bucket is sent when, in which type, and what becomes of it when the epoch ends.
+
+**Overlap.** In the backward pass of the last microbatch that this group has to compute in a step, a bucket is sent as soon
+as its gradients are complete, if the communicator of the present view stands. Everybody sends the buckets in the same,
+ascending order, because gloo matches operations by their order: one that is complete early waits for those before it, and
+one that never becomes complete (a parameter without a gradient) goes after backward with all that follow. The numbers are
+the same to the bit either way. The protocol core hears nothing of it: Computed comes first, then Reduced for each bucket.
+If the epoch ends in between, what was sent is forgotten. That loses nothing: who holds the bucket finished hands it over,
+with this group's part in it, and if nobody does it is summed again from the local gradients.
+
+**What is copied when** (per bucket and step, b bytes of fp32 gradients):
+
+- several live groups, fp32: local -> reduced, b read and b written; the all-reduce works in place on the copy, because
+  one that fails leaves garbage, and the local gradients are what it is repeated from;
+- several live groups, bf16: local -> wire, b read and b/2 written; after the all-reduce wire -> reduced, b/2 and b;
+- one live group: nothing. Its local gradients are the sum, in fp32 whatever was asked for, and ``Engine.update`` divides
+  and clips them in place: it is the first to change them, and the step cannot be asked for again after it.
+
+**bf16** halves what is sent. Local gradients stay fp32; each group rounds its sum once (2^-9 of it) and gloo cuts off after
+each addition (2^-8), so with N groups an element of the sum is wrong by at most N * 2^-8 times the sum of the groups'
+absolute values. Losses and counts travel beside the gradients as fp32 and stay exact.
+
+Failures it assumes: any operation may fail, end late or never end. A bucket counts when its completion is seen here; a
+buffer in which an operation may still write is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_ft.engines.base import TAIL, Engine, Ready
+from megatron_ft.runtime.outer import Broken, OuterCommunicator, Work
+from megatron_ft.runtime.points import Points
+from megatron_ft.types import Bucket
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Reduction:
+    """One rank's side of summing the buckets of an engine over the live groups.
+
+    Args:
+        engine: whose buckets these are.
+        points: where faults are injected.
+        dtype: in which gradients are sent, a key of ``DTYPES``.
+        overlap: whether :meth:`ahead` may send anything.
+    """
+
+    def __init__(self, engine: Engine, points: Points, *, dtype: str = "fp32", overlap: bool = True) -> None:
+        self._engine, self._points, self._overlap = engine, points, overlap
+        self._dtype = DTYPES[dtype]
+        self._wires: dict[Bucket, torch.Tensor] = {}
+        self._started: dict[Bucket, list[Work]] = {}
+        self._broken = ""
+
+    def ahead(self, outer: OuterCommunicator, step: int, buckets: Sequence[Bucket]) -> Ready | None:
+        """What to call with each bucket that is complete during the last backward pass of ``step``; None: nothing.
+
+        ``buckets`` are those that :meth:`reduce` will be asked for right after it.
+        """
+        if not self._overlap or len(outer.members) == 1:
+            return None
+        turns, complete = list(buckets), set()
+
+        def ready(bucket: Bucket) -> None:
+            complete.add(bucket)
+            while not self._broken and turns and turns[0] in complete:
+                try:
+                    self._start(outer, step, turns.pop(0))
+                except Broken as error:
+                    self._broken = str(error)  # the training thread hears it from reduce, if the epoch lasts until then
+
+        return ready
+
+    def reduce(
+        self, outer: OuterCommunicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
+    ) -> None:
+        """Sum ``buckets`` over the members; ``done`` is called with each when its completion has been seen, in order.
+
+        Raises ``Broken`` with ``outer`` aborted; :meth:`drop` has to be called before anything else is asked for.
+        """
+        try:
+            if self._broken:
+                raise Broken(self._broken)
+            for bucket in buckets:
+                if bucket not in self._started:
+                    self._start(outer, step, bucket)
+            for bucket in buckets:
+                self._finish(bucket)
+                done(bucket)
+                self._points.reach("bucket", step, bucket)
+        except Broken:
+            outer.abort()
+            raise
+        self._points.reach("gate", step)
+
+    def drop(self) -> None:
+        """The epoch is over and its communicator closed: nothing that was started for it counts any more."""
+        for bucket, works in self._started.items():
+            if not all(work.settled() for work in works):
+                self._wires.pop(bucket, None)
+                self._engine.replace_reduced(bucket)
+        self._started.clear()
+        self._broken = ""
+
+    def _start(self, outer: OuterCommunicator, step: int, bucket: Bucket) -> None:
+        works = self._started[bucket] = []
+        if len(outer.members) == 1:
+            self._engine.keep_local(bucket)
+        else:
+            for tensor in self._load(bucket):
+                works.append(outer.all_reduce(tensor))
+        self._points.reach("reduce", step, bucket)
+
+    def _load(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        """Copy what this group has to what will be summed in place."""
+        local, reduced = self._engine.local(bucket), self._engine.reduced(bucket)
+        assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
+        if self._dtype == reduced.dtype:
+            return (reduced.copy_(local),)
+        if bucket not in self._wires:
+            self._wires[bucket] = torch.empty(local.numel() - TAIL, dtype=self._dtype, device=local.device)
+        reduced[-TAIL:].copy_(local[-TAIL:])
+        return self._wires[bucket].copy_(local[:-TAIL]), reduced[-TAIL:]
+
+    def _finish(self, bucket: Bucket) -> None:
+        for work in self._started[bucket]:
+            work.wait()
+        if len(self._started.pop(bucket)) > 1:
+            self._engine.reduced(bucket)[:-TAIL].copy_(self._wires[bucket])
