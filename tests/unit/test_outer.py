@@ -61,6 +61,48 @@ def test_an_abort_unblocks_whoever_waits():
     assert len(failed) == 3
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["started before", "with more started while it aborts"])
+def test_an_abort_ends_everything_that_is_pending_at_all_survivors(late):
+    """Many operations at once, of both kinds; the fourth member is silent. Nothing is left, and everything closes."""
+    outers = build(4)
+    survivors = outers[:3]
+    works = [outer.all_reduce(torch.ones(100_000)) for _ in range(8) for outer in survivors]
+    works += [outer.receive(torch.ones(10), 3, 7) for outer in survivors]
+    gate = threading.Barrier(3)
+
+    def abort(outer):
+        gate.wait()
+        outer.abort()
+        if late:
+            with pytest.raises(Broken):
+                outer.all_reduce(torch.ones(1))
+
+    def ends(work):
+        with pytest.raises(Broken):
+            work.wait()
+        return True
+
+    with ThreadPoolExecutor(len(works) + 3) as pool:
+        endings = [pool.submit(ends, work) for work in works]
+        list(pool.map(abort, survivors))
+        assert all(ending.result(timeout=30) for ending in endings)
+    for outer in outers:
+        outer.close()
+    assert outer_module._sweep()
+
+
+def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeypatch):
+    class Never:
+        def settled(self):
+            return False
+
+    stuck = (None, [Never()])
+    monkeypatch.setattr(outer_module, "_abandoned", [stuck])
+    monkeypatch.setattr(outer_module.time, "sleep", lambda _: pytest.fail("it waited"))
+    OuterCommunicator(None, 0, [0], 0, 60.0).close()
+    assert outer_module._abandoned == [stuck]
+
+
 def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
     """What gloo does with a half received payload when the connection breaks: neither success nor failure."""
 
