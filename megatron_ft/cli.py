@@ -160,6 +160,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--hosts", type=int, default=1, metavar="H", help="how many (default: 1)")
     hosts.add_argument("--host-rank", type=int, default=0, metavar="K", help="this one; host 0 has the control store")
     hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--job-id", metavar="ID", help="with etcd: a new name, the same on all hosts")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
@@ -186,6 +187,7 @@ def _launch(options: argparse.Namespace) -> int:
             host_rank=options.host_rank,
             store=options.store,
             address=options.address,
+            job_id=options.job_id,
             track=options.track,
             overwrite=options.overwrite,
         )

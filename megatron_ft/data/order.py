@@ -124,3 +124,9 @@ def sample_indices(
         chosen = epochs == epoch
         samples[chosen] = permutation(num_samples, seed, epoch).many(positions[chosen])
     return samples
+
+
+def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:
+    """Seed of every random choice made while computing ``microbatch``; the same whoever computes it."""
+    digest = blake2b(f"{run_seed}/{microbatch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

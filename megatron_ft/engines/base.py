@@ -79,8 +79,12 @@ class Engine(Protocol):
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         """Divide the reduced sums by ``microbatches``, clip to the norm over all of them, take the optimizer's step.
 
+        Where that norm is not finite the step counts, but parameters, optimizer and scheduler stay as they are.
         Raises ``AssertionError`` when a bucket does not hold exactly that many microbatches.
         """
+
+    def local_finite(self) -> bool:
+        """Whether this group's own part of the step, losses included, is finite. Asked after a norm that is not."""
 
     def state(self) -> Mapping[str, Any]:
         """Everything a group needs to stand where this one stands: nested mappings of tensors and plain values."""

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -202,9 +203,10 @@ class TorchNativeEngine:
             bucket.point_gradients_at(bucket.sum_views)
         norm = self._clip()
         progress("update")
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if isfinite(norm):
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
         return StepResult(step, loss, counts[0], norm)
 
     def _clip(self) -> float:
@@ -216,6 +218,9 @@ class TorchNativeEngine:
         if self._clipping and not norm + _CLIP_EPSILON < self._clipping:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clipping, total)
         return norm
+
+    def local_finite(self) -> bool:
+        return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

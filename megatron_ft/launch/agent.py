@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron_ft.types import Exit
 _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
 _TRACKER_RESTARTS = 3
+_STORE_TIMEOUT_S = 5.0
 _STORE_RETRY_S = 1.0
 _HARMLESS = ("slow", "nan", "bitflip")
 """Injected faults that end no process: a later death has another cause."""
@@ -54,6 +56,7 @@ class LaunchOptions:
     host_rank: int = 0
     store: str | None = None
     address: str | None = None
+    job_id: str | None = None
     track: Sequence[str] = ()
     overwrite: bool = False
 
@@ -98,15 +101,22 @@ class Agent:
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         where = hosts.place(
-            options.hosts, options.host_rank, options.address, options.store, options.port, options.groups
+            options.hosts,
+            options.host_rank,
+            options.address,
+            options.store,
+            options.port,
+            options.job_id,
+            self._config,
         )
         self._leads = where.rank == 0
         self._run_dir = _prepare_run_dir(options.run_dir, options.overwrite) if self._leads else options.run_dir.resolve()
         self._hosts = hosts.Hosts(where, self._config, self._config.fault_tolerance.detector.heartbeat_timeout_s)
         self._run_id = self._hosts.run_id
-        self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=30.0)
+        self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=_STORE_TIMEOUT_S)
         self._away_until = 0.0
-        self._unsaid: list[detector.Signal] = []
+        self._said: list[tuple[detector.Signal, str]] = []
+        self._unsaid: list[tuple[detector.Signal, str]] = []
         self._nccl = watchdog.environment(os.environ)
         self._ranks: list[_Rank] = []
         self._pulses = pulse.directory()
@@ -120,8 +130,10 @@ class Agent:
     def run(self) -> int:
         if self._leads:
             self._write_config()
+            self._store.begin()
             self._store.set("view/0", first_view(self._config.groups).to_json())
         self._hosts.meet()
+        self._store.check_begun()
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
@@ -151,6 +163,7 @@ class Agent:
         env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config).to_env()
         threads = max(1, (os.cpu_count() or 1) // (len(self._hosts.groups) * self._config.ranks_per_group))
         defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
+        defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
         beats = self._pulses / name
         pulse.create(beats)
         own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
@@ -212,20 +225,30 @@ class Agent:
     def _tell(self, signal_: detector.Signal | None = None) -> None:
         """Tell every group; what cannot be said because the store is away is said when it is back."""
         if signal_ is not None:
-            self._unsaid.append(signal_)
+            self._unsaid.append((signal_, uuid.uuid4().hex))
         while self._unsaid and time.monotonic() >= self._away_until:
             try:
-                watcher.announce(self._store, self._unsaid[0])
+                watcher.announce(self._store, *self._unsaid[0])
             except StoreError as error:
                 self._store_away(error)
                 return
-            self._unsaid.pop(0)
+            self._said.append(self._unsaid.pop(0))
 
     def _store_away(self, error: StoreError) -> None:
         """Nothing is lost by that: ranks train on. It is asked again after a while, since asking may block."""
         if self._away_until == 0.0:
             print(f"megatron_ft: {error}; training goes on without it", file=sys.stderr, flush=True)
         self._away_until = time.monotonic() + _STORE_RETRY_S
+        if isinstance(error, store.StoreLostMemory):
+            self._remind()
+
+    def _remind(self) -> None:
+        """The store came back empty: the groups rebuild it, and what this agent has said is said again."""
+        try:
+            self._store.restore()
+        except StoreError:
+            return  # away again; the next attempt finds it empty
+        self._unsaid, self._said = [*self._said, *self._unsaid], []
 
     def _buried(self, rank: _Rank) -> None:
         """A rank has ended: tell the survivors first, then the record."""

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.config import RunConfig
+from megatron_ft.config import ETCD, RunConfig
 from megatron_ft.core import detector
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch.heartbeat import Beats, Change
@@ -25,31 +25,48 @@ _BOOT = "boot"
 
 @dataclass(frozen=True)
 class Place:
-    """Where this agent stands: host ``rank`` of ``hosts``; ``address``: the one by which the other hosts reach it."""
+    """Where this agent stands: host ``rank`` of ``hosts``; ``address``: the one by which the other hosts reach it.
+
+    ``store``: where the control store is, or is to be: an embedded one of port 0 takes a free port. ``job``: tells this
+    launch from others that use the same etcd.
+    """
 
     hosts: int = 1
     rank: int = 0
     address: str = _LOOPBACK
-    store: tuple[str, int] = (_LOOPBACK, 0)
+    store: str = f"{_LOOPBACK}:0"
+    job: str = "only"
 
 
-def place(hosts: int, rank: int, address: str | None, store_address: str | None, port: int, groups: int) -> Place:
+def place(
+    hosts: int, rank: int, address: str | None, store_address: str | None, port: int, job: str | None, config: RunConfig
+) -> Place:
     """From the launcher's options. Raises ``LaunchError`` for what cannot be."""
+    groups, setting = config.groups, config.fault_tolerance.store
+    etcd = setting if setting.startswith(ETCD) else None
     if hosts < 1 or not 0 <= rank < hosts:
         raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
+    if etcd and store_address is not None:
+        raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
     if hosts == 1:
-        return Place(store=(_LOOPBACK, port))
+        return Place(store=etcd or f"{_LOOPBACK}:{port}", job=uuid.uuid4().hex)
     if groups < hosts:
         raise LaunchError(f"--groups is {groups} and --hosts is {hosts}; every host needs a group: use fewer hosts")
+    if etcd:
+        if job is None:
+            raise LaunchError(
+                "--job-id is missing; with etcd and several hosts it tells this launch from earlier ones there: give all "
+                "hosts the same new name, such as the job's number"
+            )
+        first = etcd.removeprefix(ETCD).split(",")[0].rpartition(":")[0].strip("[]")
+        return Place(hosts, rank, address or _local_address(first), etcd, job)
     if store_address is None or ":" not in store_address or not store_address.rpartition(":")[2].isdigit():
         raise LaunchError(
             f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
             f"port there"
         )
-    host, _, number = store_address.rpartition(":")
-    host = host.strip("[]")
-    found = _local_address(host)  # also refuses a name that nobody knows
-    return Place(hosts, rank, address or found, (host, int(number)))
+    found = _local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
+    return Place(hosts, rank, address or found, store_address)
 
 
 def _local_address(store_host: str) -> str:
@@ -74,12 +91,12 @@ class Hosts:
     def __init__(self, where: Place, config: RunConfig, least_s: float) -> None:
         self.place, self._config, self._least_s = where, config, least_s
         self._server: Any = None
-        address = where.store
-        if where.rank == 0:
-            self._server, port = store.host(where.address, address[1])
-            address = (where.address, port)
-        self.store_address = address
-        self._boot = store.ControlStore(address, _BOOT, timeout_s=MEET_TIMEOUT_S)
+        self.store_address = where.store
+        if where.rank == 0 and not where.store.startswith(ETCD):
+            self._server, port = store.host(where.address, int(where.store.rpartition(":")[2]))
+            name = f"[{where.address}]" if ":" in where.address else where.address
+            self.store_address = f"{name}:{port}"
+        self._boot = store.ControlStore(self.store_address, f"{_BOOT}-{where.job}", timeout_s=MEET_TIMEOUT_S)
         if where.rank == 0:
             settings = config.to_json()
             self.run_id = uuid.uuid4().hex[:12]
@@ -103,9 +120,8 @@ class Hosts:
     def _join(self) -> str:
         """Which run it is. Raises ``LaunchError`` when it is not the one this agent was started for."""
         run = self._boot.wait("run", MEET_TIMEOUT_S)
-        host, port = self.store_address
         if run is None:
-            raise LaunchError(f"--store {host}:{port}: host 0 has not begun a run within {MEET_TIMEOUT_S:g} s; start it")
+            raise LaunchError(f"store {self.store_address}: host 0 has begun no run within {MEET_TIMEOUT_S:g} s; start it")
         mine = {"hosts": self.place.hosts, "config": RunConfig.from_json(self._config.to_json()).to_json()}
         for name, value in mine.items():
             theirs = RunConfig.from_json(run[name]).to_json() if name == "config" else run[name]

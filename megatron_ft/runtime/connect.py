@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
 from megatron_ft.runtime.store import ControlStore
@@ -22,8 +23,8 @@ _CONNECT_TIMEOUT_S = 30.0
 class Connector:
     """One rank's side of building communicators; keeps an unfinished build, so that asking again goes on with it."""
 
-    def __init__(self, env: RankEnvironment, store: ControlStore) -> None:
-        self._env, self._store = env, store
+    def __init__(self, env: RankEnvironment, store: ControlStore, agreement: Agreement) -> None:
+        self._env, self._store, self._agreement = env, store, agreement
         self._build: _Build | None = None
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> OuterCommunicator | None:
@@ -31,7 +32,7 @@ class Connector:
 
         Raises ``Broken`` when it cannot be built.
         """
-        self._store.set(f"ready/{view.epoch}/{self._env.group}", True)
+        self._agreement.say(f"ready/{view.epoch}/{self._env.group}", True)
         if not self._wait(lambda: self._all_ready(view), interrupted):
             return None
         if self._build is None or self._build.epoch != view.epoch:
@@ -43,7 +44,7 @@ class Connector:
         return build.result()
 
     def _all_ready(self, view: View) -> bool:
-        return all(self._store.get(f"ready/{view.epoch}/{group}") is not None for group in view.live)
+        return all(self._agreement.get(f"ready/{view.epoch}/{group}") is not None for group in view.live)
 
     @staticmethod
     def _wait(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> bool:

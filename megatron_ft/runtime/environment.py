@@ -18,13 +18,14 @@ _PREFIX = "MEGATRON_FT_"
 class RankEnvironment:
     """One rank's place in the run.
 
-    ``store``: (host, port) of the control store; ``address``: of this host, by which other hosts' ranks reach it.
+    ``store``: of the control store, ``host:port`` or ``etcd://...``; ``address``: of this host, by which other hosts' ranks
+    reach it.
     """
 
     run_id: str
     group: int
     position: int
-    store: tuple[str, int]
+    store: str
     address: str
     run_dir: Path
     config: RunConfig
@@ -36,7 +37,7 @@ class RankEnvironment:
             f"{_PREFIX}RUN_ID": self.run_id,
             f"{_PREFIX}GROUP": str(self.group),
             f"{_PREFIX}POSITION": str(self.position),
-            f"{_PREFIX}STORE": f"{self.store[0]}:{self.store[1]}",
+            f"{_PREFIX}STORE": self.store,
             f"{_PREFIX}ADDRESS": self.address,
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
             f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
@@ -54,12 +55,11 @@ class RankEnvironment:
                 "this process was not started by the launcher; start the script with "
                 "`megatron-ft launch --groups N --config CONFIG --run-dir DIR SCRIPT -- ARGUMENTS`"
             )
-        host, port = env[f"{_PREFIX}STORE"].rsplit(":", 1)
         return cls(
             run_id=env[f"{_PREFIX}RUN_ID"],
             group=int(env[f"{_PREFIX}GROUP"]),
             position=int(env[f"{_PREFIX}POSITION"]),
-            store=(host, int(port)),
+            store=env[f"{_PREFIX}STORE"],
             address=env[f"{_PREFIX}ADDRESS"],
             run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
             config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),

@@ -7,7 +7,6 @@ queue is read between any two actions (a microbatch is the longest of them).
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import signal
 import threading
@@ -24,13 +23,16 @@ from torch.optim import Optimizer
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, recovery, scheduler
 from megatron_ft.data.dataset import PackedDataset
+from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import Engine, Progress, Ready, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, GroupLeft, RunStopped, StoreError
-from megatron_ft.runtime import transfer, watcher
+from megatron_ft.runtime import transfer
+from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.runtime.finite import NonFinite
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.interruption import Interruptions
 from megatron_ft.runtime.outer import Broken, OuterCommunicator
@@ -39,10 +41,11 @@ from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.reduction import Reduction
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.timeline import Timeline
+from megatron_ft.runtime.watcher import Watcher
 from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
-_STORE_TIMEOUT_S = 30.0
+_STORE_TIMEOUT_S = 10.0
 
 
 def init(config: str | Path | None = None, *, seed: int | None = None) -> Session:
@@ -79,15 +82,17 @@ class Session:
         self.env = env
         self.config = env.config
         self.group = env.group
-        self._points = Points.from_env(env.group)
+        self._points = Points.from_env(env.group, env.position, env.run_dir)
         self._pulse = Pulse.from_env()
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
+        self._agreement = Agreement(self._store, env.group, env.config.fault_tolerance.detector.collective_timeout_s)
         self._history = History(env.run_dir)
+        self._nonfinite = NonFinite(env.config.fault_tolerance.nonfinite, env.group, self._history)
         self._timeline = Timeline(env.run_dir, env.group, env.position)
         self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
         self._outer: OuterCommunicator | None = None
         self._outer_lock = threading.Lock()
-        self._connector = Connector(env, self._store)
+        self._connector = Connector(env, self._store, self._agreement)
         self._engine: Engine | None = None
         self._reduction: Reduction | None = None
         self._state: recovery.GroupState | None = None
@@ -98,11 +103,14 @@ class Session:
         self._placement = config_module.placement_of(env.config)
         self._interruptions = Interruptions(self._history, env.group, self._placement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
-        first = self._store.get("view/0")
+        self._store.check_begun()
+        first = self._agreement.view(0)
         if first is None:
-            raise StoreError(f"control store {env.store[0]}:{env.store[1]} knows no run {env.run_id}; start it again")
-        self._first_view = self._committed_under = View.from_json(first)
-        watcher.Watcher(self._store.clone(), self._hear, self._store_lost).start()
+            raise StoreError(f"control store {env.store} knows no view of run {env.run_id}; start it again")
+        self._first_view = self._committed_under = first
+        self._agreement.adopted(first)
+        told = (self._hear, self._store_is, self._store_is, self._agreement.restore)
+        Watcher(self._store.clone(), *told).start()
         self._pulse.start()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
@@ -173,6 +181,7 @@ class Session:
             self._drain_verdicts()
             self._perform(self._next)
         self._record_step(time.monotonic() - started)
+        self._nonfinite.check(self._result, self._engine)
         self._pulse.enter("outside")
         return self._result
 
@@ -202,11 +211,11 @@ class Session:
         self._pulse.enter("waiting")
         self._prefetcher.close()
         norm, sha256 = self._engine.fingerprint()
-        self._store.set(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
+        self._agreement.say(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
         patience_s = self.config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
-        while self._store.get("ended") is None:
+        while self._agreement.get("ended") is None:
             self._drain_verdicts()
             if not isinstance(self._next, recovery.Finish):
                 self._perform(self._next)
@@ -221,7 +230,7 @@ class Session:
 
     def _write_end(self) -> bool:
         """As the lowest living group: once every live group is done, record it. False while one is not."""
-        done = {group: self._store.get(f"done/{group}") for group in self._state.view.live}
+        done = {group: self._agreement.get(f"done/{group}") for group in self._state.view.live}
         if any(value is None for value in done.values()):
             return False
         for group, value in done.items():
@@ -229,7 +238,7 @@ class Session:
         if len({value["params_sha256"] for value in done.values()}) > 1:
             raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
         self._history.record("end", step=self._result.step, loss=self._result.loss, **done[self.group])
-        self._store.set("ended", True)
+        self._agreement.say("ended", True)
         return True
 
     # --- hearing ------------------------------------------------------------------------------------------------------
@@ -242,8 +251,9 @@ class Session:
             if outer is not None and _concerns(verdict, outer):
                 outer.abort()
 
-    def _store_lost(self, error: StoreError) -> None:
-        print(f"megatron_ft: group {self.group}: {error}; fault-free steps go on without it", flush=True)
+    def _store_is(self, error: StoreError | None = None) -> None:
+        news = "the control store answers again" if error is None else f"{error}; fault-free steps go on without it"
+        print(f"megatron_ft: group {self.group}: {news}", flush=True)
 
     def leave(self, why: str) -> None:
         """This group leaves in order after the present step; for a maintenance notice or a handler of SIGTERM.
@@ -254,7 +264,7 @@ class Session:
 
     def _say_leaving(self) -> None:
         said = detector.Leaving(self.group, self._state.step, self._leaving)
-        watcher.announce(self._store, said)
+        self._agreement.announce(said)
         self._history.note("leave", group=self.group, after=said.after, reason=said.why)
         self._said_leaving = True
 
@@ -283,13 +293,12 @@ class Session:
                 case recovery.Abort():
                     self._close_epoch()
                 case recovery.Publish(report=report):
-                    self._store.set(f"report/{report.epoch}/{self.group}", report.to_json())
+                    self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
                 case recovery.Announce(epoch=epoch, reason=reason):
-                    watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
+                    self._agreement.announce(detector.Reset(epoch, self.group, reason))
                 case recovery.Propose(view=view):
-                    standing = View.from_json(self._store.create(f"view/{view.epoch}", view.to_json()))
-                    self._adopt(standing)
+                    self._adopt(self._agreement.propose(view))
                     return
 
     def _perform(self, action: recovery.Action) -> None:
@@ -332,6 +341,7 @@ class Session:
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self.config.fault_tolerance.seed, microbatch)
             self._engine.compute(microbatch, batch, seed, self._progress(step), self._send_ahead(microbatch))
+            self._points.corrupt(step, self._engine)
         self._interruptions.computed(microbatch, patch, prefetched, time.monotonic() - started)
         self._pulse.advance()
         self._feed(recovery.Computed(microbatch))
@@ -414,14 +424,14 @@ class Session:
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         """Look once for what the agreement waits for: the next view, else reports."""
-        standing = self._store.get(f"view/{epoch + 1}")
+        standing = self._agreement.view(epoch + 1)
         if standing is not None:
-            self._adopt(View.from_json(standing))
+            self._adopt(standing)
             return
         for group in missing:
-            report = self._store.get(f"report/{epoch}/{group}")
+            report = self._agreement.report(epoch, group)
             if report is not None:
-                self._feed(recovery.ReportSeen(recovery.Report.from_json(report)))
+                self._feed(recovery.ReportSeen(report))
                 return
         time.sleep(_POLL_S)
         self._feed(recovery.Tick())
@@ -444,7 +454,7 @@ class Session:
     def _break_epoch(self, reason: str) -> None:
         """End the present epoch for everybody; this group is the first to know."""
         epoch = self._state.view.epoch
-        watcher.announce(self._store, detector.Reset(epoch, self.group, reason))
+        self._agreement.announce(detector.Reset(epoch, self.group, reason))
         self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
 
     def _close_epoch(self) -> None:
@@ -458,6 +468,7 @@ class Session:
     def _adopt(self, view: View) -> None:
         if view.epoch <= self._state.view.epoch:
             return
+        self._agreement.adopted(view)
         self._feed(recovery.ViewSeen(view))
         if self.group in view.live:
             self._history.set_writer(self.group == min(view.live))
@@ -487,9 +498,3 @@ def _concerns(verdict: detector.Verdict, outer: OuterCommunicator) -> bool:
         return not verdict.heard and all(set(unit) & set(outer.members) for unit in verdict.silent)
     dead = verdict.dead in outer.members and verdict.after is None
     return dead or verdict.broken == outer.epoch
-
-
-def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:
-    """Seed of every random choice made while computing ``microbatch``; the same whoever computes it."""
-    digest = hashlib.blake2b(f"{run_seed}/{microbatch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

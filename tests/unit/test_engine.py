@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ft.data.order import microbatch_seed
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime.session import microbatch_seed
 from megatron_ft.types import Microbatch
 
 

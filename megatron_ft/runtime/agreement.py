@@ -1,0 +1,77 @@
+"""What one group says and asks on the control store while an epoch changes, and how it waits when the store is away.
+
+Fault-free steps come nowhere near it. In a recovery nothing can be decided without the store, so a call is tried until it
+answers: nobody commits meanwhile, nobody splits, and training goes on when it is back (hard case 16).
+
+Failures it assumes: the store is gone or silent for a while, or comes back empty (:meth:`Agreement.restore`, hard case 17).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_ft.core import detector
+from megatron_ft.runtime import watcher
+from megatron_ft.runtime.store import ControlStore, patient
+from megatron_ft.types import GroupId, Report, View
+
+Answer = TypeVar("Answer")
+
+
+class Agreement:
+    """One group's side, used by its training thread; ``patience_s``: after that long a store that is away ends the group."""
+
+    def __init__(self, store: ControlStore, group: GroupId, patience_s: float) -> None:
+        self._store, self._group, self._patience_s = store, group, patience_s
+        self._view: View | None = None
+        self._mine: dict[str, Any] = {}
+        self._said: list[tuple[detector.Signal, str]] = []
+
+    def view(self, epoch: int) -> View | None:
+        """The view that stands for ``epoch``, if one does."""
+        raw = self._ask(lambda: self._store.get(f"view/{epoch}"))
+        return None if raw is None else View.from_json(raw)
+
+    def propose(self, view: View) -> View:
+        """Compare-and-set: the view that stands from now on, whoever wrote it."""
+        return View.from_json(self._ask(lambda: self._store.create(f"view/{view.epoch}", view.to_json())))
+
+    def adopted(self, view: View) -> None:
+        """The view this group follows: what belongs to older ones does not matter any more."""
+        self._view = view
+        self._mine = {key: value for key, value in self._mine.items() if not key.startswith(("report/", "ready/"))}
+        self._said = [(signal, by) for signal, by in self._said if not isinstance(signal, detector.Reset)]
+
+    def publish(self, report: Report) -> None:
+        self.say(f"report/{report.epoch}/{self._group}", report.to_json())
+
+    def report(self, epoch: int, group: GroupId) -> Report | None:
+        raw = self._ask(lambda: self._store.get(f"report/{epoch}/{group}"))
+        return None if raw is None else Report.from_json(raw)
+
+    def announce(self, signal: detector.Signal) -> None:
+        """Tell every group, once, however often it has to be tried."""
+        by = uuid.uuid4().hex
+        self._said.append((signal, by))
+        self._ask(lambda: watcher.announce(self._store, signal, by))
+
+    def say(self, key: str, value: Any) -> None:
+        """Write a key that is this group's alone, and remember it in case the store forgets."""
+        self._mine[key] = value
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> Any | None:
+        return self._ask(lambda: self._store.get(key))
+
+    def restore(self, store: ControlStore) -> None:
+        """Another thread, on its own client: the store is back and empty; give it what this group knows."""
+        view = self._view
+        if view is not None:
+            store.restore(view.epoch, view.to_json(), dict(self._mine))
+            for signal, by in list(self._said):
+                watcher.announce(store, signal, by)
+
+    def _ask(self, operation: Callable[[], Answer]) -> Answer:
+        return patient(operation, patience_s=self._patience_s)

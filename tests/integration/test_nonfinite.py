@@ -1,0 +1,40 @@
+"""A gradient that is not a number: the step's update is left out everywhere, and the group it came from is named."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from tests import support
+
+
+def schedule(path, group: int, step: int):
+    fault = {"kind": "nan", "group": group, "step": step}
+    path.write_text(json.dumps({"faults": [fault]}))
+    return path
+
+
+def inject(run, path) -> None:
+    done = support.ft("inject", run.directory, path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
+    run = support.start(tmp_path / "run", data_dir, steps=30)
+    inject(run, schedule(tmp_path / "nan.json", 2, 3))
+    run.finish()
+    assert run.process.returncode == 0, run.logs()
+    named = run.events("nonfinite")
+    assert [line["group"] for line in named] == [2]
+    losses = {line["step"]: line["loss"] for line in run.events("step")}
+    bad = [step for step, loss in losses.items() if not math.isfinite(loss)]
+    assert len(losses) == 30 and bad in ([], [named[0]["step"]])
+    assert not run.events("fault") and len({line["params_sha256"] for line in run.events("survivor")}) == 1
+
+
+def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
+    run = support.start(tmp_path / "run", data_dir, steps=60, nonfinite="stop")
+    inject(run, schedule(tmp_path / "nan.json", 1, 3))
+    said = " ".join(run.finish().split())
+    assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
+    assert [line["group"] for line in run.events("nonfinite")] == [1]
