@@ -36,7 +36,7 @@ lint: setup
 test: setup lint
 	$(BIN)/python -m pytest --ignore=tests/system
 
-# make test-system  the tests that need what pip cannot install (SimGrid); skipped with the reason where it is missing
+# make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces); skipped with the reason where it is missing
 test-system: setup
 	$(BIN)/python -m pytest tests/system
 
