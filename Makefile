@@ -6,8 +6,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/demo
+RUNS ?= 60
+SEED ?= 0
 
-.PHONY: help setup demo test test-system lint bench clean
+.PHONY: help setup demo test test-system chaos lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +41,10 @@ test: setup lint
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces); skipped with the reason where it is missing
 test-system: setup
 	$(BIN)/python -m pytest tests/system
+
+# make chaos  runs in which random faults strike real processes, judged (RUNS=60 SEED=0)
+chaos: setup
+	$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED)
 
 # make bench  the benchmarks; raw numbers go to benchmarks/results
 bench: setup
