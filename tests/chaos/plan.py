@@ -30,7 +30,8 @@ _BUCKET_MB = (0.05, 0.1, 0.3, 25.0)
 _STEP_POINTS = ("begin", "forward", "backward", "reduce", "bucket", "gate", "update", "finish")
 _RECOVERY_POINTS = ("recover", "connect", "patch")
 _SINGLES = {"kill": 6, "stop": 4, "terminate": 2, "exception": 2, "oom": 1}
-_FORMS = {"single": 5, "rack": 3, "pair": 3, "in the recovery": 4}
+_FORMS = {"single": 5, "split": 3, "rack": 3, "pair": 3, "in the recovery": 4}
+"""Ways to take groups. split: one dies in the reductions or right after them, while another is frozen behind a bucket."""
 _HARMLESS = {"stop": 5, "slow": 4, "store": 2, "agent": 1, "gil": 2}
 _NEXT_TIME = {"after_s": 0.0}
 """As the time of a fault at a point: whenever the rank gets there next."""
@@ -98,8 +99,10 @@ class _Draw:
         """Take all the victims, in one way or another, in the order of the steps; faults of one list belong together."""
         steps = sorted(self.rng.choices(range(self.job.steps), k=len(victims)))
         while victims:
-            form = "single" if len(victims) == 1 else self._one_of(_FORMS)
-            count = {"single": 1, "rack": self.rng.randint(2, min(3, len(victims)))}.get(form, 2) if len(victims) > 1 else 1
+            form = self._one_of(_FORMS if len(victims) > 1 else {"single": 3, "split": 1})
+            count = 1 if form in ("single", "split") else 2
+            if form == "rack":
+                count = self.rng.randint(2, min(3, len(victims)))
             taken, victims = victims[:count], victims[count:]
             yield self._taking(form, taken, steps.pop(0))
 
@@ -108,6 +111,8 @@ class _Draw:
             return [self._rack(groups, step)]
         if form == "single":
             return [self._single(groups[0], step)]
+        if form == "split":
+            return self._split(groups[0], step)
         first = Fault(kind="kill", group=groups[0], **self._moment(step))
         if form == "pair":
             return [first, Fault(kind="kill", group=groups[1], wait_s=self._seconds(0.0, 0.1))]
@@ -122,6 +127,18 @@ class _Draw:
         if kind in ("exception", "oom"):
             return Fault(kind=kind, group=group, **self._at_point(step))
         return Fault(kind=kind, group=group, **lasting, **self._moment(step))
+
+    def _split(self, victim: int, step: int) -> list[Fault]:
+        other = self.keeper
+        if self.rng.random() < 0.5:
+            other = self.rng.choice([group for group in range(self.job.groups) if group != victim])
+        bucket = self.rng.randrange(3) if self.job.bucket_mb <= 0.1 else 0
+        held = Fault(
+            kind="stop", group=other, step=step, point="bucket", bucket=bucket, duration_s=self._seconds(*_SHORT_S)
+        )
+        point = self.rng.choice(("reduce", "gate", "update"))
+        last = {"bucket": bucket + 1} if point == "reduce" and self.job.bucket_mb <= 0.1 else {}
+        return [held, Fault(kind="kill", group=victim, step=step, point=point, **last)]
 
     def _rack(self, groups: list[int], step: int) -> Fault:
         how = self._one_of({"kill": 4, "stop": 1, "terminate": 1})
