@@ -203,6 +203,9 @@ class Injector:
         # The others can commit the step of a rank that has not got to its point; not the step after it.
         if case.fault.step is not None and self._record.committed > case.fault.step:
             self._end(case, "missed", f"step {self._record.committed} is committed, and it was not at its point before")
+            self._post()
+            for rank in case.armed.values():  # of a rack, some can be held there, for one that never comes
+                self._release(rank, case)
             return
         case.armed = {target: rank for target, rank in case.armed.items() if rank.lives}
         if not case.armed and self._arm(case):

@@ -95,6 +95,21 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
     assert (line["pid"], line["signal"]) == (run.process.pid, "SIGSTOP")
 
 
+def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir):
+    """Of a rack, group 1 is frozen at its point; group 2 does not stop there, it is struck by another fault just then."""
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS, detector={"stopped_timeout_s": 0.5})
+    schedule = write(
+        tmp_path / "schedule.json",
+        {"kind": "gil", "group": 2, "step": 3, "point": "gate", "duration_s": 0.1},
+        {"kind": "rack", "groups": [1, 2], "step": 3, "point": "gate"},
+    )
+    done = support.ft("inject", run.directory, schedule)
+    run.check()
+    assert "not reached" in done.stdout, done.stdout
+    assert [line["kind"] for line in run.events("inject")] == ["gil"]
+    assert "group 1 is outside view 1" in (run.directory / "logs" / "g1.p0.log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_dir, number):
     run = support.start(tmp_path / "run", data_dir, steps=STEPS)
