@@ -115,7 +115,11 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
     run = support.start(tmp_path / "run", data_dir, steps=STEPS)
     schedule = write(tmp_path / "schedule.json", {"kind": "kill", "group": 1, "step": STEPS - 1, "point": "gate"})
     injector = subprocess.Popen(
-        support.command("inject", run.directory, schedule), stdout=subprocess.PIPE, text=True, cwd=support.ROOT
+        support.command("inject", run.directory, schedule),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=support.ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     assert injector.stdout.readline().startswith("armed: 1 kill group 1")
     mailbox = points.mailbox(run.directory, 1, 0)
