@@ -50,6 +50,8 @@ chaos: setup
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/kill_to_commit.py
+	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/recovery.py --hogs 10
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simgrid.py

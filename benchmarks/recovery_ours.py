@@ -1,0 +1,157 @@
+"""One trial of ``recovery.py`` with this project: run four groups, strike one of them, read the cost from the run record.
+
+Started by the launcher, this file is the training script as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from signal import Signals
+
+import common
+import recovery_model
+from kill_to_commit import patch_seconds
+
+from megatron_ft.faults import inject
+from megatron_ft.runtime import history
+
+GROUPS = 4
+WARMUP = 10
+TIMEOUT_S = 120.0
+_PORT = 29500
+_SETTINGS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "fault_tolerance": {}}
+
+
+def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, lab=None) -> dict:
+    """One fault (``kill``, ``stop``, ``cut``) in the middle of training, and what it cost; ``lab``: one host per group."""
+    run_dir = directory / "run"
+    steps = WARMUP + (60 if megabytes < 16 else 15)
+    with _running(directory, run_dir, [__file__, "--", str(megabytes), str(steps)], lab) as agent:
+        _await(run_dir, agent, lambda lines: any(line["step"] >= WARMUP for line in of(lines, "step")))
+        durations = [line["duration_s"] for line in of(history.read(run_dir), "step")]
+        time.sleep(random.Random(seed).uniform(0, 2 * sorted(durations)[len(durations) // 2]))
+        _strike(run_dir, fault, victim, lab)
+        _await(run_dir, agent, lambda lines: _recovered(lines) is not None)
+        _await(run_dir, agent, lambda lines: of(lines, "end"))
+        lines = history.read(run_dir)
+        struck = of(lines, "inject")[0]["t"]
+        recovery, committed = _recovered(lines)
+        patch_s = patch_seconds(run_dir, recovery["step"])
+        lost = [group for view in of(lines, "view") for group in view["lost"]]
+        return {
+            "group": victim,
+            "step": recovery["step"],
+            "fault_to_commit_s": committed["t"] - struck,
+            "patch_s": patch_s,
+            "beyond_patch_s": committed["t"] - struck - patch_s,
+            "stall_s": recovery["stall_s"],
+            "microbatches": committed["microbatches"],
+            "of_microbatches": GROUPS,
+            "lost": sorted(set(map(int, lost))),
+            "fault_free_step_s": sorted(durations)[len(durations) // 2],
+        }
+
+
+def of(lines: list[dict], event: str) -> list[dict]:
+    return [line for line in lines if line["event"] == event]
+
+
+def launch(run_dir: Path, config: Path, job: list[str], lab=None) -> list[subprocess.Popen]:
+    """Start the job: one agent, or one on each host of the lab."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}"}
+    command = [sys.executable, "-m", "megatron_ft.cli", "launch"]
+    common_part = ["--groups", str(GROUPS), "--config", str(config), "--run-dir", str(run_dir), *job]
+    output = config.with_suffix(".log").open("w")
+    options = {"cwd": common.ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
+    if lab is None:
+        return [subprocess.Popen([*command, *common_part], **options)]
+    agents = []
+    for host in lab.hosts:
+        where = ["--hosts", str(GROUPS), "--host-rank", str(host), "--store", f"{lab.address(0)}:{_PORT}"]
+        agents.append(subprocess.Popen(lab.inside(host, [*command, *where, *common_part]), **options))
+    return agents
+
+
+def stop(agents: list[subprocess.Popen]) -> None:
+    """End what is still there; an agent that is asked to takes its ranks along."""
+    for agent in agents:
+        agent.terminate()
+    for agent in agents:
+        try:
+            agent.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+@contextmanager
+def _running(directory: Path, run_dir: Path, job: list[str], lab):
+    config = directory / "config.json"
+    config.write_text(json.dumps(_SETTINGS))
+    agents = launch(run_dir, config, job, lab)
+    try:
+        yield agents[0]
+    except Exception:
+        print(config.with_suffix(".log").read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        stop(agents)
+
+
+def _await(run_dir: Path, agent: subprocess.Popen, condition) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        ended = agent.poll() is not None  # before reading: what it wrote last counts
+        if condition(history.read(run_dir)):
+            return
+        if ended or time.monotonic() > deadline:
+            raise RuntimeError(f"the run in {run_dir} {'ended' if ended else 'went on'} without what was waited for")
+        time.sleep(0.005)
+
+
+def _strike(run_dir: Path, fault: str, victim: int, lab) -> None:
+    """The ``inject`` line of the record is written right before the fault."""
+    if fault == "cut":
+        history.append(run_dir, "inject", group=victim, position=0, pid=None, signal=None, point="its host's link is cut")
+        lab.cut(victim)
+    else:
+        number = {"kill": Signals.SIGKILL, "stop": Signals.SIGSTOP}[fault]
+        inject.kill(run_dir, victim, "in the middle of training", number)
+
+
+def _recovered(lines: list[dict]) -> tuple[dict, dict] | None:
+    """The first recovery, and the commit of the step that it went on with."""
+    for recovery in of(lines, "recovery")[:1]:
+        for line in of(lines, "step"):
+            if line["step"] == recovery["step"]:
+                return recovery, line
+    return None
+
+
+def train(megabytes: int, steps: int) -> None:
+    """One group."""
+    import torch
+
+    import megatron_ft
+
+    session = megatron_ft.init(seed=1)
+    model = recovery_model.build(megabytes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=recovery_model.LEARNING_RATE)
+    engine = session.wrap(model, optimizer, recovery_model.loss_of)
+    for _ in session.steps(steps):
+        session.train_step(engine, lambda microbatch: recovery_model.batch(*_number(microbatch)))
+
+
+def _number(microbatch) -> tuple[int, int, int]:
+    return microbatch.step, microbatch.shard, microbatch.index
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), int(sys.argv[2]))
