@@ -1,10 +1,14 @@
-"""What fault tolerance costs when nothing fails: our step against the same loop with a plain ``all_reduce``.
+"""What fault tolerance costs when nothing fails, and how fast a blocked survivor returns when something does.
 
-    python benchmarks/overhead.py [--groups 4] [--pairs 40]
+    python benchmarks/overhead.py [--groups 2] [--pairs 40]     our step against the same loop with a plain all_reduce
+    python benchmarks/overhead.py --unblock [--pairs 200]       from abort() to the return of a pending all-reduce
 
-Both run in the same processes on equal models and the same microbatches, alternating, in one run; the result is the
-ratio of the medians over all pairs. The plain loop is what a user would write: accumulate into flat buckets, all-reduce
-them, divide, clip, step.
+Both loops run in the same processes on equal models and the same microbatches, alternating, in one run. The plain loop is
+what a user would write: accumulate into flat buckets, all-reduce them, divide, clip, step. Either both loops send buckets
+during backward (the plain one with the same hooks that DDP uses) or both after it. Both clip in every step: where nothing
+is to be clipped ours leaves a pass over the gradients out, which is no merit of fault tolerance.
+
+Two sizes: 50 MB of gradients, where the ratio counts, and next to none, where the difference is the fixed cost of a step.
 """
 
 from __future__ import annotations
@@ -16,101 +20,115 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
 import torch
 import torch.distributed as dist
+from torch import nn
 
-sys.path.insert(0, str(common.ROOT / "examples" / "pretrain_gpt"))
+WIDTH = 1024
+SIZES = {"50 MB": {"layers": 12, "width": WIDTH, "rows": 256}, "fixed": {"layers": 4, "width": 16, "rows": 8}}
+"""Square layers of fp32: 12 x 1024 x 1024 x 4 bytes are 50.3 MB. ``rows`` is the size of a microbatch."""
+
+CLIPPING = 1e-6
+UNBLOCKED = 4
+"""Members of the communicator that is aborted; the last one never joins in."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--unblock", action="store_true")
     options = parser.parse_args()
-    data = common.prepare_data(common.ROOT / "data" / "sotu")
+    if options.unblock:
+        unblock(options.pairs)
+        return
+    results = {}
+    for size in SIZES:
+        for overlap in (True, False):
+            name = f"{size}, {'both overlap' if overlap else 'none overlaps'}"
+            results[name] = found = compare(options, size, overlap)
+            print(
+                f"{name}: ours {1e3 * found['median_ours_s']:.2f} ms, plain {1e3 * found['median_plain_s']:.2f} ms, "
+                f"ratio {found['ratio_of_medians']:.3f}, median of the differences {found['median_difference_ms']:.2f} ms"
+            )
+    about = {"groups": options.groups, "sizes": SIZES, "load_average": os.getloadavg()}
+    print(f"raw numbers in {common.save('overhead', {**about, **results})}")
+
+
+def compare(options: argparse.Namespace, size: str, overlap: bool) -> dict[str, object]:
+    """One launched run of both loops; times in seconds, one of each kind for every step."""
     with tempfile.TemporaryDirectory() as directory:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        config = Path(directory, "config.json")
+        section = {"bucket_mb": 8, "overlap": overlap}
+        config.write_text(json.dumps({"gradient_clipping": CLIPPING, "fault_tolerance": section}))
+        steps = options.warmup + options.pairs
         subprocess.run(
             [
                 *(sys.executable, "-m", "megatron_ft.cli", "launch", "--groups", str(options.groups)),
-                *("--config", "examples/pretrain_gpt/ds_config.json", "--run-dir", f"{directory}/run", __file__, "--"),
-                *(str(data), str(options.warmup + options.pairs), f"{directory}/times", str(server.port)),
+                *("--config", str(config), "--run-dir", f"{directory}/run", __file__, "--"),
+                *(size, str(steps), f"{directory}/times", str(server.port)),
             ],
             check=True,
             cwd=common.ROOT,
-            env={**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks")},
+            env={**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks"), "OMP_NUM_THREADS": "1"},
             stdout=sys.stderr,
         )
         times = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("times.*"))]
     # A step ends everywhere when its slowest group ends.
     ours, plain = (
-        [max(group[kind][i] for group in times) for i in range(options.warmup, options.warmup + options.pairs)]
-        for kind in ("ours", "plain")
+        [max(group[kind][i] for group in times) for i in range(options.warmup, steps)] for kind in ("ours", "plain")
     )
-    ratio = statistics.median(ours) / statistics.median(plain)
-    paired = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
-    path = common.save(
-        "overhead",
-        {
-            "groups": options.groups,
-            "median_ours_s": statistics.median(ours),
-            "median_plain_s": statistics.median(plain),
-            "ratio_of_medians": ratio,
-            "median_of_paired_ratios": paired,
-            "ours_s": ours,
-            "plain_s": plain,
-        },
-    )
-    print(
-        f"step: ours {1e3 * statistics.median(ours):.1f} ms, plain all_reduce {1e3 * statistics.median(plain):.1f} ms, "
-        f"ratio {ratio:.3f} (median of pairs {paired:.3f}); raw numbers in {path}"
-    )
+    return {
+        "median_ours_s": statistics.median(ours),
+        "median_plain_s": statistics.median(plain),
+        "ratio_of_medians": statistics.median(ours) / statistics.median(plain),
+        "median_of_paired_ratios": statistics.median(a / b for a, b in zip(ours, plain, strict=True)),
+        "median_difference_ms": 1e3 * statistics.median(a - b for a, b in zip(ours, plain, strict=True)),
+        "ours_s": ours,
+        "plain_s": plain,
+    }
 
 
-def rank(data: str, steps: int, out: str, port: int) -> None:
+# --- one group --------------------------------------------------------------------------------------------------------
+
+
+def rank(size: str, steps: int, out: str, port: int) -> None:
     """One group: alternate between a step of ours and a plain one."""
-    from model import GPT, GPTConfig
-    from train import loss_fn
-
     import megatron_ft
     from megatron_ft.types import Microbatch
 
     session = megatron_ft.init(seed=1)
-    dataset = session.dataset(data, seq_len=128)
-    group, groups, per_group = session.group, session.config.groups, session.config.microbatches_per_group
+    shape, group, groups = SIZES[size], session.group, session.config.groups
     dist.init_process_group(
         "gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=group, world_size=groups
     )
 
-    def build():
+    def dataset(microbatch: Microbatch) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * microbatch.step + microbatch.shard)
+        return torch.randn(shape["rows"], shape["width"], generator=generator)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = GPT(GPTConfig(dataset.vocab_size))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        layers = [nn.Linear(shape["width"], shape["width"], bias=False) for _ in range(shape["layers"])]
+        model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     engine = session.wrap(*build(), loss_fn)
-    model, optimizer = build()
-    flats = flat_gradients(model, [b.elements for b in engine._buckets])
-
-    def plain_step(step: int) -> None:
-        for flat in flats:
-            flat.zero_()
-        for index in range(per_group):
-            loss_fn(model, dataset(Microbatch(step, group, index))).backward()
-        for work in [dist.all_reduce(flat, async_op=True) for flat in flats]:
-            work.wait()
-        for flat in flats:
-            flat.div_(groups * per_group)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
+    plain = Plain(*build(), [b.elements for b in engine._buckets], session.config.fault_tolerance.overlap, groups)
+    turns: list[tuple[str, Callable[[int], object]]] = [
+        ("ours", lambda step: session.train_step(engine, dataset)),
+        ("plain", lambda step: plain.step(dataset(Microbatch(step, group, 0)))),
+    ]
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     for step in session.steps(steps):
-        turns = [("ours", lambda s: session.train_step(engine, dataset)), ("plain", plain_step)]
         for name, turn in turns if step % 2 else reversed(turns):
             dist.barrier()
             started = time.perf_counter()
@@ -119,22 +137,119 @@ def rank(data: str, steps: int, out: str, port: int) -> None:
     Path(f"{out}.{group}").write_text(json.dumps(times))
 
 
-def flat_gradients(model: torch.nn.Module, sizes: list[int]) -> list[torch.Tensor]:
-    """Flat buckets of the given sizes with the parameters' gradients as views, last parameter first."""
-    parameters = list(reversed(list(model.parameters())))
-    flats = []
-    for size in sizes:
-        flat, offset = torch.zeros(size), 0
-        while offset < size:
-            parameter = parameters.pop(0)
-            parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-        flats.append(flat)
-    return flats
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Plain:
+    """The loop without fault tolerance, one microbatch a step: flat buckets, last parameter first."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[int], overlap: bool, groups: int
+    ) -> None:
+        self.model, self.optimizer, self.groups = model, optimizer, groups
+        self.flats: list[torch.Tensor] = []
+        self.works: list[dist.Work] = []
+        parameters = list(reversed(list(model.parameters())))
+        for size in sizes:
+            flat, offset = torch.zeros(size), 0
+            while offset < size:
+                parameter = parameters.pop(0)
+                parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
+                offset += parameter.numel()
+            self.flats.append(flat)
+            if overlap:  # its last parameter: every layer is used once, so gradients come in order
+                parameter.register_post_accumulate_grad_hook(lambda _, flat=flat: self._send(flat))
+
+    def _send(self, flat: torch.Tensor) -> None:
+        self.works.append(dist.all_reduce(flat, async_op=True))
+
+    def step(self, batch: torch.Tensor) -> None:
+        for flat in self.flats:
+            flat.zero_()
+        loss_fn(self.model, batch).backward()
+        if not self.works:
+            for flat in self.flats:
+                self._send(flat)
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+        for flat in self.flats:
+            flat.div_(self.groups)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIPPING)
+        self.optimizer.step()
+
+
+# --- unblocking -------------------------------------------------------------------------------------------------------
+
+
+def unblock(rounds: int) -> None:
+    """Processes with pending all-reduces, one that never joins in: how long after abort() everything has returned."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "unblocked", str(me), str(rounds), str(server.port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}", "OMP_NUM_THREADS": "1"},
+        )
+        for me in range(UNBLOCKED)
+    ]
+    outs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("a process failed, see above")
+    found = [1e3 * s for out in outs[:-1] for s in json.loads(out)]
+    result = {"members": UNBLOCKED, "rounds": rounds, "median_ms": statistics.median(found), "max_ms": max(found)}
+    path = common.save("unblock", {**result, "from_abort_ms": found, "load_average": os.getloadavg()})
+    print(f"abort to return: median {result['median_ms']:.2f} ms, worst of {len(found)} {max(found):.1f} ms; raw in {path}")
+
+
+def unblocked(me: int, rounds: int, port: int) -> None:
+    """One of them: prints the seconds of each round."""
+    from megatron_ft.runtime.outer import Broken, OuterCommunicator
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def meet(name: str) -> None:
+        if store.add(name, 1) == UNBLOCKED:
+            store.set(f"{name}/all", "")
+        store.wait([f"{name}/all"])
+
+    seconds: list[float] = []
+    for number in range(rounds):
+        outer = OuterCommunicator(dist.PrefixStore(f"e{number}", store), me, range(UNBLOCKED), number, 60.0)
+        works = [] if me == UNBLOCKED - 1 else [outer.all_reduce(torch.ones(250_000)) for _ in range(4)]
+        meet(f"started/{number}")
+        began: list[float] = []
+
+        def abort(outer: OuterCommunicator = outer, began: list[float] = began) -> None:
+            began.append(time.perf_counter())
+            outer.abort()
+
+        # As in a run: another thread than the one that waits. What it does first is to be certain that it waits.
+        timer = threading.Timer(0.005, abort)
+        if works:
+            timer.start()
+        for work in works:
+            try:
+                work.wait()
+            except Broken:
+                continue
+        if works:
+            ended = time.perf_counter()
+            timer.join()
+            if ended > began[0]:  # else a peer's abort was faster than this process's own
+                seconds.append(ended - began[0])
+        meet(f"ended/{number}")
+        outer.close()
+    print(json.dumps(seconds), flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
     if "MEGATRON_FT_RUN_ID" in os.environ:
         rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[1:2] == ["unblocked"]:
+        unblocked(*map(int, sys.argv[2:]))
     else:
         main()
