@@ -146,6 +146,8 @@ class GroupState:
     @property
     def cut(self) -> dict[links.Unit, str]:
         """Pairs of hosts with live groups that do not hear each other."""
+        if not self.missed:  # nearly always; this is asked at every event of a fault-free step
+            return {}
         live = set(self.view.live) - self.dead.keys() - self.left.keys()
         return {pair: why for pair, why in self.missed.items() if all(live & set(unit) for unit in pair)}
 
@@ -354,7 +356,8 @@ def _parting(state: GroupState) -> str:
 
     Not at the step's boundary: the last buckets of the step before are on their way to others just then.
     """
-    return "" if state.todo or state.needs_transfer else "; ".join(state.left.values())
+    left = state.left
+    return "; ".join(left.values()) if left and not state.todo and not state.needs_transfer else ""
 
 
 def _entry(state: GroupState) -> str:
@@ -411,6 +414,8 @@ def _out(state: GroupState) -> dict[GroupId, str]:
 def _cut_off(state: GroupState) -> dict[GroupId, str]:
     """Who leaves because hosts do not hear each other, with what was said about it."""
     cut = state.cut
+    if not cut:
+        return {}
     leaving = links.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys())
     return {
         group: "cut off: " + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
