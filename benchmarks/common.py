@@ -10,20 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def save(name: str, result: dict) -> Path:
-    """Write the raw numbers with machine, commit and command; returns the path."""
+def about(name: str, command: str) -> dict[str, Any]:
+    """What a result says of itself: which benchmark, by which command, when, of which commit, on which machine."""
     import torch
 
-    RESULTS.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    about = {
+    return {
         "benchmark": name,
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "machine": {
@@ -34,8 +34,14 @@ def save(name: str, result: dict) -> Path:
             "torch": torch.__version__,
         },
     }
+
+
+def save(name: str, result: dict) -> Path:
+    """Write the raw numbers with machine, commit and command; returns the path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     path = RESULTS / f"{name}.json"
-    text = json.dumps({**about, **result}, indent=1)
+    text = json.dumps({**about(name, command), **result}, indent=1)
     # A list of numbers goes on one line: there can be thousands in it.
     path.write_text(re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n")
     return path

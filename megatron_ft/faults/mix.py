@@ -1,9 +1,8 @@
 """Draw a schedule from the failures that large training jobs see; a pure function of its arguments.
 
-The shares of the causes are those of ``sim.training.setting.MIX`` (Llama 3, arXiv 2407.21783, Table 5; ByteDance, arXiv
-2509.16293; Unicron, arXiv 2401.00134), so an injected and a simulated run suffer alike; a test compares the two. Times
-between failures are Weibull with shape 0.78, 3% of the groups carry half of the rate, 5% of the failures of a process or a
-node take a rack. How a cause shows itself in a process is not published; ``_AS`` is our reading of it.
+The shares of the causes are those of ``causes``, so an injected and a simulated run suffer alike. Times between failures
+are Weibull with shape 0.78, 3% of the groups carry half of the rate, 5% of the failures of a process or a node take a
+rack. How a cause shows itself in a process is not published; ``_AS`` is our reading of it.
 """
 
 from __future__ import annotations
@@ -14,17 +13,9 @@ from math import ceil, gamma
 from typing import Any
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.faults.causes import MIX
 from megatron_ft.faults.schedule import Fault, Schedule
 
-CAUSES: tuple[tuple[str, float], ...] = (
-    ("crash", 0.55),
-    ("node", 0.15),
-    ("hang", 0.12),
-    ("flap", 0.10),
-    ("straggler", 0.03),
-    ("corruption", 0.02),
-    ("maintenance", 0.03),
-)
 SHAPE = 0.78
 FRAIL_SHARE, FRAIL_RATE = 0.03, 0.5
 RACK_SHARE, RACK_GROUPS = 0.05, 4
@@ -64,7 +55,7 @@ def draw(count: int, seed: int, groups: int, every_s: float = 30.0) -> Schedule:
 
 
 def _fault(rng: random.Random, after_s: float, groups: int, frail: Sequence[int]) -> Fault:
-    cause = _pick(rng, CAUSES)
+    cause = _pick(rng, MIX)
     group = rng.choice(frail) if rng.random() < FRAIL_RATE else rng.randrange(groups)
     if cause in ("crash", "node") and groups > 1 and rng.random() < RACK_SHARE:
         first = group - group % RACK_GROUPS

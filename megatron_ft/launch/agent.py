@@ -306,7 +306,7 @@ class Agent:
         """The control store lives in host 0's agent: it stays until the others have left, or none of them is heard."""
         if not self._leads or self._hosts.place.hosts == 1:
             return
-        while not self._hosts.all_left() and self._hosts.anybody_heard():
+        while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(monitor.LOOK_EVERY_S)):
                 return
             self._listen()

@@ -71,6 +71,7 @@ class Beats:
         return found
 
     def anybody_heard(self) -> bool:
+        """Whether any other host is heard just now."""
         return any(not peer.lost for peer in self._peers.values())
 
     def close(self) -> None:

@@ -162,10 +162,6 @@ class Hosts:
         groups = self._groups(mine), self._groups(other)
         return detector.Silent(self._names[mine], self._names[other], *groups, change.silent_s, change.heard)
 
-    def anybody_heard(self) -> bool:
-        """Whether any other host is heard just now."""
-        return self.beats.anybody_heard()
-
     def leave(self) -> None:
         """This host's part in the run is over. The store's host stays for the others, for a while."""
         self.beats.close()

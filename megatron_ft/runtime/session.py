@@ -185,6 +185,13 @@ class Session:
         self._pulse.enter("outside")
         return self._result
 
+    def leave(self, why: str) -> None:
+        """This group leaves in order after the present step; for a maintenance notice or a handler of SIGTERM.
+
+        The others go on without it and nothing is lost. Callable from any thread and from a signal handler.
+        """
+        self._leaving = self._leaving or why
+
     # --- entering and leaving -----------------------------------------------------------------------------------------
 
     def _enter(self, engine: Engine) -> None:
@@ -254,13 +261,6 @@ class Session:
     def _store_is(self, error: StoreError | None = None) -> None:
         news = "the control store answers again" if error is None else f"{error}; fault-free steps go on without it"
         print(f"megatron_ft: group {self.group}: {news}", flush=True)
-
-    def leave(self, why: str) -> None:
-        """This group leaves in order after the present step; for a maintenance notice or a handler of SIGTERM.
-
-        The others go on without it and nothing is lost. Callable from any thread and from a signal handler.
-        """
-        self._leaving = self._leaving or why
 
     def _say_leaving(self) -> None:
         said = detector.Leaving(self.group, self._state.step, self._leaving)

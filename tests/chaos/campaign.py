@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import common
 from megatron_ft.data import prepare
 from megatron_ft.faults import checkers
 from tests import support
@@ -117,19 +112,8 @@ def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
     faults = [fault for result in results for fault in result["faults"]]
     kinds = {kind: dict(Counter(f["state"] for f in faults if _kind(f) == kind)) for kind in sorted(set(map(_kind, faults)))}
     struck = [fault for fault in faults if fault["state"] == "injected"]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=support.ROOT).stdout.strip()
     return {
-        "benchmark": "chaos",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        **common.about("chaos", command),
         "runs": len(results),
         "faults": len(struck),
         "violated": [result["seed"] for result in results if result["violations"]],
@@ -151,8 +135,3 @@ def _kind(fault: dict[str, Any]) -> str:
     if fault["kind"] == "stop":
         return "stop, long" if fault["duration_s"] > play_module.STOPPED_LIMIT_S else "stop, short"
     return fault["kind"]
-
-
-def _cpu() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].split(":", 1)[1].strip() if names else "unknown"

@@ -13,7 +13,7 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.faults import mix, schedule, surroundings
 from megatron_ft.faults.schedule import Fault, Schedule, load
 from megatron_ft.runtime.points import POINTS
-from megatron_ft.sim.training.setting import MIX
+from megatron_ft.sim.training.failures import MIX
 
 TIMES = st.floats(0, 1e6) | st.integers(0, 10**6)
 POSITIVE = st.floats(0.001, 1e4)
@@ -175,7 +175,7 @@ def test_the_same_seed_draws_the_same_possible_schedule(count, seed, groups):
 
 
 def test_injector_and_simulator_draw_from_the_same_mix():
-    assert mix.CAUSES == MIX
+    assert mix.MIX == MIX
 
 
 def test_a_large_mix_has_the_shares_it_is_drawn_from():

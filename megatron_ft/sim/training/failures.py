@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ft.sim.training.setting import MIX, Failures, Setting
+from megatron_ft.faults.causes import MIX
+from megatron_ft.sim.training.setting import Failures, Setting
 from megatron_ft.types import GroupId
 
 _BLOCK = 4096

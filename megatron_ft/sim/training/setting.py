@@ -14,18 +14,6 @@ InRestart = Literal["missing", "none", "again"]
 RestartFinds = Literal["everybody", "survivors", "divisor"]
 Placement = Literal["golomb", "consecutive"]
 
-MIX: tuple[tuple[str, float], ...] = (
-    ("crash", 0.55),
-    ("node", 0.15),
-    ("hang", 0.12),
-    ("flap", 0.10),
-    ("straggler", 0.03),
-    ("corruption", 0.02),
-    ("maintenance", 0.03),
-)
-"""Shares of the causes of failures in large training jobs (Llama 3, arXiv 2407.21783, Table 5; ByteDance, arXiv 2509.16293;
-Unicron, arXiv 2401.00134), rounded."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
@@ -38,8 +26,8 @@ class Failures:
     does not say which it is.
 
     ``frail_share`` of the groups is hit ``frail_weight`` times as often as the others (system renewal). ``rack_share`` of
-    the failures takes a whole rack of ``rack_groups`` neighbouring groups. ``mix``: causes as in ``MIX``, else every failure
-    is a crash. ``trace``: recorded failures, (seconds since the start, group), in place of all this.
+    the failures takes a whole rack of ``rack_groups`` neighbouring groups. ``mix``: causes as in ``faults.causes``, else
+    every failure is a crash. ``trace``: recorded failures, (seconds since the start, group), in place of all this.
     """
 
     shape: float = 0.78

@@ -1,0 +1,13 @@
+"""What ends the ranks of large training jobs, and how often; injected and simulated runs suffer alike. No imports."""
+
+MIX: tuple[tuple[str, float], ...] = (
+    ("crash", 0.55),
+    ("node", 0.15),
+    ("hang", 0.12),
+    ("flap", 0.10),
+    ("straggler", 0.03),
+    ("corruption", 0.02),
+    ("maintenance", 0.03),
+)
+"""Shares of the causes of failures (Llama 3, arXiv 2407.21783, Table 5; ByteDance, arXiv 2509.16293; Unicron, arXiv
+2401.00134), rounded."""
