@@ -21,8 +21,7 @@ a local monotonic clock, used for durations only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatron_ft.core import links, membership, scheduler
 from megatron_ft.core.protocol import (
@@ -54,132 +53,11 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
-from megatron_ft.core.replication import Placement
-from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
+from megatron_ft.core.state import GroupState, Job
+from megatron_ft.types import Begun, GroupId, Plan, Report, View
 
 _LOOKS = 10
 """A report is looked for at least so often before its group is given up."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is fixed for the whole run. ``shards`` is N, ``per_shard`` is G, ``buckets`` how many gradient buckets.
-
-    ``settle_s``: when hosts do not hear each other, nobody leaves before all have had the time to say so.
-    ``placement`` says who hosts which shards; without one everybody hosts everything.
-    """
-
-    shards: int
-    per_shard: int
-    buckets: int
-    steps: int
-    min_groups: int = 1
-    report_timeout_s: float = 60.0
-    settle_s: float = 0.3
-    placement: Placement | None = None
-
-    @property
-    def microbatches(self) -> int:
-        """N*G, what every step sums over, always."""
-        return self.shards * self.per_shard
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """Everything one group knows of the protocol.
-
-    ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
-    ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
-    before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
-    ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
-    be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
-    the reason; nothing new was said of that for ``settled_s``.
-    """
-
-    me: GroupId
-    job: Job
-    view: View
-    step: int
-    begun: Begun
-    plan: Plan
-    incarnation: int = 0
-    ahead: Begun | None = None
-    computed: frozenset[Microbatch] = frozenset()
-    have: frozenset[Bucket] = frozenset()
-    synced: bool = True
-    connected: bool = False
-    transferred: bool = False
-    reported: bool = False
-    closed_by: str = ""
-    broken: Mapping[int, str] = field(default_factory=dict)
-    graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
-    asking: Mapping[GroupId, int] = field(default_factory=dict)
-    reports: Mapping[GroupId, Report] = field(default_factory=dict)
-    leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
-    missed: Mapping[tuple[links.Unit, links.Unit], str] = field(default_factory=dict)
-    looked: float | None = None
-    waited_s: float = 0.0
-    settled_s: float = 0.0
-    stopped: str = ""
-
-    @property
-    def finished(self) -> bool:
-        """All steps are committed here."""
-        return self.step >= self.job.steps
-
-    @property
-    def dead(self) -> dict[GroupId, str]:
-        """Members of the view that are known to be dead, with the reason."""
-        return {group: why for group, (number, why) in self.graves.items() if number >= self._seat_of(group)}
-
-    @property
-    def left(self) -> dict[GroupId, str]:
-        """Members of the view that have left in order: this group has committed the step after which they do."""
-        events = self.leaving.values() if self.step < self.job.steps else ()
-        gone = [e for e in events if e.after < self.step and e.incarnation >= self._seat_of(e.group)]
-        return {event.group: event.reason for event in gone}
-
-    def _seat_of(self, group: GroupId) -> float:
-        """The incarnation that is a member; infinite for who is none."""
-        return self.view.incarnations.get(group, 0) if group in self.view.live else float("inf")
-
-    @property
-    def cut(self) -> dict[links.Unit, str]:
-        """Pairs of hosts with live groups that do not hear each other."""
-        if not self.missed:  # nearly always; this is asked at every event of a fault-free step
-            return {}
-        live = set(self.view.live) - self.dead.keys() - self.left.keys()
-        return {pair: why for pair, why in self.missed.items() if all(live & set(unit) for unit in pair)}
-
-    @property
-    def final(self) -> frozenset[Bucket]:
-        """Buckets of ``step`` that some survivor holds finished, or will hand over under this view."""
-        return self.have | set(self.view.final if self.view.step == self.step else ())
-
-    @property
-    def unfinished(self) -> tuple[Bucket, ...]:
-        """Buckets that must be reduced (again): held by no survivor the view knows of. None after the last step."""
-        if self.finished:
-            return ()
-        final = self.final
-        return tuple(bucket for bucket in range(self.job.buckets) if bucket not in final)
-
-    @property
-    def complete(self) -> bool:
-        """Every bucket of ``step`` is held here."""
-        return not self.finished and len(self.have) == self.job.buckets
-
-    @property
-    def needs_transfer(self) -> bool:
-        """The view hands over state or buckets, and this group has not done its part."""
-        return bool(self.view.behind or self.view.missing) and not self.transferred
-
-    @property
-    def todo(self) -> tuple[Microbatch, ...]:
-        """Microbatches this group still has to compute; none once all buckets are final (hard case 5)."""
-        if not self.unfinished:
-            return ()
-        return tuple(microbatch for microbatch in self.plan.of(self.me) if microbatch not in self.computed)
 
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
