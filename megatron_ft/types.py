@@ -20,6 +20,13 @@ class Microbatch(NamedTuple):
     def __str__(self) -> str:
         return f"{self.step}/{self.shard}.{self.index}"
 
+    @classmethod
+    def parse(cls, text: str) -> Microbatch:
+        """Inverse of ``str``. Raises ``ValueError``."""
+        step, rest = text.split("/")
+        shard, index = rest.split(".")
+        return cls(int(step), int(shard), int(index))
+
 
 Assignment = Mapping[GroupId, tuple[Microbatch, ...]]
 """Who computes *and contributes* which microbatches of one step."""
@@ -174,7 +181,10 @@ def _unfold(epoch: int, raw: list[list[Any]]) -> tuple[Report, ...]:
 
 @dataclass(frozen=True)
 class Exit:
-    """A process that ended, as the agent that waited for it saw it."""
+    """A process that ended, as the agent that waited for it saw it.
+
+    ``microbatch`` is the one it was computing, where that is known, as ``str`` writes it.
+    """
 
     group: GroupId
     position: int
@@ -183,8 +193,10 @@ class Exit:
     signal: str | None
     code: int | None
     detail: str = ""
+    microbatch: str | None = None
 
     def __str__(self) -> str:
         how = self.signal if self.signal else f"exit code {self.code}"
+        where = f" in microbatch {self.microbatch}" if self.microbatch else ""
         cause = f" ({self.detail})" if self.detail else ""
-        return f"rank {self.position} on {self.host} (pid {self.pid}) ended with {how}{cause}"
+        return f"rank {self.position} on {self.host} (pid {self.pid}) ended with {how}{where}{cause}"

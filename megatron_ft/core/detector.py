@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.types import Exit, GroupId
+from megatron_ft.types import Exit, GroupId, Microbatch
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ Signal = Ended | Reset | GivenUp | Silent | Leaving
 class Verdict:
     """``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over.
 
-    With ``after`` the group is not dead, it leaves after that step. Or ``silent`` the groups of two hosts that do not hear
+    ``microbatch`` is the one whose computation it did not survive, if it ended by itself. With ``after`` the group is not
+    dead, it leaves after that step. Or ``silent`` the groups of two hosts that do not hear
     each other (who says so, about whom); ``heard``: they do again.
     """
 
@@ -89,6 +90,7 @@ class Verdict:
     after: int | None = None
     silent: tuple[tuple[GroupId, ...], tuple[GroupId, ...]] | None = None
     heard: bool = False
+    microbatch: Microbatch | None = None
 
 
 def judge(signal: Signal) -> Verdict:
@@ -98,7 +100,7 @@ def judge(signal: Signal) -> Verdict:
     """
     match signal:
         case Ended(exit=exit_, incarnation=incarnation):
-            return Verdict(str(exit_), dead=exit_.group, incarnation=incarnation)
+            return Verdict(str(exit_), dead=exit_.group, incarnation=incarnation, microbatch=_blamed(exit_))
         case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
             return Verdict(f"rank {position} on {host} (pid {pid}) {why}", dead=group, incarnation=incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
@@ -112,6 +114,19 @@ def judge(signal: Signal) -> Verdict:
             pair = (signal.groups_by, signal.groups_about)
             return Verdict(f"host {by} has heard nothing of host {about} for {silent_s:.1f} s", silent=pair)
     raise TypeError(f"judge: {signal!r} is not a signal")
+
+
+def _blamed(exit_: Exit) -> Microbatch | None:
+    """The microbatch that may have ended the process: who was killed by a signal was not at work on it by chance only.
+
+    What a dying process wrote may be torn; then it accuses nothing.
+    """
+    if exit_.signal is not None or exit_.microbatch is None:
+        return None
+    try:
+        return Microbatch.parse(exit_.microbatch)
+    except ValueError:
+        return None
 
 
 _KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving"}

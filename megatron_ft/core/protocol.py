@@ -6,8 +6,10 @@ what is to be done; neither says why at length, views and reports do (``types``)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Bucket, GroupId, Microbatch, Report, View
 
 # Events: what the shell saw. ------------------------------------------------------------------------------------------
@@ -29,9 +31,14 @@ class Connected:
 
 @dataclass(frozen=True)
 class Transferred:
-    """This group's part of the view's transfers is done: state handed over or received, final buckets too."""
+    """This group's part of the view's transfers is done: state handed over or received, final buckets too.
+
+    ``speeds`` is the source's ``GroupState.speeds``, which belongs to the state it handed over; None where none was
+    received.
+    """
 
     epoch: int
+    speeds: Speeds | None = None
 
 
 @dataclass(frozen=True)
@@ -43,18 +50,26 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Updated:
-    """The optimizer has taken ``step``."""
+    """The optimizer has taken ``step``.
+
+    ``measured`` came with the sum of bucket 0: seconds per microbatch of every group that computed in the step.
+    """
 
     step: int
+    measured: Mapping[GroupId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Died:
-    """The detector's verdict: this incarnation of ``group`` is dead."""
+    """The detector's verdict: this incarnation of ``group`` is dead.
+
+    ``microbatch`` is the one in whose computation it ended by itself, with an exception.
+    """
 
     group: GroupId
     reason: str
     incarnation: int = 0
+    microbatch: Microbatch | None = None
 
 
 @dataclass(frozen=True)

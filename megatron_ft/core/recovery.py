@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import links, membership, scheduler
+from megatron_ft.core import links, membership, scheduler, stragglers
 from megatron_ft.core.protocol import (
     Abort,
     Action,
@@ -54,6 +54,7 @@ from megatron_ft.core.protocol import (
     ViewSeen,
 )
 from megatron_ft.core.state import GroupState, Job
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, GroupId, Plan, Report, View
 
 _LOOKS = 10
@@ -62,7 +63,7 @@ _LOOKS = 10
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
     """The state of a group that enters with ``view``."""
-    plan = _plan(job, view.step, view.begun)
+    plan = _plan(job, view.step, view.begun, Speeds())
     return GroupState(
         me=me,
         job=job,
@@ -131,9 +132,18 @@ def _compute(state: GroupState) -> Compute:
     return Compute(microbatch, patch=microbatch in state.plan.patched)
 
 
-def _plan(job: Job, number: int, begun: Begun) -> Plan:
-    """The plan of a step, from the membership it was begun with and the changes since. The same at everybody."""
-    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live, job.placement)
+def plan_ahead(state: GroupState) -> Plan:
+    """The plan of the step after this one, if until then nobody dies, enters, or becomes faster or slower."""
+    return _plan(state.job, state.step + 1, Begun(state.view.live), state.speeds)
+
+
+def _plan(job: Job, number: int, begun: Begun, speeds: Speeds) -> Plan:
+    """The plan of a step, from the membership it was begun with, the changes since, and the speeds known before it.
+
+    The same at everybody who has the committed state that the step starts from, because ``speeds`` is part of that.
+    """
+    slower = stragglers.weights(speeds)
+    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live, job.placement, slower)
     for lost, joined in begun.changes:
         plan = scheduler.admit(scheduler.patch_plan(plan, lost, job.placement), joined)
     return plan
@@ -141,12 +151,33 @@ def _plan(job: Job, number: int, begun: Begun) -> Plan:
 
 def _died(state: GroupState, event: Died) -> GroupState:
     """Remember it, whether that incarnation has a seat or not: a view that gives it one may be on its way."""
+    state = _blamed(state, event)
     if event.incarnation < state.graves.get(event.group, (0, ""))[0]:
         return state
     asking = {g: number for g, number in state.asking.items() if g != event.group or number > event.incarnation}
     return replace(
         state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)}
     )
+
+
+def _blamed(state: GroupState, event: Died) -> GroupState:
+    """A microbatch in which two groups have died would take one group after the other: stop instead.
+
+    One that is committed here nobody has to compute any more.
+    """
+    microbatch = event.microbatch
+    if microbatch is None or microbatch.step < state.step:
+        return state
+    victims = state.deadly.get(microbatch, frozenset()) | {event.group}
+    state = replace(state, deadly={**state.deadly, microbatch: victims})
+    if len(victims) < 2:
+        return state
+    why = (
+        f"groups {' and '.join(map(str, sorted(victims)))} died computing the same microbatch {microbatch}, the last of "
+        f"them: {event.reason}; it would take one group after the other, so the run stops: look at the samples of that "
+        f"microbatch (step/shard.index) and at the memory they need, then start again"
+    )
+    return replace(state, stopped=why)
 
 
 def _asked(state: GroupState, event: Asked) -> GroupState:
@@ -180,14 +211,16 @@ def _progress(state: GroupState, event: Event) -> GroupState:
         case Connected(epoch=epoch):
             return replace(state, connected=True) if _current(state, epoch) else state
         case Transferred(epoch=epoch):
-            return _transferred(state) if _current(state, epoch) else state
+            return _transferred(state, event) if _current(state, epoch) else state
         case Reduced(bucket=bucket):
             # Feeding a completion seen after the abort would be a bug of the shell: it could be garbage.
             assert not state.reported, f"bucket {bucket} finished after the report of epoch {state.view.epoch}"
             return replace(state, have=state.have | {bucket})
-        case Updated(step=done):
+        case Updated(step=done, measured=measured):
             assert done == state.step, f"updated step {done} while in step {state.step}"
-            return _begin(state, state.step + 1)
+            job = state.job
+            speeds = stragglers.observe(state.speeds, measured, job.straggler_factor, job.straggler_steps)
+            return _begin(replace(state, speeds=speeds), state.step + 1)
     raise TypeError(f"{event!r} is not an event")
 
 
@@ -202,7 +235,7 @@ def _begin(state: GroupState, new: int) -> GroupState:
         state,
         step=new,
         begun=begun,
-        plan=_plan(state.job, new, begun),
+        plan=_plan(state.job, new, begun, state.speeds),
         ahead=None,
         computed=frozenset(),
         have=frozenset(),
@@ -266,7 +299,7 @@ def _looked(state: GroupState, now: float) -> GroupState:
     if not state.reported:
         return state
     since = 0.0 if state.looked is None else now - state.looked
-    longest = state.job.report_timeout_s / _LOOKS
+    longest = state.patience_s / _LOOKS
     return replace(state, looked=now, waited_s=state.waited_s + min(since, longest), settled_s=state.settled_s + since)
 
 
@@ -275,7 +308,8 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
     if state.stopped or not state.reported or not _has_say(state):
         return ()
     silent: dict[GroupId, str] = {}
-    if state.waited_s >= state.job.report_timeout_s:
+    if state.waited_s >= state.patience_s:
+        # Who is a step ahead may have another patience: what the view says must not depend on who writes it.
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
     if state.cut and state.settled_s < state.job.settle_s:
@@ -316,7 +350,7 @@ def _has_say(state: GroupState) -> bool:
 
 def _give_up(state: GroupState) -> GroupState:
     """Without a say and with nobody who decides there is nothing to wait for; the others, if they live, need no one."""
-    patience_s = 2 * state.job.report_timeout_s
+    patience_s = 2 * state.patience_s
     if state.stopped or _has_say(state) or state.waited_s < patience_s:
         return state
     why = f"no group that has the model state decided on a view within {patience_s:g} s"
@@ -356,7 +390,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         state,
         view=view,
         begun=begun,
-        plan=_plan(state.job, state.step, begun),
+        plan=_plan(state.job, state.step, begun, state.speeds),
         ahead=view.begun if behind else None,
         connected=False,
         transferred=False,
@@ -370,9 +404,11 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     )
 
 
-def _transferred(state: GroupState) -> GroupState:
+def _transferred(state: GroupState, event: Transferred) -> GroupState:
     """Transfers of the view are done here: who was behind stands at its step now, and final buckets are held."""
-    state = replace(state, transferred=True, synced=True)
+    taken = event.speeds if state.me in state.view.behind else None
+    state = replace(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
     if state.ahead is None:
-        return replace(state, have=state.final)
+        plan = state.plan if taken is None else _plan(state.job, state.step, state.begun, taken)
+        return replace(state, have=state.final, plan=plan)
     return _begin(state, state.view.step)

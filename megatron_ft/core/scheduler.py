@@ -6,17 +6,22 @@ live host by anybody. So a plan is a flow from shards (supply G each) through ho
 share of the largest load). The least largest load is found with maximum flows, and among the plans of that load the one
 that moves fewest microbatches with one minimum-cost flow. Flows come from scipy and ortools.
 
+With stragglers the time counts, not the load: they get less, whoever hosts it. Fetching samples takes milliseconds,
+a microbatch that everybody waits for seconds.
+
 Everything here is a pure function, so every group computes the same plan by itself: all nodes must run the same
 versions of those libraries. A difference would show at once, because every reduction counts its microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from typing import TYPE_CHECKING
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_ft.core import flow
     from megatron_ft.core.replication import Placement
 
+Item = TypeVar("Item")
 Counts = Mapping[GroupId, Mapping[int, int]]
 """Per group and shard, how many microbatches."""
 Chosen = Mapping[GroupId, Mapping[int, Sequence[int]]]
@@ -50,11 +56,13 @@ def plan_step(
 
     Args:
         placement: who hosts what; None when everybody hosts everything.
-        weights: relative speed of each group, 1 where not given; a group of weight 0.5 gets half the load of others.
+        weights: speed of the stragglers relative to the others', which is 1; a group of weight 0.5 gets half the load.
         previous: the plan whose microbatches (by shard and index) should stay where they are; without it, a group's
             home is its own shard (shard i belongs to group i).
 
-    The largest load (divided by the weight) is the least possible, and as few microbatches as possible change hands.
+    The largest load is the least possible, and as few microbatches as possible change hands. With different weights the
+    longest time (load divided by weight) is the least possible, if every group of ``weights`` keeps a microbatch: who
+    computes nothing could never show that it is fast again.
     Raises ``ValueError`` for an empty ``live`` or a weight that is not positive.
     """
     if not live:
@@ -63,14 +71,20 @@ def plan_step(
     speed = tuple(float((weights or {}).get(group, 1.0)) for group in members)
     if min(speed) <= 0:
         raise ValueError(f"weights must be positive, got {dict(zip(members, speed, strict=True))}")
-    if previous is None and min(speed) == max(speed):
-        chosen = _even(shards, per_shard, members, None if _hosts_everything(placement) else placement)
+    restricted = None if _hosts_everything(placement) else placement
+    if min(speed) < max(speed):
+        tested = tuple(group in (weights or {}) for group in members)
+        chosen = _by_time(shards, per_shard, members, restricted, speed, tested)
+    elif previous is None:
+        chosen = _even(shards, per_shard, members, restricted)
     else:
         home = _home(shards, per_shard, members, previous)
-        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, speed, home), home)
+        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
     largest = max(sum(map(len, own.values())) for own in chosen.values())
     moved = shards * per_shard - sum(len(own.get(group, ())) for group, own in chosen.items())
     reason = f"{len(members)} of {shards} groups live, at most {largest} microbatches each, {moved} taken over"
+    slower = [group for group, own in zip(members, speed, strict=True) if own < max(speed)]
+    reason += f", less for the slow groups {_names(slower)}" if slower else ""
     return Plan(step, _Named(step, chosen), reason)
 
 
@@ -180,7 +194,7 @@ def _even(shards: int, per_shard: int, members: tuple[GroupId, ...], placement: 
     if placement is None:
         return _levelled(shards, per_shard, members)
     home = _home(shards, per_shard, members, None)
-    return _choose(per_shard, _quota(shards, per_shard, members, placement, (1.0,) * len(members), home), home)
+    return _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
 
 
 # --- everybody hosts everything: levelling is enough ------------------------------------------------------------------
@@ -213,7 +227,80 @@ def _level(assigned: Mapping[GroupId, list], pool: Iterable, base: Mapping[Group
         heapreplace(waiting, (count + 1, under, group))
 
 
-# --- restricted stacks, weights, a previous plan: flows ---------------------------------------------------------------
+# --- stragglers: the time counts ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _by_time(
+    shards: int,
+    per_shard: int,
+    members: tuple[GroupId, ...],
+    placement: Placement | None,
+    speed: tuple[float, ...],
+    tested: tuple[bool, ...],
+) -> Chosen:
+    """The least longest time; a group keeps what it can of its own shard, hosts take the rest, then anybody.
+
+    ``tested`` says who gets one microbatch however slow it is, as far as there are enough.
+    """
+    limits = dict(zip(members, _limits(shards * per_shard, speed, tested), strict=True))
+    pace = dict(zip(members, speed, strict=True))
+    keeps = {group: min(limits[group], per_shard) if group < shards else 0 for group in members}
+    idle = [group for group, test in zip(members, tested, strict=True) if test and not keeps[group]]
+    for _ in range(len(idle) - (shards * per_shard - sum(keeps.values()))):
+        richest = max(members, key=lambda group: (keeps[group] / pace[group], -group))
+        keeps[richest] -= 1
+    loads = {group: [(group, index) for index in range(keep)] for group, keep in keeps.items()}
+    pool = [(shard, index) for shard in range(shards) for index in range(keeps.get(shard, 0), per_shard)]
+    for group in idle[: len(pool)]:
+        loads[group].append(pool.pop(_best_hosted(pool, group, placement)))
+    if placement is not None and pool:
+        room = [limits[group] - len(own) for group, own in loads.items()]
+        pool = _hand_to_hosts(loads, pool, placement, room)
+    _fill(loads, pool, pace, limits)
+    chosen: dict[GroupId, dict[int, list[int]]] = {group: {} for group in members}
+    for group, own in loads.items():
+        for shard, index in own:
+            chosen[group].setdefault(shard, []).append(index)
+    return chosen
+
+
+def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[int]:
+    """What each group can take in the least time T in which all microbatches find a place: floor(T * speed).
+
+    Searched among the times at which some group finishes a microbatch; a test does not make the others' T longer.
+    """
+
+    def within(time: float) -> list[int]:
+        # A product that should be whole may come out a little less.
+        return [max(int(time * own + 1e-9), test) for own, test in zip(speed, tested, strict=True)]
+
+    times = sorted({load / own for own in set(speed) for load in range(1, total + 1)})
+    return within(times[bisect_left(times, total, key=lambda time: sum(within(time)))])
+
+
+def _best_hosted(pool: Sequence[tuple[int, int]], group: GroupId, placement: Placement | None) -> int:
+    """Position of the first microbatch in the pool that the group hosts; of the first of all if there is none."""
+    hosted = (at for at, (shard, _) in enumerate(pool) if placement is None or placement.is_host(group, shard))
+    return next(hosted, 0)
+
+
+def _fill(
+    loads: Mapping[GroupId, list], pool: Iterable, pace: Mapping[GroupId, float], limits: Mapping[GroupId, int]
+) -> None:
+    """Append each item of ``pool`` to the group that would be done with it first; ties: the lower id."""
+    waiting = [((len(own) + 1) / pace[group], group) for group, own in loads.items() if len(own) < limits[group]]
+    heapify(waiting)
+    for item in pool:
+        _, group = waiting[0]
+        loads[group].append(item)
+        if len(loads[group]) < limits[group]:
+            heapreplace(waiting, ((len(loads[group]) + 1) / pace[group], group))
+        else:
+            heappop(waiting)
+
+
+# --- restricted stacks, a previous plan: flows ------------------------------------------------------------------------
 
 
 def _home(shards: int, per_shard: int, members: Sequence[GroupId], previous: Plan | None) -> Chosen:
@@ -234,7 +321,6 @@ def _quota(
     per_shard: int,
     members: Sequence[GroupId],
     placement: Placement | None,
-    speed: Sequence[float],
     home: Chosen,
 ) -> Counts:
     """How many microbatches of each shard every group computes: least largest load, then fewest moves."""
@@ -242,7 +328,7 @@ def _quota(
 
     edges = _edges(np.arange(shards), members, placement)
     supply = np.full(shards, per_shard, dtype=np.int64)
-    loads = flow.balance(supply, edges, np.asarray(speed), _kept(edges, members, home))
+    loads = flow.balance(supply, edges, np.ones(len(members)), _kept(edges, members, home))
     return dict(zip(members, loads, strict=True))
 
 
@@ -294,23 +380,37 @@ def _spread(
 
     Somebody who has to fetch its samples first is still faster than a host that computes several, one after the other.
     """
+    most = -(-len(pool) // len(added))
+    _level(added, _hand_to_hosts(added, pool, placement, [most] * len(added), shard=attrgetter("shard")), base)
+
+
+def _hand_to_hosts(
+    loads: Mapping[GroupId, list],
+    pool: Sequence[Item],
+    placement: Placement,
+    room: Sequence[int],
+    shard: Callable[[Item], int] = itemgetter(0),
+) -> list[Item]:
+    """Append as many of the pool as possible to hosts of their shards; return the others.
+
+    ``room`` is how many each group takes at most, in the order of their ids; ``loads`` is in that order.
+    """
     from megatron_ft.core import flow
 
-    members = sorted(added)
-    by_shard: dict[int, list[Microbatch]] = {}
-    for microbatch in pool:
-        by_shard.setdefault(microbatch.shard, []).append(microbatch)
+    members = sorted(loads)
+    by_shard: dict[int, list[Item]] = {}
+    for item in pool:
+        by_shard.setdefault(shard(item), []).append(item)
     names = sorted(by_shard)
-    supply = np.array([len(by_shard[shard]) for shard in names], dtype=np.int64)
+    supply = np.array([len(by_shard[name]) for name in names], dtype=np.int64)
     edges = _edges(np.array(names, dtype=np.int64), members, placement)
-    most = -(-len(pool) // len(members))
-    loads = flow.most(supply, edges, np.full(len(members), most, dtype=np.int64))
-    for group, row in zip(members, loads, strict=True):
+    found = flow.most(supply, edges, np.array(room, dtype=np.int64))
+    for group, row in zip(members, found, strict=True):
         for position, count in sorted(row.items()):
             rest = by_shard[names[position]]
-            added[group].extend(rest[:count])
+            loads[group].extend(rest[:count])
             del rest[:count]
-    _level(added, (microbatch for name in names for microbatch in by_shard[name]), base)
+    return [item for name in names for item in by_shard[name]]
 
 
 def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:

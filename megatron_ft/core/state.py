@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from megatron_ft.core import links
 from megatron_ft.core.protocol import Leaves
 from megatron_ft.core.replication import Placement
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
+
+_LONG_MICROBATCHES = 4
+"""So many times the longest microbatch of the last step are waited for a report."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Job:
     """What is fixed for the whole run. ``shards`` is N, ``per_shard`` is G, ``buckets`` how many gradient buckets.
 
     ``settle_s``: when hosts do not hear each other, nobody leaves before all have had the time to say so.
-    ``placement`` says who hosts which shards; without one everybody hosts everything.
+    ``placement`` says who hosts which shards; without one everybody hosts everything. A group that is slower than
+    ``straggler_factor`` times the median of the others, for ``straggler_steps`` steps in a row, computes less; 0: never.
     """
 
     shards: int
@@ -31,6 +36,8 @@ class Job:
     report_timeout_s: float = 60.0
     settle_s: float = 0.3
     placement: Placement | None = None
+    straggler_factor: float = 1.5
+    straggler_steps: int = 3
 
     @property
     def microbatches(self) -> int:
@@ -47,7 +54,8 @@ class GroupState:
     before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
     ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
     be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
-    the reason; nothing new was said of that for ``settled_s``.
+    the reason; nothing new was said of that for ``settled_s``. ``speeds`` is part of the state that ``step`` starts from.
+    ``deadly`` are the groups that each microbatch has killed.
     """
 
     me: GroupId
@@ -60,6 +68,7 @@ class GroupState:
     ahead: Begun | None = None
     computed: frozenset[Microbatch] = frozenset()
     have: frozenset[Bucket] = frozenset()
+    speeds: Speeds = Speeds()
     synced: bool = True
     connected: bool = False
     transferred: bool = False
@@ -70,6 +79,7 @@ class GroupState:
     asking: Mapping[GroupId, int] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
     leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
+    deadly: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
     missed: Mapping[tuple[links.Unit, links.Unit], str] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
@@ -80,6 +90,11 @@ class GroupState:
     def finished(self) -> bool:
         """All steps are committed here."""
         return self.step >= self.job.steps
+
+    @property
+    def patience_s(self) -> float:
+        """How long reports are waited for: one comes between two microbatches, and these may take long."""
+        return max(self.job.report_timeout_s, _LONG_MICROBATCHES * self.speeds.longest_s)
 
     @property
     def dead(self) -> dict[GroupId, str]:

@@ -102,7 +102,7 @@ def complete_sum(step: int, microbatches: int) -> int:
 
 def check_commits(lines: Lines) -> list[str]:
     """The violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words; empty when all is well."""
-    checks = (_once_each, _one_gradient, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end)
+    checks = (_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end)
     return [violation for check in checks for violation in check(lines)]
 
 
@@ -144,6 +144,18 @@ def _one_gradient(lines: Lines) -> list[str]:
         if after:
             models.setdefault(after, set()).add(line["params"])
     return [f"before step {step} the model is {sorted(found)}" for step, found in models.items() if len(found) > 1]
+
+
+def _one_speed(lines: Lines) -> list[str]:
+    """All that commit a step under the same view have planned it with the same knowledge of who is slow."""
+    known: dict[tuple[int, int], Any] = {}
+    found = []
+    for line in _of(lines, "commit"):
+        speeds = line.get("speeds")
+        first = known.setdefault((line["epoch"], line["step"]), speeds)
+        if speeds != first:
+            found.append(f"{_who(line)} commits step {line['step']} with the speeds {speeds}, others with {first}")
+    return found
 
 
 def _one_view_an_epoch(lines: Lines) -> list[str]:

@@ -112,6 +112,12 @@ class Cluster:
     def contribution(self, microbatch: Microbatch) -> int:
         return checkers.contribution(microbatch, self.job.shards, self.job.per_shard)
 
+    def seconds(self, group: Group, microbatch: Microbatch) -> float:
+        """What the group measures: often twice or four times what others do, now and then for several steps."""
+        who = f"{self.scenario.seed} {group.me}.{group.incarnation}"
+        lasting, passing = random.Random(f"lasting {who}"), random.Random(f"passing {who} {microbatch}")
+        return lasting.choice([1, 1, 1, 3]) * passing.choice([1, 1, 1, 1, 2, 5]) * passing.uniform(0.5, 0.7)
+
     def deliver(self, sender: GroupId, target: GroupId, incarnation: int, key: tuple, value: Any) -> None:
         """Send to one incarnation, over a connection to that process; nobody else ever gets it."""
 
@@ -257,4 +263,5 @@ def _job(scenario: Scenario) -> Job:
         min_groups=scenario.min_groups,
         report_timeout_s=REPORT_TIMEOUT,
         placement=placement,
+        straggler_steps=random.Random(f"stragglers {scenario.seed}").choice([1, 1, 2, 3]),
     )

@@ -6,18 +6,20 @@ all-reduce is everybody sending its part to everybody, so each bucket finishes a
 one of them dies: more ways to break than a ring has.
 
 A gradient is a number with one counter per microbatch (``faults.checkers.contribution``), the model a hash of all
-gradients it has taken.
+gradients it has taken. How long a group *says* it needs has nothing to do with how long it takes: whatever is measured, all
+must plan alike.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ft.core import detector, recovery
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.sim.kernel import Future, Thread
 from megatron_ft.sim.store import Operation, Store
 from megatron_ft.types import GroupId, View
@@ -47,6 +49,14 @@ class Outcome:
 
     step: int
     params: str
+    speeds: Speeds
+
+
+class Sum(NamedTuple):
+    """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0."""
+
+    gradient: int = 0
+    seconds: Mapping[GroupId, float] = {}
 
 
 class Group:
@@ -76,7 +86,8 @@ class Group:
 
     def reset_step(self) -> None:
         self.local = [0] * self.cluster.job.buckets
-        self.reduced: dict[int, int] = {}
+        self.reduced: dict[int, Sum] = {}
+        self.seconds: dict[GroupId, float] = {}
 
     @property
     def done(self) -> bool:
@@ -158,6 +169,7 @@ class Group:
                     yield self._sleep(self.pace.compute)
                     gradient = self.cluster.contribution(microbatch)
                     self.local = [part + gradient for part in self.local]
+                    self.seconds[self.me] = self.cluster.seconds(self, microbatch)
                     yield from self._feed(recovery.Computed(microbatch))
                 case recovery.Connect(view=view):
                     yield from self._attempt(self._connect(view))
@@ -228,13 +240,14 @@ class Group:
         """Start all reductions, then take them in order; one counts when its completion is seen here."""
         view = self.state.view
         for bucket in buckets:
-            self._send(view.live, ("sum", view.epoch, step, bucket), self.local[bucket])
+            part = Sum(self.local[bucket], {} if bucket else dict(self.seconds))
+            self._send(view.live, ("sum", view.epoch, step, bucket), part)
         for bucket in buckets:
             key = ("sum", view.epoch, step, bucket)
             broken = yield from self._gather(key, view.live)
             if broken:
                 return broken
-            self.reduced[bucket] = sum(self._inbound[key][group] for group in view.live)
+            self.reduced[bucket] = _sum(self._inbound[key][group] for group in view.live)
             yield from self._feed(recovery.Reduced(bucket))
         return ""
 
@@ -242,13 +255,13 @@ class Group:
         """Hand over or take what the view says: state first, then buckets in ascending order."""
         outcome = None
         if self.me == view.source:
-            self._send(view.behind, ("state", view.epoch), Outcome(self.state.step, self.params))
+            self._send(view.behind, ("state", view.epoch), Outcome(self.state.step, self.params, self.state.speeds))
         elif self.me in view.behind:
             broken = yield from self._gather(("state", view.epoch), (view.source,))
             if broken:
                 return broken
             outcome = self._inbound["state", view.epoch][view.source]
-        received: dict[int, int] = {}
+        received: dict[int, Sum] = {}
         for bucket, lacking in view.missing.items():
             key, owner = ("bucket", view.epoch, bucket), view.final[bucket]
             if self.me == owner:
@@ -261,7 +274,7 @@ class Group:
         if outcome is not None:
             self._take(outcome, view)
         self.reduced.update(received)
-        yield from self._feed(recovery.Transferred(view.epoch))
+        yield from self._feed(recovery.Transferred(view.epoch, outcome and outcome.speeds))
         return ""
 
     def _take(self, outcome: Outcome, view: View) -> None:
@@ -273,12 +286,14 @@ class Group:
 
     def _update(self, step: int) -> Body:
         yield self._sleep(self.pace.update)
-        sums = [self.reduced.get(bucket, 0) for bucket in range(self.cluster.job.buckets)]
+        parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
+        sums = [part.gradient for part in parts]
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
         fields = {"group": self.me, "incarnation": self.incarnation, "epoch": self.state.view.epoch}
-        self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params)
+        known = self.state.speeds.to_json()
+        self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params, speeds=known)
         self.reset_step()
-        yield from self._feed(recovery.Updated(step))
+        yield from self._feed(recovery.Updated(step, parts[0].seconds))
 
     def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
         """Look once for what the agreement waits for: the next view, else reports."""
@@ -343,6 +358,11 @@ class Group:
         return self._ask(lambda store: store.append(signal))
 
 
+def _sum(parts: Iterable[Sum]) -> Sum:
+    gradients, seconds = zip(*parts, strict=True)
+    return Sum(sum(gradients), {group: s for part in seconds for group, s in sorted(part.items())})
+
+
 _HEARD = "a notice has come in"
 
 
@@ -352,7 +372,7 @@ def understand(notice: Any) -> recovery.Event:
         return notice
     verdict = detector.judge(notice)
     if verdict.dead is not None:
-        return recovery.Died(verdict.dead, verdict.reason, verdict.incarnation)
+        return recovery.Died(verdict.dead, verdict.reason, verdict.incarnation, verdict.microbatch)
     return recovery.Broke(verdict.broken, verdict.reason)
 
 
