@@ -206,7 +206,7 @@ def unblock(rounds: int) -> None:
 
 def unblocked(me: int, rounds: int, port: int) -> None:
     """One of them: prints the seconds of each round."""
-    from megatron_ft.runtime.outer import Broken, OuterCommunicator
+    from megatron_ft.runtime.communicator import Broken, Communicator
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
 
@@ -217,12 +217,12 @@ def unblocked(me: int, rounds: int, port: int) -> None:
 
     seconds: list[float] = []
     for number in range(rounds):
-        outer = OuterCommunicator(dist.PrefixStore(f"e{number}", store), me, range(UNBLOCKED), number, 60.0)
+        outer = Communicator(dist.PrefixStore(f"e{number}", store), me, range(UNBLOCKED), number, 60.0)
         works = [] if me == UNBLOCKED - 1 else [outer.all_reduce(torch.ones(250_000)) for _ in range(4)]
         meet(f"started/{number}")
         began: list[float] = []
 
-        def abort(outer: OuterCommunicator = outer, began: list[float] = began) -> None:
+        def abort(outer: Communicator = outer, began: list[float] = began) -> None:
             began.append(time.perf_counter())
             outer.abort()
 

@@ -152,7 +152,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, required=True, help="replica groups to start with (N)")
-    parser.add_argument("--ranks-per-group", type=int, default=1, help="ranks of one group (default: 1)")
+    parser.add_argument("--ranks-per-group", type=int, default=1, help="ranks that share a group's work (default: 1)")
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON")
     parser.add_argument("--run-dir", type=Path, required=True, help="where the run record goes")
     parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")

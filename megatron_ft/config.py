@@ -112,7 +112,8 @@ class FaultToleranceConfig:
     overlap: bool = True
     """Whether a bucket is sent during the backward pass of a step's last microbatch. The numbers are the same either way."""
     nonfinite: str = "skip"
-    """A step whose gradient is inf or nan: ``skip`` its update, or ``stop`` the run."""
+    """A step whose gradient is inf or nan: ``skip`` its update, ``recompute`` what it came from elsewhere first, or ``stop``
+    the run."""
     seed: int = 0
     """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -121,7 +122,7 @@ class FaultToleranceConfig:
         _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
         _one_of("fault_tolerance.placement", self.placement, ("golomb", "consecutive", "full"))
         _embedded_or_etcd("fault_tolerance.store", self.store)
-        _one_of("fault_tolerance.nonfinite", self.nonfinite, ("skip", "stop"))
+        _one_of("fault_tolerance.nonfinite", self.nonfinite, ("skip", "recompute", "stop"))
         _at_least("fault_tolerance.min_groups", self.min_groups, 1)
         _positive("fault_tolerance.bucket_mb", self.bucket_mb)
         _one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))

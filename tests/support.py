@@ -36,6 +36,7 @@ class Run:
 
     directory: Path
     process: subprocess.Popen
+    groups: int = GROUPS
 
     def strike(self, *holds: points.Hold) -> list[float]:
         return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
@@ -59,7 +60,7 @@ class Run:
         """The run reached its end and kept every promise; on failure show all there is to see."""
         output = self.finish()
         assert self.process.returncode == 0, f"exit code {self.process.returncode}\n{output}\n{self.logs()}"
-        found = checkers.check_history(self.history, GROUPS * PER_GROUP, reference and reference.history)
+        found = checkers.check_history(self.history, self.groups * PER_GROUP, reference and reference.history)
         assert not found, "\n".join([*found, output, *map(str, self.history), self.logs()])
 
 
@@ -87,6 +88,7 @@ def start(
     extra: Sequence[str] = (),
     preexec_fn: Callable[[], None] | None = None,
     script: Path = SCRIPT,
+    groups: int = GROUPS,
     **changes,
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher."""
@@ -95,7 +97,7 @@ def start(
     config = write_config(directory.with_suffix(".json"), **changes)
     own = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     arguments = command(
-        "launch", "--groups", GROUPS, "--config", config, "--run-dir", directory, *extra, script, "--", *own
+        "launch", "--groups", groups, "--config", config, "--run-dir", directory, *extra, script, "--", *own
     )
     process = subprocess.Popen(
         arguments,
@@ -106,7 +108,8 @@ def start(
         env={**os.environ, **points.to_env(list(holds))},
         preexec_fn=preexec_fn,
     )
-    return Run(directory, process)
+    return Run(directory, process, groups)
+
 
 def wait_for(condition: Callable[[], bool], run: Run) -> None:
     """Until something about a run that is going on is true."""

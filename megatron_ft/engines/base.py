@@ -1,4 +1,4 @@
-"""The narrow port between the one loop (``runtime.session``) and a training engine.
+"""The narrow port between the one loop (``runtime.leader``) and a training engine.
 
 An engine owns model, optimizer and two gradient buffers per bucket: the *local* one, into which every microbatch this
 group computes is added and which nothing but :meth:`Engine.begin_step` clears, and the *reduced* one, which holds the sum

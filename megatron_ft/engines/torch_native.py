@@ -1,4 +1,4 @@
-"""Plain PyTorch: any ``nn.Module`` with any torch optimizer, one rank per group.
+"""Plain PyTorch: any ``nn.Module`` with any torch optimizer. Every rank of a group holds the whole model.
 
 Parameters' ``.grad`` are views into one flat local buffer per bucket, so autograd accumulates microbatches in place and
 no flattening happens. autograd's hooks tell when the last gradient of a bucket has been added.

@@ -56,9 +56,9 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
     deadline = time.monotonic() + timeout_s
     while waiting:
         for hold in list(waiting):
-            pid = pid_of(run_dir, hold.group)
+            pid = pid_of(run_dir, hold.group, hold.position)
             if pid is not None and is_stopped(pid):
-                sent.append(kill(run_dir, hold.group, describe(hold)))
+                sent.append(kill(run_dir, hold.group, describe(hold), position=hold.position))
                 waiting.remove(hold)
         if not still_running():
             raise LaunchError(f"the run in {run_dir} is over; not reached: {', '.join(map(describe, waiting))}")

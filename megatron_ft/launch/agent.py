@@ -93,11 +93,6 @@ class Agent:
         self._config = config_module.load(
             options.config, groups=options.groups, ranks_per_group=options.ranks_per_group
         )
-        if options.ranks_per_group != 1:
-            raise LaunchError(
-                f"--ranks-per-group is {options.ranks_per_group}; the torch_native engine of this version runs groups of "
-                f"1 rank, use --ranks-per-group 1"
-            )
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         where = hosts.place(

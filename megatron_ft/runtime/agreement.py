@@ -36,7 +36,11 @@ class Agreement:
 
     def propose(self, view: View) -> View:
         """Compare-and-set: the view that stands from now on, whoever wrote it."""
-        return View.from_json(self._ask(lambda: self._store.create(f"view/{view.epoch}", view.to_json())))
+        return View.from_json(self.create(f"view/{view.epoch}", view.to_json()))
+
+    def create(self, key: str, value: Any) -> Any:
+        """Compare-and-set: what stands there from now on."""
+        return self._ask(lambda: self._store.create(key, value))
 
     def adopted(self, view: View) -> None:
         """The view this group follows: what belongs to older ones does not matter any more."""

@@ -51,12 +51,13 @@ _LOOKS = ("begin", "finish")
 
 @dataclass(frozen=True)
 class Hold:
-    """Stop ``group`` at ``point`` of ``step``; ``bucket`` narrows it further where the point has one."""
+    """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one."""
 
     group: int
     step: int
     point: str
     bucket: int | None = None
+    position: int = 0
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -145,7 +146,7 @@ class Points:
 
     def __init__(self, group: int, holds: list[Hold], *, position: int = 0, run_dir: Path | None = None) -> None:
         self._group, self._position, self._run_dir = group, position, run_dir
-        mine = [hold for hold in holds if hold.group == group]
+        mine = [hold for hold in holds if (hold.group, hold.position) == (group, position)]
         self._orders = [
             Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket) for hold in mine
         ]
@@ -177,10 +178,9 @@ class Points:
             return
         if self._slow is not None:
             self._slow = self._slow.pace(step, computes=point in ("forward", "backward"))
-        for order in self._orders:
+        for order in list(self._orders):
             if order.action not in _CORRUPTIONS and order.point == point and _fits(order, step, bucket):
                 self._carry_out(order, step, bucket)
-                break
         self._armed = bool(self._orders) or self._slow is not None
 
     def corrupt(self, step: int, engine: Corruptible) -> None:

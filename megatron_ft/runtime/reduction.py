@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ft.engines.base import TAIL, Engine, Ready
-from megatron_ft.runtime.outer import Broken, OuterCommunicator, Work
+from megatron_ft.runtime.communicator import Broken, Communicator, Work
 from megatron_ft.runtime.points import Points
 from megatron_ft.types import Bucket
 
@@ -55,7 +55,7 @@ class Reduction:
         self._started: dict[Bucket, list[Work]] = {}
         self._broken = ""
 
-    def ahead(self, outer: OuterCommunicator, step: int, buckets: Sequence[Bucket]) -> Ready | None:
+    def ahead(self, outer: Communicator, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """What to call with each bucket that is complete during the last backward pass of ``step``; None: nothing.
 
         ``buckets`` are those that :meth:`reduce` will be asked for right after it.
@@ -75,7 +75,7 @@ class Reduction:
         return ready
 
     def reduce(
-        self, outer: OuterCommunicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
+        self, outer: Communicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
     ) -> None:
         """Sum ``buckets`` over the members; ``done`` is called with each when its completion has been seen, in order.
 
@@ -105,7 +105,7 @@ class Reduction:
         self._started.clear()
         self._broken = ""
 
-    def _start(self, outer: OuterCommunicator, step: int, bucket: Bucket) -> None:
+    def _start(self, outer: Communicator, step: int, bucket: Bucket) -> None:
         works = self._started[bucket] = []
         if len(outer.members) == 1:
             self._engine.keep_local(bucket)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime.outer import OuterCommunicator
+from megatron_ft.runtime.communicator import Communicator
 from megatron_ft.types import GroupId
 
 _TAG = 1000
@@ -56,8 +56,8 @@ def unflatten(skeleton: Any, take: Callable[[torch.dtype, list[int], str], torch
     return items if kind == "list" else tuple(items)
 
 
-def send_state(outer: OuterCommunicator, state: Any, to: GroupId) -> None:
-    """Send a whole state to one member. Raises ``outer.Broken`` when the epoch ends meanwhile."""
+def send_state(outer: Communicator, state: Any, to: GroupId) -> None:
+    """Send a whole state to one member. Raises ``Broken`` when the epoch ends meanwhile."""
     skeleton, tensors = flatten(state)
     text = json.dumps(skeleton).encode()
     outer.send(torch.tensor([len(text)], dtype=torch.int64), to, _TAG).wait()
@@ -67,8 +67,8 @@ def send_state(outer: OuterCommunicator, state: Any, to: GroupId) -> None:
             outer.send(tensor.cpu().contiguous().reshape(-1).view(torch.uint8), to, _TAG).wait()
 
 
-def receive_state(outer: OuterCommunicator, source: GroupId) -> Any:
-    """Receive what :func:`send_state` sends. Raises ``outer.Broken`` when the epoch ends meanwhile."""
+def receive_state(outer: Communicator, source: GroupId) -> Any:
+    """Receive what :func:`send_state` sends. Raises ``Broken`` when the epoch ends meanwhile."""
     length = torch.zeros(1, dtype=torch.int64)
     outer.receive(length, source, _TAG).wait()
     text = torch.empty(int(length), dtype=torch.uint8)

@@ -339,12 +339,20 @@ def reinitialise(group: Any, build: Callable[[], Any], deadline_s: float) -> Rei
     for its watchdog to say. ``build`` must rendezvous under a new prefix: a ``remote_error`` of the old group stays in
     the store. Which buckets are finished must be settled before the call (see the module).
     """
+    how, detail = _abort(group, deadline_s)
+    return Reinitialised(build(), how, detail)
+
+
+def abort(group: Any, deadline_s: float) -> str:
+    """Abort ``group`` (process group or backend); empty, or what went wrong. One that hangs is left behind."""
+    return _abort(group, deadline_s)[1]
+
+
+def _abort(group: Any, deadline_s: float) -> tuple[str, str]:
     outcome = _within(deadline_s, "megatron_ft-abort", group.abort)
     if outcome.abandoned:
-        how, detail = "abandoned", f"the abort took longer than {deadline_s:g} s and was left behind"
-    else:
-        how, detail = ("done", "") if outcome.error is None else ("failed", outcome.error)
-    return Reinitialised(build(), how, detail)
+        return "abandoned", f"the abort took longer than {deadline_s:g} s and was left behind"
+    return ("done", "") if outcome.error is None else ("failed", outcome.error)
 
 
 class ShrinkProof:

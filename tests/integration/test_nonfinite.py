@@ -38,3 +38,42 @@ def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
     said = " ".join(run.finish().split())
     assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
     assert [line["group"] for line in run.events("nonfinite")] == [1]
+
+
+def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir):
+    reference = support.start(tmp_path / "reference", data_dir, steps=30)
+    reference.check()
+    run = support.start(tmp_path / "run", data_dir, steps=30, nonfinite="recompute")
+    inject(run, schedule(tmp_path / "nan.json", 2, 3))
+    run.check(reference)
+    ((group, step),) = [(line["group"], line["step"]) for line in run.events("nonfinite")]
+    (view,) = [line for line in run.events("view") if line["lost"]]
+    assert group == 2 and list(view["lost"]) == ["2"] and view["step"] == step
+    assert f"microbatch {step}/" in view["lost"]["2"] and "not finite" in view["lost"]["2"]
+
+
+POISON = """
+import os, runpy, sys
+from megatron_ft.engines import torch_native
+
+plain = torch_native.TorchNativeEngine.compute
+def compute(self, microbatch, *args):
+    plain(self, microbatch, *args)
+    if microbatch.step in (3, 4) and microbatch.shard == 1:
+        self.local_gradients()[0][0] = float("nan")
+torch_native.TorchNativeEngine.compute = compute
+sys.path.insert(0, os.path.dirname(TRAIN))
+runpy.run_path(TRAIN, run_name="__main__")
+"""
+
+
+def test_data_that_gives_no_finite_gradient_anywhere_costs_one_group_and_the_updates(tmp_path, data_dir):
+    script = tmp_path / "train.py"
+    script.write_text(POISON.replace("TRAIN", repr(str(support.SCRIPT))))
+    run = support.start(tmp_path / "run", data_dir, script=script, nonfinite="recompute")
+    run.finish()
+    assert run.process.returncode == 0, run.logs()
+    assert len(run.events("survivor")) == support.GROUPS - 1
+    assert len({line["step"] for line in run.events("step")}) == support.STEPS
+    skipped = {line["step"] for line in run.events("nonfinite")}
+    assert skipped == {3, 4}

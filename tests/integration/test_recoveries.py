@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime import outer as outer_module
-from megatron_ft.runtime.outer import Broken, OuterCommunicator
+from megatron_ft.runtime import communicator as communicator_module
+from megatron_ft.runtime.communicator import Broken, Communicator
 
 MEMBERS, RECOVERIES, SETTLED = 3, 200, 40
 """Memory is compared from ``SETTLED`` recoveries on: by then everything that is made once has been made."""
@@ -74,7 +74,7 @@ def rank(me: int, port: int) -> None:
 
 def recover(store: dist.Store, me: int, number: int) -> None:
     """One communicator's life: a sum that works, sums that break, the end."""
-    outer = OuterCommunicator(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
+    outer = Communicator(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
     tensor = torch.full((ELEMENTS,), 1.0)
     outer.all_reduce(tensor).wait()
     assert tensor.unique().tolist() == [MEMBERS]
@@ -102,15 +102,15 @@ def meet(store: dist.Store, name: str) -> None:
 
 
 def usage() -> dict[str, float]:
-    outer_module._sweep()
+    communicator_module._sweep()
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
-    sockets = len(outer_module._open_sockets())
+    sockets = len(communicator_module._open_sockets())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "sockets": sockets,
         "threads": len(os.listdir("/proc/self/task")),
         "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "abandoned": len(outer_module._abandoned),
+        "abandoned": len(communicator_module._abandoned),
     }
 
 

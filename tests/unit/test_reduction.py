@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ft.engines.base import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime.outer import Broken, OuterCommunicator
+from megatron_ft.runtime.communicator import Broken, Communicator
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.reduction import Reduction
 from megatron_ft.types import Microbatch
@@ -43,7 +43,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 class Group:
     """An engine, its reduction, and what was heard of it: points, and buckets as ``done``."""
 
-    def __init__(self, me: int, outer: OuterCommunicator, model=Net, loss_fn=mean_square, **options) -> None:
+    def __init__(self, me: int, outer: Communicator, model=Net, loss_fn=mean_square, **options) -> None:
         torch.manual_seed(0)
         self.me, self.outer, self.heard = me, outer, []
         net = model()
@@ -75,15 +75,15 @@ class Group:
         return [self.engine.reduced(bucket) for bucket in BUCKETS]
 
 
-def connect(members: int, prefix: str = "p") -> list[OuterCommunicator]:
+def connect(members: int, prefix: str = "p") -> list[Communicator]:
     store = dist.PrefixStore(prefix, dist.HashStore())
     with ThreadPoolExecutor(members) as pool:
-        outers = list(pool.map(lambda me: OuterCommunicator(store, me, range(members), 0, 60.0), range(members)))
+        outers = list(pool.map(lambda me: Communicator(store, me, range(members), 0, 60.0), range(members)))
     _open.extend(outers)
     return outers
 
 
-_open: list[OuterCommunicator] = []
+_open: list[Communicator] = []
 
 
 @pytest.fixture(autouse=True)

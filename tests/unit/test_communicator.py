@@ -9,24 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime import outer as outer_module
+from megatron_ft.runtime import communicator as communicator_module
 from megatron_ft.runtime import transfer
-from megatron_ft.runtime.outer import Broken, OuterCommunicator, Work
+from megatron_ft.runtime.communicator import Broken, Communicator, Work
 
 
-def build(members: int, prefix: str = "p") -> list[OuterCommunicator]:
+def build(members: int, prefix: str = "p") -> list[Communicator]:
     """Communicators of all members, built together in threads of this process."""
     store = dist.HashStore()
     with ThreadPoolExecutor(members) as pool:
         futures = [
-            pool.submit(OuterCommunicator, dist.PrefixStore(prefix, store), me, range(members), 0, 60.0)
+            pool.submit(Communicator, dist.PrefixStore(prefix, store), me, range(members), 0, 60.0)
             for me in range(members)
         ]
         return [future.result() for future in futures]
 
 
 def test_a_single_member_needs_nobody():
-    outer = OuterCommunicator(None, 3, [3], 0, 60.0)
+    outer = Communicator(None, 3, [3], 0, 60.0)
     tensor = torch.ones(4)
     outer.all_reduce(tensor).wait()
     assert tensor.tolist() == [1.0] * 4
@@ -88,7 +88,7 @@ def test_an_abort_ends_everything_that_is_pending_at_all_survivors(late):
         assert all(ending.result(timeout=30) for ending in endings)
     for outer in outers:
         outer.close()
-    assert outer_module._sweep()
+    assert communicator_module._sweep()
 
 
 def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeypatch):
@@ -97,10 +97,10 @@ def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeyp
             return False
 
     stuck = (None, [Never()])
-    monkeypatch.setattr(outer_module, "_abandoned", [stuck])
-    monkeypatch.setattr(outer_module.time, "sleep", lambda _: pytest.fail("it waited"))
-    OuterCommunicator(None, 0, [0], 0, 60.0).close()
-    assert outer_module._abandoned == [stuck]
+    monkeypatch.setattr(communicator_module, "_abandoned", [stuck])
+    monkeypatch.setattr(communicator_module.time, "sleep", lambda _: pytest.fail("it waited"))
+    Communicator(None, 0, [0], 0, 60.0).close()
+    assert communicator_module._abandoned == [stuck]
 
 
 def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
@@ -171,7 +171,7 @@ def test_a_receive_from_a_silent_peer_ends_with_an_abort():
 def test_closing_gives_everything_back():
     for outer in build(3):
         outer.close()
-    assert outer_module._sweep()
+    assert communicator_module._sweep()
 
 
 def test_nothing_starts_after_an_abort():

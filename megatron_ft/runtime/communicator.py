@@ -1,8 +1,9 @@
-"""The outer communicator: sums gradients over the live groups of one epoch, and can be unblocked from any thread.
+"""A communicator that can be unblocked from any thread: the outer one, and the one inside a group.
 
-One object per epoch; it is never repaired, only replaced. ``ProcessGroup.abort`` does nothing on gloo, and after a
-``kill -9`` only the ring neighbours of the dead see a reset, so :meth:`OuterCommunicator.abort` shuts down the sockets
-that gloo connected while the process group was built. That makes pending operations here *and at the peers* fail within
+The outer one sums gradients over the live groups of one epoch, at one position; the inner one joins the ranks of one group
+(``runtime.inner``). Either is never repaired, only replaced. ``ProcessGroup.abort`` does nothing on gloo, and after a
+``kill -9`` only the ring neighbours of the dead see a reset, so :meth:`Communicator.abort` shuts down the sockets that gloo
+connected while the process group was built. That makes pending operations here *and at the peers* fail within
 milliseconds, which is also how peers without an agent's notice learn of it.
 
 Nearly always: gloo can forget to fail an operation whose payload is half received when the connection breaks (seen when
@@ -27,8 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ft.types import GroupId
-
 _POLL_S = 0.0005
 _GRACE_S = 0.1
 """How long an aborted operation may take to fail before it is abandoned. A failing one needs a few milliseconds."""
@@ -37,16 +36,16 @@ _ABANDONED = "the communicator was aborted; an operation that did not end is aba
 
 
 class Broken(Exception):
-    """An outer operation did not complete: the epoch is over. An event, converted where the operation was started."""
+    """An operation did not complete: the epoch is over. An event, converted where the operation was started."""
 
 
-class OuterCommunicator:
-    """The members of one epoch at one position. Ranks are the positions in ``members``, lowest group first.
+class Communicator:
+    """Who its members are to each other is the user's matter; gloo's ranks are their places in ``members``, sorted.
 
     Args:
-        rendezvous: torch store, with a prefix that no other epoch uses.
-        me: this group.
-        members: live groups of the epoch, including ``me``.
+        rendezvous: torch store, with a prefix that no other communicator uses.
+        me: which member this is.
+        members: all of them: the live groups of an epoch, or the positions of a group.
         epoch: the view's number.
         timeout_s: seconds after which an operation fails by itself.
         address: of this host, by which its peers reach it.
@@ -55,8 +54,8 @@ class OuterCommunicator:
     def __init__(
         self,
         rendezvous: Any,
-        me: GroupId,
-        members: Sequence[GroupId],
+        me: int,
+        members: Sequence[int],
         epoch: int,
         timeout_s: float,
         address: str = "127.0.0.1",
@@ -79,11 +78,15 @@ class OuterCommunicator:
         """Start summing ``tensor`` in place over the members."""
         return self._start(lambda group: group.allreduce([tensor]), Work)
 
-    def send(self, tensor: torch.Tensor, to: GroupId, tag: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start copying ``source``'s tensor into everybody's."""
+        return self._start(lambda group: group.broadcast([tensor], _from(self.members.index(source))), Work)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         """Start sending a contiguous tensor to one member."""
         return self._start(lambda group: group.send([tensor], self.members.index(to), tag), PointToPoint)
 
-    def receive(self, tensor: torch.Tensor, source: GroupId, tag: int) -> Work:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor of the sender's shape and dtype."""
         return self._start(lambda group: group.recv([tensor], self.members.index(source), tag), PointToPoint)
 
@@ -190,6 +193,12 @@ def _sweep() -> bool:
     """Destroy the abandoned process groups whose operations have all ended; True when none is left."""
     _abandoned[:] = [entry for entry in _abandoned if not all(work.settled() for work in entry[1])]
     return not _abandoned
+
+
+def _from(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,119 @@
+"""The ranks of one group as its leader sees them: what it asks for, all of them do, itself included.
+
+With one rank per group there is nobody to tell, and every method is a call of :class:`~megatron_ft.runtime.rank.Rank`.
+With several, the ranks share the group's microbatches: each computes whole ones, as many at a time as there are ranks.
+
+Raises ``Lost`` anywhere when a rank of the group is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.base import Ready, StepResult
+from megatron_ft.runtime.communicator import Broken
+from megatron_ft.runtime.rank import Rank
+from megatron_ft.types import Bucket, Microbatch, View
+
+BUILT, INTERRUPTED, BROKEN = 2, 1, 0
+"""What a rank answers when it was asked to connect; the worst counts."""
+
+
+class Crew:
+    """``width`` microbatches are computed at a time."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.width = rank.size
+
+    def _order(self, name: str, **fields: Any) -> None:
+        if self.rank.inner is not None:
+            self.rank.inner.order(name, **fields)
+
+    def begin(
+        self,
+        step: int,
+        dataset: Dataset,
+        own: Sequence[Microbatch],
+        stack: Sequence[Microbatch],
+        following: Sequence[Microbatch],
+    ) -> None:
+        self._order("begin", step=step, own=own, stack=stack, following=following)
+        self.rank.begin(step, dataset, own, stack, following)
+
+    def compute(
+        self, microbatches: Sequence[Microbatch], patched: Sequence[bool], ahead: Ready | None
+    ) -> tuple[bool, float]:
+        """At most ``width`` microbatches. Returns what is known of the first, which is this rank's.
+
+        Does not wait for the others: what they owe is collected in the reduction, and if one of them dies so does the group.
+        """
+        self._order("compute", microbatches=microbatches, patched=patched)
+        return self.rank.compute(microbatches[0], patched[0], ahead)
+
+    def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
+        return self.rank.ahead(step, buckets)
+
+    def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
+        """Raises ``Broken`` when the epoch is over."""
+        self._order("reduce", step=step, buckets=buckets)
+        self.rank.reduce(step, buckets, done)
+
+    def connect(self, view: View, step: int, interrupted: Callable[[], bool]) -> bool:
+        """Whether all ranks have built the communicators of ``view``. Raises ``Broken`` when one could not."""
+        if self.rank.inner is None:
+            return self.rank.connect(view, step, interrupted)
+        self._order("connect", view=view.to_json(), step=step)
+        worst = connect_together(self.rank, view, step, interrupted)
+        if worst == BROKEN:
+            raise Broken(f"a rank of group {self.rank.group} could not build its communicator of epoch {view.epoch}")
+        return worst == BUILT
+
+    def transfer(self, view: View) -> None:
+        """Raises ``Broken``."""
+        self._order("transfer")
+        self.rank.transfer(view)
+
+    def update(self, step: int) -> StepResult:
+        """Only after every bucket is final at all ranks: no peer may need the old parameters any more."""
+        self._order("update", step=step)
+        return self.rank.update(step)
+
+    def close_epoch(self) -> None:
+        self._order("close")
+        self.rank.close_epoch()
+
+    def end_step(self, epoch: int, following: int) -> None:
+        """All ranks return to the user's script, which goes on with step ``following``."""
+        self._order("end_step", epoch=epoch, following=following)
+        self.rank.end_step(epoch)
+
+    def share_state(self) -> None:
+        """Before the first step: all ranks start from the leader's model."""
+        if self.rank.inner is not None:
+            self._order("share_state")
+            self.rank.share_state()
+
+    def fingerprint(self) -> tuple[float, str]:
+        self._order("fingerprint")
+        return self.rank.fingerprint()
+
+    def end(self) -> None:
+        """The run has ended."""
+        self._order("end")
+
+    def stop(self, reason: str, left: bool) -> None:
+        """The group does not go on."""
+        self._order("stop", reason=reason, left=left)
+
+
+def connect_together(rank: Rank, view: View, step: int, interrupted: Callable[[], bool]) -> int:
+    """One rank's side of connecting as a group: the worst answer of all its ranks."""
+    try:
+        answer = BUILT if rank.connect(view, step, interrupted) else INTERRUPTED
+    except Broken as error:
+        rank.tell_broken(view.epoch, f"rank {rank.position}: {error}")
+        answer = BROKEN
+    return rank.inner.least(answer)

@@ -1,0 +1,121 @@
+"""The training thread of a rank that is not its group's leader: it carries out orders, in the order they come.
+
+It knows nothing of the protocol. What it decides by itself is to stop waiting for other groups when it hears that the
+present epoch is over, and to say so when it is the first to see it.
+
+Failures it assumes: those of ``runtime.rank``. ``Lost`` ends its part: the group is gone with its leader, or any other rank.
+"""
+
+from __future__ import annotations
+
+from megatron_ft.core import detector
+from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.base import StepResult
+from megatron_ft.errors import ConfigError, GroupLeft, RunStopped
+from megatron_ft.runtime.communicator import Broken
+from megatron_ft.runtime.crew import connect_together
+from megatron_ft.runtime.rank import Rank
+from megatron_ft.types import Microbatch, View
+
+
+class Follower:
+    """``step`` is the next one the script has to train."""
+
+    def __init__(self, rank: Rank, step: int) -> None:
+        self.step = step
+        self._rank = rank
+        self._view: View | None = None
+        self._dataset: Dataset | None = None
+        self._total = 0
+        self._said_leaving = False
+
+    def enter(self, total: int) -> None:
+        """The first step is about to begin."""
+        self._total = total
+
+    def train_step(self, dataset: Dataset) -> StepResult:
+        """Raises ``RunStopped``."""
+        self._dataset = dataset
+        while (order := self._obey()) != "end_step":
+            if order == "end":
+                raise ConfigError(
+                    f"rank 0 of this group ended at step {self.step}, rank {self._rank.position} was told to go on until "
+                    f"{self._total}; all ranks must pass the same number to session.steps"
+                )
+        return self._rank.result
+
+    def finish(self) -> None:
+        """Until the run has ended everywhere. Raises ``RunStopped``."""
+        while (order := self._obey()) != "end":
+            if order == "begin":
+                raise ConfigError(
+                    f"rank 0 of this group goes on at step {self.step}, which rank {self._rank.position} was told is the "
+                    f"end; all ranks must pass the same number to session.steps"
+                )
+
+    def leave(self, why: str) -> None:
+        """This rank was told that its group leaves; the leader hears it like everybody else."""
+        if not self._said_leaving:
+            self._said_leaving = True
+            self._rank.agreement.announce(detector.Leaving(self._rank.group, self.step, why))
+
+    def hear(self, verdict: detector.Verdict) -> None:
+        """Nothing but what the rank does with it."""
+
+    def _obey(self) -> str:
+        rank = self._rank
+        rank.pulse.enter("waiting")
+        name, fields = rank.inner.next_order()
+        match name:
+            case "begin":
+                shares = ([Microbatch(*raw) for raw in fields[key]] for key in ("own", "stack", "following"))
+                rank.begin(fields["step"], self._dataset, *shares)
+            case "compute":
+                if rank.position < len(fields["microbatches"]):
+                    rank.pulse.enter("working")
+                    self._compute(Microbatch(*fields["microbatches"][rank.position]), fields["patched"][rank.position])
+            case "connect":
+                self._connect(View.from_json(fields["view"]), fields["step"])
+            case "reduce":
+                self._unless_broken(lambda: rank.reduce(fields["step"], fields["buckets"], lambda bucket: None))
+            case "transfer":
+                with rank.timeline.span("recover"):
+                    self._unless_broken(lambda: rank.transfer(self._view))
+            case "update":
+                rank.pulse.enter("working")
+                rank.update(fields["step"])
+            case "close":
+                rank.close_epoch()
+            case "end_step":
+                self.step = fields["following"]
+                rank.end_step(fields["epoch"])
+            case "share_state":
+                rank.share_state()
+            case "fingerprint":
+                rank.fingerprint()
+            case "stop":
+                raise (GroupLeft if fields["left"] else RunStopped)(fields["reason"])
+        return name
+
+    def _compute(self, microbatch: Microbatch, patch: bool) -> None:
+        prefetched, _ = self._rank.compute(microbatch, patch)
+        if patch:
+            held, key = str(microbatch), "prefetched" if prefetched else "fetched"
+            where = {"step": microbatch.step, "epoch": self._view.epoch, "group": self._rank.group}
+            lists = {"prefetched": [], "fetched": [], key: [held]}
+            self._rank.history.note("patch", **where, position=self._rank.position, **lists)
+
+    def _connect(self, view: View, step: int) -> None:
+        rank, self._view = self._rank, view
+        rank.agreement.adopted(view)
+        # What was heard of the view stays true however often the leader asks: it has not heard it yet, but it will.
+        with rank.timeline.span("recover"):
+            connect_together(rank, view, step, lambda: rank.concerned(view) or bool(rank.lost_because))
+
+    @staticmethod
+    def _unless_broken(operation) -> None:
+        """The leader hears with the answer of all ranks that it did not work, and other groups were told."""
+        try:
+            operation()
+        except Broken:
+            return

@@ -1,0 +1,312 @@
+"""The training thread of position 0: the one loop that carries out, for its group, what ``core.recovery`` decides.
+
+It owns history and protocol state. The watcher's thread only puts verdicts into a queue and lets the rank abort the
+communicator they concern. The queue is read between any two actions; the computing of as many microbatches as the group has
+ranks, at the same time, is the longest of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+
+from megatron_ft.config import RunConfig
+from megatron_ft.core import detector, recovery, scheduler
+from megatron_ft.core.replication import Placement
+from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.base import StepResult
+from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.runtime.agreement import Agreement
+from megatron_ft.runtime.communicator import Broken
+from megatron_ft.runtime.crew import Crew
+from megatron_ft.runtime.history import History
+from megatron_ft.runtime.inner import Lost
+from megatron_ft.runtime.interruption import Interruptions
+from megatron_ft.runtime.rank import Rank
+from megatron_ft.types import Microbatch, View
+
+_POLL_S = 0.001
+
+
+class Leader:
+    """One group's part in the protocol. ``first_view`` is the one the run begins with."""
+
+    def __init__(
+        self, rank: Rank, config: RunConfig, agreement: Agreement, history: History, placement: Placement, first_view: View
+    ) -> None:
+        self.group = rank.group
+        self._rank, self._crew = rank, Crew(rank)
+        self._config, self._agreement, self._history = config, agreement, history
+        self._placement = placement
+        self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
+        self._interruptions = Interruptions(history, rank.group, placement)
+        self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
+        self._first_view = self._committed_under = first_view
+        self._state: recovery.GroupState | None = None
+        self._next: recovery.Action = recovery.Finish(0)
+        self._leaving, self._said_leaving = "", False
+        agreement.adopted(first_view)
+
+    @property
+    def step(self) -> int:
+        """The next one the script has to train."""
+        return self._first_view.step if self._state is None else self._state.step
+
+    def enter(self, total: int) -> None:
+        """The first step of ``total`` is about to begin; the engine is attached."""
+        settings = self._config.fault_tolerance
+        job = recovery.Job(
+            shards=self._config.groups,
+            per_shard=self._config.microbatches_per_group,
+            buckets=self._rank.num_buckets,
+            steps=total,
+            min_groups=settings.min_groups,
+            report_timeout_s=settings.detector.report_timeout_s,
+            placement=self._placement,
+        )
+        self._state = recovery.start(self.group, job, self._first_view)
+        self._next = recovery.next_action(self._state)
+        self._history.set_writer(self.group == min(self._first_view.live))
+        self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
+        self._record_view(self._first_view)
+        if self._state.synced:  # who is behind gets the state at every position
+            self._crew.share_state()
+
+    def train_step(self, dataset: Dataset) -> StepResult:
+        """Compute, reduce and commit one step, whatever dies meanwhile. Raises ``RunStopped``, ``StoreError``."""
+        started = time.monotonic()
+        step = self._state.step
+        self._interruptions.begin_step()
+        self._begin(dataset)
+        while self._state.step == step:
+            self._drain_verdicts()
+            self._perform(self._next)
+        self._record_step(time.monotonic() - started)
+        self._crew.end_step(self._committed_under.epoch, self._state.step)
+        return self._rank.result
+
+    def finish(self) -> None:
+        """Stay reachable until every live group is done; the lowest of them completes the run record."""
+        self._pulse.enter("waiting")
+        norm, sha256 = self._crew.fingerprint()
+        self._agreement.say(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
+        self._points.reach("finish", self._state.step)
+        patience_s = self._config.fault_tolerance.detector.collective_timeout_s
+        deadline = time.monotonic() + patience_s
+        while self._agreement.get("ended") is None:
+            self._drain_verdicts()
+            if not isinstance(self._next, recovery.Finish):
+                self._perform(self._next)
+                deadline = time.monotonic() + patience_s
+                continue
+            self._interruptions.resumed(self._state)
+            if self.group == min(self._state.view.live) and self._write_end():
+                break
+            if time.monotonic() > deadline:
+                self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
+            time.sleep(5 * _POLL_S)
+        self._crew.end()
+
+    def leave(self, why: str) -> None:
+        """Leave in order after the present step. Callable from any thread and from a signal handler."""
+        self._leaving = self._leaving or why
+
+    def hear(self, verdict: detector.Verdict) -> None:
+        """Watcher thread."""
+        self._verdicts.put(verdict)
+
+    def _write_end(self) -> bool:
+        """As the lowest living group: once every live group is done, record it. False while one is not."""
+        done = {group: self._agreement.get(f"done/{group}") for group in self._state.view.live}
+        if any(value is None for value in done.values()):
+            return False
+        for group, value in done.items():
+            self._history.record("survivor", group=group, **value)
+        if len({value["params_sha256"] for value in done.values()}) > 1:
+            raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
+        result = self._rank.result
+        self._history.record("end", step=result.step, loss=result.loss, **done[self.group])
+        self._agreement.say("ended", True)
+        return True
+
+    # --- hearing ------------------------------------------------------------------------------------------------------
+
+    def _say_leaving(self) -> None:
+        said = detector.Leaving(self.group, self._state.step, self._leaving)
+        self._agreement.announce(said)
+        self._note_leaving(said.after, said.why)
+
+    def _note_leaving(self, after: int, why: str) -> None:
+        self._history.note("leave", group=self.group, after=after, reason=why)
+        self._leaving, self._said_leaving = why, True
+
+    def _drain_verdicts(self) -> None:
+        if self._leaving and not self._said_leaving:
+            self._say_leaving()
+        while not self._verdicts.empty():
+            verdict = self._verdicts.get()
+            if verdict.silent is not None:
+                self._feed(recovery.Missed(*verdict.silent, verdict.reason, verdict.heard))
+            elif verdict.after is not None:
+                if verdict.dead == self.group and not self._said_leaving:  # another rank of this group was told to
+                    self._note_leaving(verdict.after, verdict.reason)
+                self._feed(recovery.Leaves(verdict.dead, verdict.after, verdict.reason, verdict.incarnation))
+            elif verdict.dead is not None:
+                if self._rank.lost_because:
+                    raise Lost(self._rank.lost_because)
+                self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation))
+            else:
+                self._feed(recovery.Broke(verdict.broken, verdict.reason))
+
+    # --- doing --------------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: recovery.Event) -> None:
+        """Tell the core what happened; carry out at once what is not the training thread's next action."""
+        self._state, actions = recovery.step(self._state, event, time.monotonic())
+        self._next = actions[-1]
+        for action in actions[:-1]:
+            match action:
+                case recovery.Abort():
+                    self._interruptions.noticed()
+                    self._crew.close_epoch()
+                case recovery.Publish(report=report):
+                    self._agreement.publish(report)
+                    self._points.reach("recover", self._state.step)
+                case recovery.Announce(epoch=epoch, reason=reason):
+                    self._rank.tell_broken(epoch, reason)
+                case recovery.Propose(view=view):
+                    self._adopt(self._agreement.propose(view))
+                    return
+
+    def _perform(self, action: recovery.Action) -> None:
+        """Do the one thing the training thread has to do now, and report it to the core."""
+        self._pulse.enter("working" if isinstance(action, recovery.Compute | recovery.Update) else "waiting")
+        match action:
+            case recovery.Compute():
+                self._compute()
+            case recovery.Reduce(step=step, buckets=buckets):
+                self._interruptions.resumed(self._state)
+                reduced = lambda bucket: self._feed(recovery.Reduced(bucket))  # noqa: E731
+                self._attempt(lambda: self._crew.reduce(step, buckets, reduced))
+            case recovery.Update(step=step):
+                if self._state.ahead is None:  # else others have decided it, and the next step is what was interrupted
+                    self._interruptions.resumed(self._state)
+                self._update(step)
+            case recovery.Connect(view=view):
+                with self._timeline.span("recover"):
+                    self._attempt(lambda: self._connect(view))
+            case recovery.Transfer(view=view):
+                with self._timeline.span("recover"):
+                    self._attempt(lambda: self._transfer(view))
+            case recovery.AwaitView(epoch=epoch, missing=missing):
+                with self._timeline.span("recover"):
+                    self._await_view(epoch, missing)
+            case recovery.Stop(reason=reason):
+                left = self._said_leaving
+                reason = f"group {self.group} has left: {self._leaving}" if left else reason
+                self._crew.stop(reason, left)
+                raise (GroupLeft if left else RunStopped)(reason)
+            case _:
+                raise AssertionError(f"{action} is not for the training thread")
+
+    def _begin(self, dataset: Dataset) -> None:
+        """Tell what this step needs, may need, and what the next one will if nobody dies or joins meanwhile."""
+        state, job, everything = self._state, self._state.job, self._placement.redundancy == self._config.groups
+        # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
+        hosted = () if everything else self._placement.stack(self.group)
+        stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
+        following: tuple[Microbatch, ...] = ()
+        if state.step + 1 < job.steps:
+            plan = scheduler.plan_step(state.step + 1, job.shards, job.per_shard, state.view.live, self._placement)
+            following = plan.of(self.group)
+        self._crew.begin(state.step, dataset, state.plan.of(self.group), stack, following)
+
+    def _compute(self) -> None:
+        """As many microbatches as the group computes at a time."""
+        state = self._state
+        microbatches = state.todo[: self._crew.width]
+        patched = [microbatch in state.plan.patched for microbatch in microbatches]
+        ahead = None
+        if not state.reported and state.connected and state.todo == microbatches:
+            ahead = self._crew.ahead(state.step, state.unfinished)
+        prefetched, seconds = self._crew.compute(microbatches, patched, ahead)
+        self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
+        for microbatch in microbatches:
+            self._feed(recovery.Computed(microbatch))
+
+    def _update(self, step: int) -> None:
+        self._crew.update(step)
+        self._committed_under = self._state.view  # the next view may be there before the step is recorded
+        self._feed(recovery.Updated(step))
+
+    def _connect(self, view: View) -> None:
+        if self._crew.connect(view, self._state.step, lambda: not self._verdicts.empty()):
+            self._feed(recovery.Connected(view.epoch))
+        # Else a verdict came in, and the next turn hears it.
+
+    def _transfer(self, view: View) -> None:
+        self._crew.transfer(view)
+        if self.group in view.behind and self._rank.result is not None:
+            self._committed_under = view
+        self._feed(recovery.Transferred(view.epoch))
+
+    def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
+        """Look once for what the agreement waits for: the next view, else reports."""
+        standing = self._agreement.view(epoch + 1)
+        if standing is not None:
+            self._adopt(standing)
+            return
+        for group in missing:
+            report = self._agreement.report(epoch, group)
+            if report is not None:
+                self._feed(recovery.ReportSeen(report))
+                return
+        time.sleep(_POLL_S)
+        self._feed(recovery.Tick())
+
+    # --- interruptions ------------------------------------------------------------------------------------------------
+
+    def _attempt(self, operation: Callable[[], None]) -> None:
+        """Run an operation of the present epoch; if it breaks, tell the core, and the others who may not know."""
+        epoch = self._state.view.epoch
+        try:
+            operation()
+        except Broken as error:
+            reason = str(error)
+        else:
+            return
+        self._drain_verdicts()
+        if not self._state.reported and self._state.view.epoch == epoch:
+            self._break_epoch(reason)
+
+    def _break_epoch(self, reason: str) -> None:
+        """End the present epoch for everybody; this group is the first to know."""
+        epoch = self._state.view.epoch
+        self._rank.tell_broken(epoch, reason)
+        self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
+
+    def _adopt(self, view: View) -> None:
+        if view.epoch <= self._state.view.epoch:
+            return
+        self._agreement.adopted(view)
+        self._feed(recovery.ViewSeen(view))
+        if self.group in view.live:
+            self._history.set_writer(self.group == min(view.live))
+            self._record_view(view)
+            self._interruptions.adopted(view)
+
+    def _record_view(self, view: View) -> None:
+        self._history.record("view", **view.to_json())
+
+    def _record_step(self, duration_s: float) -> None:
+        view, result = self._committed_under, self._rank.result
+        self._history.record(
+            "step",
+            step=result.step,
+            loss=result.loss,
+            microbatches=result.microbatches,
+            epoch=view.epoch,
+            live=list(view.live),
+            duration_s=round(duration_s, 6),
+        )

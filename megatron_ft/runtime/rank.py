@@ -1,0 +1,321 @@
+"""What one rank does with its engine and its communicators, whoever orders it; it decides nothing.
+
+The leader of a group (``runtime.leader``) and its followers (``runtime.follower``) both drive one. The training thread calls
+everything here but :meth:`Rank.hear` and :meth:`Rank.lose`, which the watcher's thread does: they abort the communicators
+that the news concern, so a training thread that waits in a collective returns within milliseconds.
+
+Failures it assumes: any operation between groups may fail (``Broken``: the epoch is over) or, inside the group, end the
+group (``Lost``). News may come before what they concern: they are kept, and looked at when a view's communicator stands.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ft.core import detector
+from megatron_ft.data.order import microbatch_seed
+from megatron_ft.data.prefetch import Dataset, Prefetcher
+from megatron_ft.engines.base import Engine, Ready, StepResult
+from megatron_ft.runtime import transfer
+from megatron_ft.runtime.agreement import Agreement
+from megatron_ft.runtime.communicator import Broken, Communicator
+from megatron_ft.runtime.connect import Connector
+from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.runtime.finite import NonFinite
+from megatron_ft.runtime.history import History
+from megatron_ft.runtime.inner import Inner
+from megatron_ft.runtime.points import Points
+from megatron_ft.runtime.pulse import Pulse
+from megatron_ft.runtime.reduction import Reduction
+from megatron_ft.runtime.shared import SharedGradients
+from megatron_ft.runtime.store import ControlStore
+from megatron_ft.runtime.timeline import Timeline
+from megatron_ft.types import Bucket, Microbatch, View
+
+
+class Rank:
+    """One of the ``size`` ranks of a group, at ``position``. ``result`` is of the last step committed here."""
+
+    def __init__(self, env: RankEnvironment, store: ControlStore, agreement: Agreement, history: History) -> None:
+        self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
+        self.agreement, self.history = agreement, history
+        self.points = Points.from_env(env.group, env.position, env.run_dir)
+        self.pulse = Pulse.from_env()
+        self.timeline = Timeline(env.run_dir, env.group, env.position)
+        self.inner: Inner | None = None
+        self.result: StepResult | None = None
+        self.lost_because = ""
+        self._config, self._settings = env.config, env.config.fault_tolerance
+        self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
+        self._connector = Connector(env, store, agreement)
+        self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
+        self._engine: Engine | None = None
+        self._reduction: Reduction | None = None
+        self._shared: SharedGradients | None = None
+        self._outer: Communicator | None = None
+        self._view: View | None = None
+        self._heard: list[detector.Verdict] = []
+        self._lock = threading.Lock()
+        self._told = -1
+
+    def join(self, inner: Inner) -> None:
+        """The group's ranks have met."""
+        self.inner = inner
+        if self.lost_because:  # one was gone again before that line
+            inner.abort()
+
+    def attach(self, engine: Engine) -> None:
+        """Before the first step."""
+        self._engine = engine
+        self._shared = None if self.inner is None else SharedGradients(engine, self.inner)
+        settings = self._settings
+        overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
+        self._reduction = Reduction(self._shared or engine, self.points, dtype=settings.reduce_dtype, overlap=overlap)
+
+    @property
+    def num_buckets(self) -> int:
+        return self._engine.num_buckets
+
+    # --- news, in the watcher's thread --------------------------------------------------------------------------------
+
+    def hear(self, verdict: detector.Verdict) -> None:
+        """Unblock the training thread if it waits for somebody who is gone."""
+        with self._lock:
+            if verdict.heard:
+                self._heard = [earlier for earlier in self._heard if earlier.silent != verdict.silent]
+                return
+            self._heard.append(verdict)
+            if self._outer is not None and concerns(verdict, self._view):
+                self._outer.abort()
+
+    def lose(self, reason: str) -> None:
+        """Another rank of this group is gone: nothing that this one waits for will come."""
+        self.lost_because = self.lost_because or reason
+        inner = self.inner
+        if inner is not None:
+            inner.abort()
+        with self._lock:
+            if self._outer is not None:
+                self._outer.abort()
+
+    def concerned(self, view: View) -> bool:
+        """Whether something that was heard so far ends the epoch of ``view``."""
+        with self._lock:
+            return any(concerns(verdict, view) for verdict in self._heard)
+
+    def tell_broken(self, epoch: int, reason: str) -> None:
+        """Tell all groups, once, that ``epoch`` is over."""
+        if epoch > self._told:
+            self._told = epoch
+            self.agreement.announce(detector.Reset(epoch, self.group, reason))
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        step: int,
+        dataset: Dataset,
+        own: Sequence[Microbatch],
+        stack: Sequence[Microbatch],
+        following: Sequence[Microbatch],
+    ) -> None:
+        """A step starts; the microbatches are what the group needs, may need, and will need in the next step."""
+        self._engine.begin_step()
+        self._prefetcher.begin(dataset, self._part(own), self._part(stack), self._part(following))
+        self.points.reach("begin", step)
+
+    def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        return microbatches[self.position :: self.size]
+
+    def compute(self, microbatch: Microbatch, patch: bool, ahead: Ready | None = None) -> tuple[bool, float]:
+        """Forward and backward of one; whether its samples were in memory, and the seconds it took."""
+        step = microbatch.step
+        if patch:
+            self.points.reach("patch", step)
+        started = time.monotonic()
+        with self.timeline.span("patch" if patch else "compute"):
+            batch, prefetched = self._prefetcher.get(microbatch)
+            seed = microbatch_seed(self._settings.seed, microbatch)
+            self._engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
+            self.points.corrupt(step, self._engine)
+            self._nonfinite.computed(microbatch, self._engine, self._members() > self._settings.min_groups)
+        self.pulse.advance()
+        return prefetched, time.monotonic() - started
+
+    def _members(self) -> int:
+        """How many groups the present view has."""
+        return len(self._view.live) if self._view is not None else self._config.groups
+
+    def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
+        """What to call with the buckets that are complete before the last microbatch is."""
+        return self._reduction.ahead(self._outer, step, buckets)
+
+    # --- between groups -----------------------------------------------------------------------------------------------
+
+    def connect(self, view: View, step: int, interrupted: Callable[[], bool]) -> bool:
+        """Build the communicator of ``view``; False when ``interrupted`` became true first. Raises ``Broken``."""
+        if self._view == view and self._outer is not None:  # built before another rank of the group was interrupted
+            return True
+        self.points.reach("connect", step)
+        outer = self._connector.connect(view, interrupted)
+        if outer is None:
+            return False
+        with self._lock:
+            self._outer, self._view = outer, view
+            self._heard = [verdict for verdict in self._heard if verdict.broken is None or verdict.broken >= view.epoch]
+        if self.concerned(view):
+            outer.abort()
+        return True
+
+    def close_epoch(self) -> None:
+        """Nothing of the present epoch finishes here any more."""
+        with self._lock:
+            outer, self._outer = self._outer, None
+        if outer is not None:
+            outer.close()
+            self._reduction.drop()
+
+    def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
+        """Sum ``buckets`` over the members of the epoch; ``done`` is called with each that is, in order.
+
+        Raises ``Broken``; where the group has several ranks, after all of them have ended what they were at.
+        """
+        self.timeline.write(step, self._outer.epoch)
+        with self.timeline.span("reduce"):
+            if self._shared is None:
+                self._reduction.reduce(self._outer, step, buckets, done)
+            else:
+                self._reduce_together(step, buckets, done)
+
+    def _reduce_together(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
+        self._shared.collect(buckets)
+        final: set[Bucket] = set()
+        try:
+            self._reduction.reduce(self._outer, step, self._shared.mine(buckets), final.add)
+        except Broken as error:
+            self._say_broken(error)
+        flags = torch.tensor([bucket in final for bucket in buckets], dtype=torch.int64)
+        self.inner.sum(flags)
+        for bucket, flag in zip(buckets, flags.tolist(), strict=True):
+            if flag:
+                self._shared.spread(bucket)
+                done(bucket)
+        if not flags.all():
+            raise Broken("a rank of the group could not finish its reductions")
+
+    def _say_broken(self, error: Broken) -> None:
+        """The other groups' ranks at this position may wait for this one; the leader hears of it only later."""
+        if not self.concerned(self._view):
+            self.tell_broken(self._view.epoch, f"rank {self.position}: {error}")
+
+    def transfer(self, view: View) -> None:
+        """Hand over or take what the view says, in an order that cannot deadlock: state first, buckets ascending.
+
+        All ranks of a group take what they got, or none of them does. Raises ``Broken``.
+        """
+        received, broken = None, None
+        try:
+            received = self._exchange(view)
+        except Broken as error:
+            broken = error
+        if self._shared is not None:
+            if broken is not None:
+                self._say_broken(broken)
+            if not self.inner.least(broken is None):
+                raise Broken("a rank of the group could not finish the view's transfers")
+            for bucket, lacking in view.missing.items():
+                if self.group in lacking:
+                    self._shared.spread(bucket)
+        elif broken is not None:
+            raise broken
+        if received is not None:
+            self._load_state(received)
+
+    def _exchange(self, view: View) -> Mapping[str, Any] | None:
+        outer, received = self._outer, None
+        if self.group == view.source:
+            for group in view.behind:
+                transfer.send_state(outer, self._full_state(), group)
+        elif self.group in view.behind:
+            received = transfer.receive_state(outer, view.source)
+        for bucket, lacking in view.missing.items():
+            if self._shared is not None and self._shared.owner(bucket) != self.position:
+                continue
+            if self.group == view.final[bucket]:
+                for group in lacking:
+                    outer.send(self._engine.reduced(bucket), group, bucket).wait()
+            elif self.group in lacking:
+                self._receive_bucket(bucket, view.final[bucket])
+        return received
+
+    def _receive_bucket(self, bucket: Bucket, owner: int) -> None:
+        try:
+            self._outer.receive(self._engine.reduced(bucket), owner, bucket).wait()
+        except Broken:
+            self._engine.replace_reduced(bucket)  # whatever may still arrive there
+            raise
+
+    def _full_state(self) -> Mapping[str, Any]:
+        result = self.result
+        return {
+            "engine": self._engine.state(),
+            "result": None if result is None else [result.step, result.loss, result.microbatches, result.gradient_norm],
+        }
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self._engine.load_state(state["engine"])
+        if state["result"] is not None:
+            self.result = StepResult(*state["result"])
+
+    # --- the step's end -----------------------------------------------------------------------------------------------
+
+    def update(self, step: int) -> StepResult:
+        """Commit the step here."""
+        with self.timeline.span("update"):
+            self.result = self._engine.update(
+                step, self._config.microbatches, lambda point: self.points.reach(point, step)
+            )
+        self.pulse.advance()
+        return self.result
+
+    def end_step(self, epoch: int) -> None:
+        """The step is committed and recorded. Raises ``RunStopped`` when the run must not go on after it."""
+        self.timeline.write(self.result.step, epoch)
+        self._nonfinite.check(self.result, self._engine)
+
+    def share_state(self) -> None:
+        """Make the other ranks of the group stand where its leader stands."""
+        if self.position == 0:
+            for position in range(1, self.size):
+                self.inner.hand_over(lambda peer, to=position: transfer.send_state(peer, self._full_state(), to))
+        else:
+            self._load_state(self.inner.hand_over(lambda peer: transfer.receive_state(peer, 0)))
+
+    def fingerprint(self) -> tuple[float, str]:
+        """L2 norm and sha256 of the parameters. Raises ``AssertionError`` where the group's ranks do not agree on them."""
+        norm, sha256 = self._engine.fingerprint()
+        if self.inner is not None:
+            said = torch.tensor(list(bytes.fromhex(sha256)), dtype=torch.uint8)
+            self.inner.share(said, 0)
+            leader = bytes(said.tolist()).hex()
+            assert leader == sha256, f"rank {self.position} of group {self.group} has parameters {sha256}, rank 0 {leader}"
+        return norm, sha256
+
+    def close(self) -> None:
+        """No step follows."""
+        self._prefetcher.close()
+
+
+def concerns(verdict: detector.Verdict, view: View) -> bool:
+    """Whether the verdict ends the epoch of this view; the core will say so too."""
+    if verdict.silent is not None:
+        return all(set(unit) & set(view.live) for unit in verdict.silent)
+    if verdict.dead is not None:
+        seated = verdict.dead in view.live and verdict.incarnation >= view.incarnations.get(verdict.dead, 0)
+        return seated and verdict.after is None
+    return verdict.broken == view.epoch

@@ -1,0 +1,156 @@
+"""Groups of several ranks: whichever of them dies, wherever, its group is out and the others keep the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_ft.faults import inject
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+GROUPS, RANKS = 3, 2
+
+
+def start(directory, data_dir, holds=(), **options) -> support.Run:
+    return support.start(directory, data_dir, holds, groups=GROUPS, extra=["--ranks-per-group", RANKS], **options)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, data_dir) -> support.Run:
+    """The same job with one rank per group and without failures."""
+    run = support.start(tmp_path_factory.mktemp("alone") / "run", data_dir, groups=GROUPS)
+    run.check()
+    return run
+
+
+def follower(group: int, point: str, bucket: int | None = None, step: int = 3) -> Hold:
+    return Hold(group, step, point, bucket, position=1)
+
+
+STORIES = {
+    "a follower, in a backward": [follower(1, "backward")],
+    "a follower, in the all-reduce of the first bucket it owns": [follower(2, "reduce", 1)],
+    "a follower, between two of its buckets": [follower(0, "bucket", 1)],
+    "a follower of the group that writes the history, during the update": [follower(0, "update")],
+    "a follower, before the models are equal": [follower(1, "connect", step=0)],
+    "a leader, in a backward": [Hold(1, 3, "backward")],
+    "a leader, in the all-reduce of the last bucket": [Hold(2, 3, "reduce", 6)],
+    "a leader, during the update": [Hold(0, 3, "update")],
+    "both ranks of a group": [Hold(1, 3, "backward"), follower(1, "backward")],
+    "a follower while it patches for another group": [Hold(2, 3, "backward"), follower(1, "patch")],
+    "a follower while the new communicators are built": [follower(2, "reduce", 1), follower(1, "connect")],
+    "after the last step": [follower(1, "update", step=support.STEPS - 1), Hold(0, support.STEPS, "finish")],
+}
+
+
+def test_ranks_that_share_a_group_train_the_same_model(tmp_path, data_dir, alone):
+    run = start(tmp_path / "run", data_dir)
+    run.check(alone)
+    assert not run.events("fault") and not run.events("recovery")
+    for group in range(GROUPS):
+        lines = [(run.directory / "logs" / f"g{group}.p{position}.log").read_text() for position in range(RANKS)]
+        assert lines[0] == lines[1], "every rank's script sees the same results"
+
+
+@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
+def test_one_dead_rank_takes_its_group_out_and_costs_no_step(tmp_path, data_dir, alone, holds):
+    run = start(tmp_path / "run", data_dir, holds)
+    run.strike(*holds)
+    run.check(alone)
+    lost = {hold.group for hold in holds}
+    assert [line["group"] for line in run.events("survivor")] == sorted(set(range(GROUPS)) - lost)
+    assert {(line["group"], line["position"]) for line in run.events("fault")} == {(h.group, h.position) for h in holds}
+    dead = {(hold.group, hold.position) for hold in holds}
+    for group, position in {(group, position) for group in lost for position in range(RANKS)} - dead:
+        log = (run.directory / "logs" / f"g{group}.p{position}.log").read_text()
+        assert f"group {group} is out: " in log and f"rank {position} waits" in log, "a healthy rank waits, nothing kills it"
+        assert "SIGKILL" in log, "and knows what took its group out"
+
+
+def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
+    """Its leader is stuck behind it in the group; the agent names the stopped rank, and all others go on."""
+    hold = follower(1, "forward")
+    run = start(tmp_path / "run", data_dir, [hold], detector={"stopped_timeout_s": 0.5})
+    support.wait_for(lambda: any(1 not in line["live"] for line in run.events("step")), run)
+    frozen = inject.pid_of(run.directory, 1, 1)
+    os.kill(frozen, signal.SIGCONT)
+    run.check(alone)
+    assert [(line["group"], line["position"], line["pid"]) for line in run.events("fault")] == [(1, 1, frozen)]
+    for position in range(RANKS):
+        assert "is stopped" in (run.directory / "logs" / f"g1.p{position}.log").read_text()
+
+
+def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data_dir, alone):
+    hold = follower(2, "backward")
+    run = start(tmp_path / "run", data_dir, [hold])
+    support.wait_for(lambda: (pid := inject.pid_of(run.directory, 2, 1)) is not None and inject.is_stopped(pid), run)
+    pid = inject.pid_of(run.directory, 2, 1)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGCONT)
+    run.check(alone)
+    ((group, after, reason),) = [(line["group"], line["after"], line["reason"]) for line in run.events("leave")]
+    assert group == 2 and after >= 3 and "SIGTERM" in reason
+    assert not run.events("fault")
+    assert sum(line["patched"] for line in run.events("recovery")) <= support.PER_GROUP
+
+
+OWN_GROUP = """
+import os, runpy, sys, threading
+import torch, torch.distributed as dist
+import megatron_ft
+from megatron_ft.runtime.session import Session
+
+group, position = int(os.environ["MEGATRON_FT_GROUP"]), int(os.environ["RANK"])
+where = os.path.join(os.environ["MEGATRON_FT_RUN_DIR"], f"meet{group}")
+dist.init_process_group("gloo", init_method=f"file://{where}", rank=position, world_size=int(os.environ["WORLD_SIZE"]))
+plain, dogs = Session.train_step, []
+
+def train_step(self, *args):
+    if not dogs:
+        dogs.append(self.watch({"tp": dist.group.WORLD}, timeout_s=3.0))
+    result = plain(self, *args)
+    if (group, position, result.step) == (1, 1, 3):
+        threading.Event().wait()  # a bug of the user's: it never gets to the collective
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    dogs[0].watch(work, f"tp all-reduce of step {result.step}")
+    work.wait()
+    return result
+
+Session.train_step = train_step
+sys.path.insert(0, os.path.dirname(TRAIN))
+runpy.run_path(TRAIN, run_name="__main__")
+"""
+
+
+def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, data_dir, alone):
+    script = tmp_path / "train.py"
+    script.write_text(OWN_GROUP.replace("TRAIN", repr(str(support.SCRIPT))))
+    run = start(tmp_path / "run", data_dir, script=script)
+    run.check(alone)
+    (view,) = [line for line in run.events("view") if line["lost"]]
+    assert list(view["lost"]) == ["1"]
+    assert "tp all-reduce of step 3: not ended after" in view["lost"]["1"] and "rank 0 on" in view["lost"]["1"]
+    assert "tp all-reduce of step 2: ended" in view["lost"]["1"], "the last collectives are part of the reason"
+
+
+def test_all_groups_broken_is_the_end_and_says_why(tmp_path, data_dir):
+    """Healthy ranks wait for their group only as long as there is a run that it could come back to."""
+    holds = [follower(group, "backward") for group in range(GROUPS)]
+    run = start(tmp_path / "run", data_dir, holds)
+    run.strike(*holds)
+    said = run.finish()
+    assert run.process.returncode != 0
+    assert "SIGKILL" in said and "Traceback" not in said, said
+
+
+def test_buckets_in_bf16_are_summed_in_fp32_inside_a_group(tmp_path, data_dir, alone):
+    hold = follower(1, "bucket", 1)
+    run = start(tmp_path / "run", data_dir, [hold], reduce_dtype="bf16")
+    run.strike(hold)
+    assert "all 8 steps done" in run.finish(), run.logs()
+    losses = {line["step"]: line["loss"] for line in run.events("step")}
+    expected = {line["step"]: line["loss"] for line in alone.events("step")}
+    assert all(abs(losses[step] / expected[step] - 1) < 1e-3 for step in expected)
