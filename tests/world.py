@@ -5,6 +5,7 @@ assumptions of ``core.recovery``: notices arrive at any time, a dead group's las
 survivors and not at others, groups run at any relative speed, any group may die between any two actions.
 
 What it checks at every update: the value of each bucket is the sum over exactly the step's N*G microbatches, each once.
+And whenever two groups work on the same step of the same view: that they follow the same plan, whoever is slow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megatron_ft.core import recovery
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.recovery import GroupState, Job
 from megatron_ft.core.scheduler import microbatches_of_step
-from megatron_ft.types import Microbatch, Report, View
+from megatron_ft.core.stragglers import Speeds
+from megatron_ft.types import Assignment, GroupId, Microbatch, Report, View
 
 Value = frozenset[Microbatch]
 
@@ -29,6 +31,7 @@ class Group:
     local: list[set[Microbatch]]
     reduced: dict[int, Value] = field(default_factory=dict)
     committed: list[tuple[Value, ...]] = field(default_factory=list)
+    measured: dict[GroupId, float] = field(default_factory=dict)  # what came with bucket 0
     notices_seen: int = 0
 
 
@@ -37,14 +40,20 @@ class World:
 
     def __init__(self, job: Job, seed: int = 0, log: list[str] | None = None) -> None:
         self.job, self.rng, self.log = job, random.Random(seed), log
+        self.seed = seed
+        self.rates: dict[int, float] = {}  # seconds per microbatch, 1 for who is not in it
+        self.erratic = False  # instead, random ones
+        self.poison: Microbatch | None = None  # kills whoever computes it
+        self.plans: dict[tuple[int, int], tuple[Assignment, Speeds]] = {}  # (epoch, step) -> what all must agree on
         self.views: dict[int, View] = {0: first_view(job.shards)}
         self.reports: dict[int, dict[int, Report]] = {}
         self.notices: list[recovery.Event] = []
         self.seekers: dict[int, int] = {}  # warm groups that asked for a seat, with their incarnation
         self.starts: dict[int, int] = {}  # group -> its newest incarnation
         self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
+        self.times: dict[tuple[int, int], dict[int, float]] = {}  # (epoch, step) -> seconds that come with bucket 0
         self.connected: dict[int, set[int]] = {}
-        self.sent: dict[tuple[int, int], tuple[int, list, dict[int, Value]]] = {}
+        self.sent: dict[tuple[int, int], tuple[int, list, dict[int, Value], dict[int, float], Speeds]] = {}
         self.alive: dict[int, Group] = {}
         for me in range(job.shards):
             state = recovery.start(me, job, self.views[0])
@@ -57,12 +66,13 @@ class World:
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
-    def kill(self, me: int) -> None:
+    def kill(self, me: int, computing: Microbatch | None = None) -> None:
         """The process is gone. Its agent notices; who hears of it when is up to the schedule."""
-        self.say(f"{me} dies")
+        how = "SIGKILL" if computing is None else f"exit code 1 in microbatch {computing}"
+        self.say(f"{me} dies" if computing is None else f"{me} dies of microbatch {computing}")
         self.frozen.discard(me)
         self.ended[me] = self.alive.pop(me)
-        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", self.starts.get(me, 0)))
+        self.notices.append(recovery.Died(me, f"group {me} ended with {how}", self.starts.get(me, 0), computing))
 
     def accuse(self, me: int) -> None:
         """Everybody is told that the group is dead; it is not."""
@@ -155,11 +165,15 @@ class World:
 
     def feed(self, me: int, event: recovery.Event) -> None:
         group = self.alive[me]
-        was_stopped = group.state.stopped
+        before = group.state
         group.state, actions = recovery.step(group.state, event, now=self.now)
         group.action = actions[-1]
-        if group.state.stopped != was_stopped:
+        if group.state.stopped != before.stopped:
             self.say(f"{me} stops: {group.state.stopped}")
+            if "same microbatch" in group.state.stopped:  # it has a seat, so its agent is heard
+                self.notices.append(recovery.Died(me, f"group {me} ended by itself", self.starts.get(me, 0)))
+        if group.state.plan is not before.plan:
+            self.compare_plans(group.state)
         for action in actions:
             if isinstance(action, recovery.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
@@ -170,6 +184,21 @@ class World:
             elif isinstance(action, recovery.Propose):
                 self.propose(me, action.view)
                 return
+
+    def compare_plans(self, state: GroupState) -> None:
+        """Who has the state that the step starts from plans it like everybody else."""
+        if not state.synced or state.stopped:
+            return
+        mine = {group: state.plan.of(group) for group in state.plan.assignment}, state.speeds
+        others = self.plans.setdefault((state.view.epoch, state.step), mine)
+        assert mine == others, f"group {state.me} plans step {state.step} as {mine}, others as {others}"
+
+    def seconds(self, me: int, step: int) -> float:
+        """What the group measures, which has nothing to do with when it acts."""
+        if not self.erratic:
+            return self.rates.get(me, 1.0)
+        lasting, passing = (random.Random(f"{self.seed} {me} {of}") for of in (self.starts.get(me, 0), step))
+        return lasting.choice([1, 1, 1, 3]) * passing.choice([1, 1, 1, 2, 5]) * passing.uniform(1.0, 1.3)
 
     def propose(self, me: int, view: View) -> None:
         if not self.store_up:
@@ -204,6 +233,9 @@ class World:
         return handler(me, group, action)
 
     def _compute(self, me: int, group: Group, action: recovery.Compute) -> bool:
+        if action.microbatch == self.poison:
+            self.kill(me, computing=self.poison)
+            return True
         for bucket in group.local:
             assert action.microbatch not in bucket
             bucket.add(action.microbatch)
@@ -223,13 +255,15 @@ class World:
     def _transfer(self, me: int, group: Group, action: recovery.Transfer) -> bool:
         view = action.view
         if me == view.source or me in view.final.values():
-            self.sent[view.epoch, me] = (group.state.step, list(group.committed), dict(group.reduced))
+            committed, reduced, state = list(group.committed), dict(group.reduced), group.state
+            self.sent[view.epoch, me] = (state.step, committed, reduced, dict(group.measured), state.speeds)
         needs = {view.source} if me in view.behind else set()
         needs |= {owner for bucket, owner in view.final.items() if me in view.missing.get(bucket, ())}
         if any((view.epoch, owner) not in self.sent for owner in needs):
             return False
+        speeds = None
         if me in view.behind:
-            step, committed, _ = self.sent[view.epoch, view.source]
+            step, committed, _, _, speeds = self.sent[view.epoch, view.source]
             if step > group.state.step:
                 self.say(f"{me} takes the state of step {step - 1} from {view.source}")
                 self.reset_step(group)
@@ -240,7 +274,9 @@ class World:
             if me in view.missing.get(bucket, ()):
                 self.say(f"{me} takes bucket {bucket} from {owner}")
                 group.reduced[bucket] = self.sent[view.epoch, owner][2][bucket]
-        self.feed(me, recovery.Transferred(view.epoch))
+                if bucket == 0:
+                    group.measured = dict(self.sent[view.epoch, owner][3])
+        self.feed(me, recovery.Transferred(view.epoch, speeds))
         return True
 
     def _reduce(self, me: int, group: Group, action: recovery.Reduce) -> bool:
@@ -253,6 +289,8 @@ class World:
                 count = Counter(m for value in values.values() for m in value)
                 assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
                 group.reduced[bucket] = frozenset(count)
+                if bucket == 0:
+                    group.measured = dict(self.times[key[:2]])
                 self.say(f"{me} sees bucket {bucket} finish")
                 self.feed(me, recovery.Reduced(bucket))
                 return True
@@ -264,6 +302,9 @@ class World:
         for bucket in group.action.buckets:
             values = self.arrived.setdefault((group.state.view.epoch, group.action.step, bucket), {})
             values.setdefault(me, frozenset(group.local[bucket]))
+            if bucket == 0 and group.local[0]:
+                times = self.times.setdefault((group.state.view.epoch, group.action.step), {})
+                times.setdefault(me, self.seconds(me, group.action.step))
 
     def _update(self, me: int, group: Group, action: recovery.Update) -> bool:
         expected = frozenset(microbatches_of_step(action.step, self.job.shards, self.job.per_shard))
@@ -272,9 +313,10 @@ class World:
             assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
         assert len(group.committed) == action.step
         group.committed.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
+        measured = group.measured
         self.reset_step(group)
         self.say(f"{me} commits step {action.step}")
-        self.feed(me, recovery.Updated(action.step))
+        self.feed(me, recovery.Updated(action.step, measured))
         return True
 
     def _awaitview(self, me: int, group: Group, action: recovery.AwaitView) -> bool:
@@ -299,6 +341,7 @@ class World:
     def reset_step(self, group: Group) -> None:
         group.local = [set() for _ in range(self.job.buckets)]
         group.reduced = {}
+        group.measured = {}
 
     # --- schedules ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +374,10 @@ class World:
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
         """
+        self.erratic = True
         for _ in range(max_turns):
+            if not self.alive:
+                return
             if kills and len(self.alive) > 1 and self.rng.random() < 0.02:
                 kills -= 1
                 self.kill(self.rng.choice(sorted(self.alive)))
@@ -395,7 +441,8 @@ class World:
         for me, group in self.alive.items():
             if group.state.stopped:
                 assert not isinstance(group.action, recovery.Update)
-                assert "outside view" in group.state.stopped or "min_groups" in group.state.stopped
+                reasons = ("outside view", "min_groups", "died computing the same microbatch")
+                assert any(reason in group.state.stopped for reason in reasons)
                 continue
             assert isinstance(group.action, recovery.Finish), f"group {me} is stuck in {group.action}"
             assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"

@@ -246,10 +246,12 @@ def _by_time(
     limits = dict(zip(members, _limits(shards * per_shard, speed, tested), strict=True))
     pace = dict(zip(members, speed, strict=True))
     keeps = {group: min(limits[group], per_shard) if group < shards else 0 for group in members}
-    idle = [group for group, test in zip(members, tested, strict=True) if test and not keeps[group]]
+    least = dict(zip(members, tested, strict=True))
+    idle = [group for group in members if keeps[group] < least[group]]
     for _ in range(len(idle) - (shards * per_shard - sum(keeps.values()))):
-        richest = max(members, key=lambda group: (keeps[group] / pace[group], -group))
-        keeps[richest] -= 1
+        givers = [group for group in members if keeps[group] > least[group]]
+        if givers:
+            keeps[max(givers, key=lambda group: (keeps[group] / pace[group], -group))] -= 1
     loads = {group: [(group, index) for index in range(keep)] for group, keep in keeps.items()}
     pool = [(shard, index) for shard in range(shards) for index in range(keeps.get(shard, 0), per_shard)]
     for group in idle[: len(pool)]:

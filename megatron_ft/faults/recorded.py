@@ -16,7 +16,7 @@ from megatron_ft.config import RunConfig, placement_of
 from megatron_ft.core.recovery import Job
 from megatron_ft.errors import FTError
 from megatron_ft.runtime import history
-from megatron_ft.types import View
+from megatron_ft.types import GroupId, View
 
 _NEEDED = {
     "begin": ("steps", "microbatches", "buckets"),
@@ -54,6 +54,12 @@ class Record:
     steps: tuple[Line, ...]
     ended: bool
     torn: int = 0
+
+    @property
+    def measured(self) -> dict[int, dict[GroupId, float]]:
+        """By step, the seconds per microbatch of each group that computed; empty in a run that did not measure."""
+        lines = ((line.fields["step"], line.fields.get("measured") or {}) for line in self.steps)
+        return {step: {int(group): float(s) for group, s in seconds.items()} for step, seconds in lines}
 
     @classmethod
     def load(cls, run_dir: Path) -> Record:
@@ -128,6 +134,16 @@ def _check(line: Line, needed: Iterable[str], path: str) -> None:
                 f"{path} line {line.number}: this {line.fields['event']!r} line {said}; it is damaged or of another "
                 f"version (docs/run-record.md has the fields)"
             )
+    measured = line.fields.get("measured") or {}
+    try:
+        sound = all(int(group) >= 0 and float(seconds) >= 0 for group, seconds in measured.items())
+    except _DAMAGE:
+        sound = False
+    if not sound:
+        raise RecordError(
+            f"{path} line {line.number}: measured is {measured!r}; it must give the seconds of a microbatch for each "
+            f"group, the line is damaged or of another version (docs/run-record.md has the fields)"
+        )
 
 
 def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:

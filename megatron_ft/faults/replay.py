@@ -3,7 +3,8 @@
 A view line holds the decision and the reports it was made from. In between, a group does nothing but what core asks of
 it, so one machine per group can be walked, by core's own orders, from every view to where its next report says it
 stood. There it hears what the record says ended the epoch, and must report and propose exactly what is recorded. What
-was an input (who died, who asked, why) is taken from the record; everything else is decided again.
+was an input (who died, who asked, why, how fast the groups were) is taken from the record; everything else is decided
+again.
 
 A lost group leaves no report. Whether it still wrote a line before it died is not known, so such a line is compared
 with what the group would have written there, and is not missed when it is absent.
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from megatron_ft.core import membership, protocol, recovery, scheduler
+from megatron_ft.core import membership, protocol, recovery, scheduler, stragglers
 from megatron_ft.core.recovery import GroupState
 from megatron_ft.faults.recorded import Line, Record
 from megatron_ft.types import GroupId, Microbatch, Report, View
@@ -74,6 +75,24 @@ class _Differs(Exception):
         self.difference = Difference(*difference)
 
 
+class _Past:
+    """How fast the groups were in the steps the run committed: an input of every group, and the same for all."""
+
+    def __init__(self, record: Record) -> None:
+        self.measured = record.measured
+        self._job = record.job
+        self._known = [stragglers.Speeds()]
+
+    def speeds(self, step: int) -> stragglers.Speeds:
+        """What belongs to the state that ``step`` starts from."""
+        for done in range(len(self._known) - 1, step):
+            seconds, job = self.measured.get(done, {}), self._job
+            self._known.append(
+                stragglers.observe(self._known[done], seconds, job.straggler_factor, job.straggler_steps)
+            )
+        return self._known[step]
+
+
 # --- one group --------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +107,7 @@ class _Machine:
     """
 
     state: GroupState
+    past: _Past
     committed: Callable[[GroupState, int], None]
     counted: set[frozenset[Microbatch]] = field(default_factory=lambda: {frozenset()})
     recoveries: list[dict[str, Any]] = field(default_factory=list)
@@ -101,7 +121,7 @@ class _Machine:
         self.recoveries, self.resumed = [], False
         at, action = self.state, recovery.next_action(self.state)
         while not _resumes(at, action):
-            event = _obey(action)
+            event = _obey(action, self.past)
             if event is None:
                 return  # it has to stop
             at, (*_, action) = recovery.step(at, event, 0.0)
@@ -112,7 +132,7 @@ class _Machine:
         """Do what core asks until the group has arrived; False when that leads nowhere near."""
         action = recovery.next_action(self.state)
         while not arrived(self.state):
-            event = _obey(action, have(self.state))
+            event = _obey(action, self.past, have(self.state))
             if event is None:
                 return False
             if not self.resumed and _resumes(self.state, action):
@@ -141,7 +161,7 @@ class _Machine:
         if self.resumed:
             return
         at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (event := _obey(action, report.have)):  # the report cannot tell how far it had come
+        while stands(at) and (event := _obey(action, self.past, report.have)):  # the report cannot tell how far it had come
             at, (*_, action) = recovery.step(at, event, 0.0)
         if stands(at) and _resumes(at, action):
             self.resumed = None
@@ -161,7 +181,7 @@ class _Machine:
 
     def propose(self, silent: bool) -> list[View]:
         """What it proposes once it has looked again, and for long enough when somebody stays silent."""
-        patience_s, now = self.state.job.report_timeout_s, 0.0
+        patience_s, now = self.state.patience_s, 0.0
         self.state, actions = recovery.step(self.state, protocol.Tick(), now)
         while silent and self.state.waited_s < patience_s and not self.state.stopped:
             now += patience_s
@@ -169,7 +189,7 @@ class _Machine:
         return [action.view for action in actions if isinstance(action, protocol.Propose)]
 
 
-def _obey(action: protocol.Action, have: Collection | None = None) -> protocol.Event | None:
+def _obey(action: protocol.Action, past: _Past, have: Collection | None = None) -> protocol.Event | None:
     """Core's order carried out; None where there is none, or it would lead past a report with the buckets ``have``."""
     match action:
         case protocol.Compute(microbatch=microbatch):
@@ -177,12 +197,12 @@ def _obey(action: protocol.Action, have: Collection | None = None) -> protocol.E
         case protocol.Connect(view=view):
             return protocol.Connected(view.epoch)
         case protocol.Transfer(view=view):
-            return protocol.Transferred(view.epoch)
+            return protocol.Transferred(view.epoch, past.speeds(view.step))
         case protocol.Reduce(buckets=buckets):
             wanted = [bucket for bucket in buckets if have is None or bucket in have]
             return protocol.Reduced(wanted[0]) if wanted else None
         case protocol.Update(step=step) if have is None:
-            return protocol.Updated(step)
+            return protocol.Updated(step, past.measured.get(step, {}))
     return None
 
 
@@ -218,6 +238,7 @@ def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> d
 class _Run:
     def __init__(self, record: Record) -> None:
         self.record, self.result = record, Replay()
+        self.past = _Past(record)
         self.machines: dict[GroupId, _Machine] = {}
         self.commits: dict[int, dict[GroupId, int]] = {}  # step -> group -> epoch
         self.planned: dict[int, int] = {}  # step -> microbatches of its plan
@@ -248,7 +269,7 @@ class _Run:
             if step not in self.planned:
                 self.planned[step] = sum(map(len, state.plan.assignment.values()))
 
-        self.machines[group] = _Machine(recovery.start(group, self.record.job, view), committed)
+        self.machines[group] = _Machine(recovery.start(group, self.record.job, view), self.past, committed)
 
     # --- views --------------------------------------------------------------------------------------------------------
 

@@ -708,6 +708,68 @@ def case_min_groups(world: World) -> Iterator[None]:
     assert [world.alive[me].state.stopped for me in (A, B)] == [why, why]
 
 
+def shares(world: World, me: int) -> dict[int, int]:
+    """How many microbatches of its present step each group has, as ``me`` plans it."""
+    plan = world.alive[me].state.plan
+    return {group: len(plan.of(group)) for group in plan.assignment}
+
+
+SLOW = {"per_shard": 3, "straggler_steps": 1}
+
+
+@in_job(**SLOW)
+def case_slow(world: World) -> Iterator[None]:
+    """D takes three times as long as the others: from the next step on it computes one microbatch of twelve."""
+    world.rates = {D: 3.0}
+    world.play(until=lambda: all(group.state.step == 1 for group in world.alive.values()))
+    assert all(shares(world, me) == {A: 4, B: 4, C: 3, D: 1} for me in (A, B, C, D))
+    yield
+    committed(world, A=2, B=2, C=2, D=2)
+
+
+@in_job(**SLOW)
+def case_slow_behind(world: World) -> Iterator[None]:
+    """D is slow, which shows in step 0; A has committed that and computes step 1 by a plan that spares D, when C dies: B
+    and D take A's state, and with it the knowledge of who is slow."""
+    world.rates = {D: 3.0}
+    everybody_reduces(world)
+    see(world, A, 4)
+    for _ in range(1 + 4):  # it updates, and computes four microbatches of step 1
+        world.act(A)
+    see(world, B, 2)
+    world.kill(C)
+    until_view(world, 1)
+    world.play(until=lambda: all(group.state.step == 1 and group.state.connected for group in world.alive.values()))
+    yield
+    committed(world, A=2, B=2, C=0, D=2)
+    assert all(world.alive[me].state.speeds.slow == {D: 3.0} for me in (A, B, D))
+    assert "0 computes 1/3.1" in world.log and sum(line.startswith("3 computes 1/3.") for line in world.log) == 1
+
+
+@in_job(**SLOW, steps=3)
+def case_slow_joins(world: World) -> Iterator[None]:
+    """D is slow, C dies and comes back: it enters with step 2 and plans like those who have seen how slow D is."""
+    world.rates = {D: 3.0}
+    world.kill(C)
+    world.play(until=lambda: all(group.state.step == 1 for group in world.alive.values()))
+    world.ask(C)
+    yield
+    committed(world, A=3, B=3, C=3, D=3)
+    assert world.alive[C].state.speeds.slow == {D: 3.0}
+    assert sum(line.startswith("3 computes 2/") for line in world.log) == 1
+
+
+def case_deadly(world: World) -> Iterator[None]:
+    """Nobody survives computing microbatch 0/3.0. D dies of it, then A, who took it over; B and C do not try it: all
+    stop, with the reason."""
+    world.poison = Microbatch(0, 3, 0)
+    yield
+    committed(world, A=0, B=0, C=0, D=0)
+    for me in (B, C):
+        why = world.alive[me].state.stopped
+        assert "groups 0 and 3 died computing the same microbatch 0/3.0" in why and "look at the samples" in why
+
+
 STORIES = {name: story for name, story in list(globals().items()) if name.startswith("case_")}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft.core import membership, recovery, scheduler
-from megatron_ft.core.recovery import GroupState
+from megatron_ft.core.recovery import GroupState, Transferred, Updated
 from megatron_ft.sim import group
 from megatron_ft.sim.group import Group
 from megatron_ft.sim.store import Store
@@ -240,6 +240,60 @@ def _(patch):
     patch.setattr(Group, "_gather", gather)
 
 
+# --- speeds ---------------------------------------------------------------------------------------------------------
+
+
+@mutation("who takes the state does not learn who is slow")
+def _(patch):
+    patch.setattr(recovery, "_transferred", lambda state, event: TRANSFERRED(state, Transferred(event.epoch)))
+
+
+@mutation("who takes the state plans on with what it knew before")
+def _(patch):
+    def transferred(state, event):
+        return replace(TRANSFERRED(state, event), plan=state.plan) if state.ahead is None else TRANSFERRED(state, event)
+
+    patch.setattr(recovery, "_transferred", transferred)
+
+
+@mutation("every group goes by its own clock")
+def _(patch):
+    def progress(state, event):
+        if isinstance(event, Updated):
+            event = Updated(event.step, {**event.measured, state.me: 2 * event.measured.get(state.me, 0.0)})
+        return PROGRESS(state, event)
+
+    patch.setattr(recovery, "_progress", progress)
+
+
+@mutation("a bucket that is fetched comes without the times")
+def _(patch):
+    def send(self, targets, key, value):
+        GROUP_SEND(self, targets, key, group.Sum(value.gradient) if key[0] == "bucket" else value)
+
+    patch.setattr(Group, "_send", send)
+
+
+@mutation("who is slow depends on who is a member")
+def _(patch):
+    def adopt(state, view):
+        new = ADOPT(state, view)
+        tracks = {group: track for group, track in new.speeds.tracks.items() if group in view.live}
+        return replace(new, speeds=replace(new.speeds, tracks=tracks))
+
+    patch.setattr(recovery, "_adopt", adopt)
+
+
+@mutation("a slow group gives away a microbatch that nobody takes")
+def _(patch):
+    def by_time(*arguments):
+        found = BY_TIME(*arguments)
+        largest = max(found, key=lambda group: len(found[group].get(group, ())))
+        return {**found, largest: {**found[largest], largest: found[largest].get(largest, [0])[1:]}}
+
+    patch.setattr(scheduler, "_by_time", by_time)
+
+
 def _change_views(patch, change):
     """Every view that is proposed is changed on its way, ``begun`` included."""
 
@@ -257,6 +311,10 @@ ADOPT = recovery._adopt
 PROPOSAL = recovery._proposal
 PATCH_PLAN = scheduler.patch_plan
 ADMIT = scheduler.admit
+BY_TIME = scheduler._by_time
+PROGRESS = recovery._progress
+TRANSFERRED = recovery._transferred
 GROUP_ADOPT = Group._adopt
 GROUP_RESET = Group.reset
 GROUP_GATHER = Group._gather
+GROUP_SEND = Group._send

@@ -37,10 +37,10 @@ def line(event, **fields):
     return {"event": event, "group": fields.pop("group", 0), "incarnation": 0, **fields}
 
 
-def commit(group, step=0, params="a", epoch=0, incarnation=0, sums=None):
+def commit(group, step=0, params="a", epoch=0, incarnation=0, sums=None, speeds=None):
     sums = [complete_sum(step, 2)] if sums is None else sums
     fields = {"group": group, "incarnation": incarnation, "epoch": epoch, "step": step}
-    return {"event": "commit", **fields, "params": params, "sums": sums}
+    return {"event": "commit", **fields, "params": params, "sums": sums, "speeds": speeds}
 
 
 SECOND = View(1, (0,), "1 is lost", step=1, lost={1: "killed"})
@@ -56,6 +56,10 @@ def test_a_good_history_has_no_violation():
     [
         (history(commit(0, 1, sums=[3])), "bucket 0: number 0 counts 3, not 0, number 2 counts 0, not 1, number 3 counts"),
         (history(commit(0, 1, "b"), commit(1, 1, "c")), "before step 2 the model is ['b', 'c']"),
+        (
+            history(commit(0, 1, "b", speeds={1: 2.0}), commit(1, 1, "b", speeds={})),
+            "group 1 commits step 1 with the speeds {}, others with {1: 2.0}",
+        ),
         (history(commit(0, 2, "b")), "group 0 commits step 2, it is at 1"),
         (history(commit(0, 1, "b"), commit(0, 2, "c")), "group 0 commits step 2, group 1 is at 1"),
         (history(commit(1, 1, "b", incarnation=3)), "group 1 (start 3) commits step 1 outside of view 0"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.detector import Ended, GivenUp, Leaving, Reset, Silent, from_json, judge, to_json
-from megatron_ft.types import Exit
+from megatron_ft.types import Exit, Microbatch
 
 numbers = st.integers(0, 10**6)
 exits = st.builds(
@@ -19,6 +19,7 @@ exits = st.builds(
     signal=st.none() | st.sampled_from(["SIGKILL", "SIGSEGV"]),
     code=st.none() | st.integers(0, 255),
     detail=st.text(),
+    microbatch=st.none() | st.sampled_from(["3/1.0", "torn/", ""]),
 )
 ends = st.builds(Ended, exits, numbers)
 resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
@@ -66,6 +67,24 @@ def test_a_death_is_a_verdict_against_one_incarnation_of_one_group(signal):
     how = signal.exit.signal or f"exit code {signal.exit.code}"
     for word in (f"rank {signal.exit.position}", signal.exit.host, f"pid {signal.exit.pid}", how, signal.exit.detail):
         assert word in verdict.reason
+
+
+@given(st.builds(Microbatch, numbers, numbers, numbers))
+def test_a_microbatch_reads_back(microbatch):
+    assert Microbatch.parse(str(microbatch)) == microbatch
+
+
+@given(ends)
+def test_a_microbatch_is_blamed_for_an_exception_only(signal):
+    """A signal comes from outside; a torn name accuses nothing."""
+    blamed = signal.exit.signal is None and signal.exit.microbatch == "3/1.0"
+    assert judge(signal).microbatch == (Microbatch(3, 1, 0) if blamed else None)
+
+
+def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
+    wire = {"kind": "ended", "incarnation": 0, "group": 1, "position": 0, "pid": 7, "host": "h", "signal": None, "code": 1}
+    assert judge(from_json(wire)).microbatch is None
+    assert "in microbatch 3/1.0 (" in str(Exit(1, 0, 7, "h", None, 1, "IndexError", "3/1.0"))
 
 
 @given(resets)

@@ -1,9 +1,12 @@
 """Property tests of the protocol core: random worlds, every step exact, every live group finishes."""
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core import recovery
 from megatron_ft.core.recovery import Job
+from megatron_ft.types import Microbatch
 from tests.world import World
 
 
@@ -12,27 +15,69 @@ from tests.world import World
     groups=st.integers(1, 5),
     per_shard=st.integers(1, 4),
     buckets=st.integers(1, 4),
-    steps=st.integers(1, 4),
+    steps=st.integers(1, 6),
     kills=st.integers(0, 4),
     joins=st.integers(0, 3),
     cuts=st.integers(0, 3),
     leaves=st.integers(0, 2),
+    patience=st.integers(1, 3),
 )
 @settings(max_examples=500, deadline=None)
-@example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0)
-@example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1)
-def test_every_step_is_exact_whoever_dies_or_enters(seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves):
-    world = World(Job(groups, per_shard, buckets, steps), seed)
+@example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3)
+@example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1)
+def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
+    seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience
+):
+    world = World(Job(groups, per_shard, buckets, steps, straggler_steps=patience), seed)
     world.run(kills, joins, cuts if groups > 1 else 0, leaves)
     world.check_end()
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    groups=st.integers(1, 5),
+    kills=st.integers(0, 2),
+    joins=st.integers(0, 3),
+    step=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_microbatch_kills_two_groups_at_most(seed, groups, kills, joins, step):
+    """Whatever else happens: when its second victim is known, all that would have to compute it stop."""
+    world = World(Job(groups, 2, 2, 4), seed)
+    world.poison = Microbatch(step, seed % groups, 1)
+    world.run(kills, joins)
+    victims = {event.group for event in world.notices if getattr(event, "microbatch", None)}
+    assert len(victims) <= 2
+    world.check_end()
+    for group in world.alive.values():
+        stopped = "died computing the same microbatch" in group.state.stopped
+        assert stopped == (len(victims) == 2) or len(group.committed) > step
+
+
+def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measured_is_found(monkeypatch):
+    """A planted bug that shows in these worlds only: in the simulated ones nobody comes to stand there."""
+    progress = recovery._progress
+
+    def blind(state, event):
+        catches_up = isinstance(event, recovery.Updated) and state.ahead is not None
+        return progress(state, recovery.Updated(event.step) if catches_up else event)
+
+    monkeypatch.setattr(recovery, "_progress", blind)
+    with pytest.raises(AssertionError, match="plans step"):
+        for seed in range(50):
+            World(Job(4, 2, 3, 4, straggler_steps=1), seed).run(kills=3, joins=2)
 
 
 def test_the_random_worlds_reach_the_hard_cases():
     """The property above is worth something only if its worlds really visit the rare states."""
     log: list[str] = []
+    slow = 0
     for seed in range(150):
-        World(Job(4, 2, 3, 3), seed, log).run(kills=3, joins=2, cuts=1, leaves=1)
+        world = World(Job(4, 2, 3, 3, straggler_steps=1), seed, log)
+        world.run(kills=3, joins=2, cuts=1, leaves=1)
+        slow += any(group.state.speeds.slow for group in world.alive.values())
     text = "\n".join(log)
     rarities = ("takes the state of", "takes bucket", "(patch)", "reports step 3 have []", "have [0, 1, 2]", "joined [5]")
     for rare in (*rarities, "hears nothing"):
         assert rare in text, f"no world reached: {rare}"
+    assert slow > 20

@@ -13,7 +13,7 @@ import pytest
 from megatron_ft import config
 from megatron_ft.core import recovery
 from megatron_ft.core.membership import first_view
-from megatron_ft.faults.recorded import Line, Record
+from megatron_ft.faults.recorded import Line, Record, RecordError
 from megatron_ft.faults.replay import replay
 from megatron_ft.runtime import history
 from megatron_ft.runtime.interruption import Interruptions
@@ -33,6 +33,7 @@ class RecordedWorld(World):
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps({"run_id": "world", **run.to_json()}))
         self.directory = directory
+        self.measured: dict[int, dict[str, float]] = {}
         self.books: dict[int, tuple[history.History, Interruptions]] = {}
         for me in self.alive:
             self.open(me, self.views[0])
@@ -66,7 +67,10 @@ class RecordedWorld(World):
         caught_up = isinstance(event, recovery.Transferred) and state.ahead and event.epoch == state.view.epoch
         if isinstance(event, recovery.Updated) or caught_up and not state.reported:
             live, count = list(state.view.live), self.job.microbatches
-            lines.record("step", step=state.step, microbatches=count, epoch=state.view.epoch, live=live)
+            if isinstance(event, recovery.Updated):
+                self.measured[state.step] = {str(group): seconds for group, seconds in sorted(event.measured.items())}
+            measured = {"measured": self.measured[state.step]} if self.job.straggler_factor else {}
+            lines.record("step", step=state.step, microbatches=count, epoch=state.view.epoch, live=live, **measured)
             account.begin_step()
         if state.reported:
             account.noticed()
@@ -104,15 +108,39 @@ def same(directory: Path) -> Record:
 
 
 def test_every_random_run_is_decided_again(tmp_path):
-    seen = {"final": 0, "behind": 0, "recoveries": 0}
+    seen = {"final": 0, "behind": 0, "recoveries": 0, "slow": 0}
     for seed in range(40):
-        a_run(tmp_path / str(seed), seed)
+        world = a_run(tmp_path / str(seed), seed)
         record = same(tmp_path / str(seed))
         assert record.ended
+        seen["slow"] += any(group.state.speeds.slow for group in world.alive.values())
         seen["final"] += sum(bool(line.view.final) for line in record.views)
         seen["behind"] += sum(bool(line.view.behind) for line in record.views[1:])
         seen["recoveries"] += len(record.recoveries)
     assert all(seen.values()), seen
+
+
+def test_a_run_that_did_not_measure_is_decided_again_and_measurements_decide(tmp_path):
+    """What a record lacks was not measured, and then nobody is slow; if somebody was, the plans were others."""
+    differs = 0
+    for seed in range(20):
+        world = a_run(tmp_path / str(seed), seed)
+        path = world.directory / history.FILE
+        lines = [{k: v for k, v in line.items() if k != "measured"} for line in world.lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = replay(Record.load(world.directory))
+        differs += bool(result.different)
+    assert 0 < differs < 20
+
+
+@pytest.mark.parametrize("measured", [[1.0], {"a": 1.0}, {"0": "fast"}, {"-1": 1.0}, {"0": -1.0}, 3])
+def test_damaged_measurements_are_said(tmp_path, measured):
+    world = a_run(tmp_path / "run", 0)
+    path = world.directory / history.FILE
+    lines = [{**line, "measured": measured} if line["event"] == "step" else line for line in world.lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RecordError, match="must give the seconds of a microbatch for each group"):
+        Record.load(world.directory)
 
 
 @pytest.mark.parametrize("seed", range(6))
