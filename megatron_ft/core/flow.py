@@ -51,13 +51,29 @@ def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints
     graph = _graph(supply, edges, len(weights))
     limits = _least_limits(graph, int(supply.sum()), weights)
     amounts = _flow(graph, limits) if kept is None else _cheapest_flow(graph, limits, supply, kept)
-    found: list[dict[int, int]] = [{} for _ in weights]
+    return _found(graph, edges, amounts)
+
+
+def place(supply: Ints, edges: Edges, limits: Ints, kept: Ints) -> list[dict[int, int]]:
+    """As :func:`balance` with limits that are given, and any row may go anywhere where its edges do not suffice.
+
+    As little as possible does; then as much as possible stays where it is. ``limits`` (shape [columns]) have room for all.
+    """
+    edges = edges._replace(anywhere=np.arange(len(supply)))
+    graph = _graph(supply, edges, len(limits))
+    return _found(graph, edges, _cheapest_flow(graph, limits, supply, kept, far=int(supply.sum()) + 1))
+
+
+def _found(graph: _Graph, edges: Edges, amounts: Ints) -> list[dict[int, int]]:
+    """The amounts on all arcs as ``[{row: amount}]``, per column."""
+    found: list[dict[int, int]] = [{} for _ in range(graph.last)]
     count = len(edges.rows)
     used = np.flatnonzero(amounts[:count])
     triples = zip(edges.rows[used].tolist(), edges.columns[used].tolist(), amounts[used].tolist(), strict=True)
     for row, column, amount in triples:
         found[column][row] = amount
-    _share_anywhere(found, supply, edges.anywhere, amounts[count : count + len(weights)])
+    through = amounts[count + graph.last : graph.middle]
+    _share_anywhere(found, edges.anywhere, through, amounts[count : count + graph.last])
     return found
 
 
@@ -157,12 +173,16 @@ def _flow(graph: _Graph, limits: Ints) -> Ints:
     return np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64)
 
 
-def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints) -> Ints:
-    """Amounts on all arcs of the flow that moves least: what stays on its edge is free, everything else costs one."""
+def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: int = 0) -> Ints:
+    """Amounts on all arcs of the flow that moves least: what stays on its edge is free, what takes another costs one.
+
+    What goes through the shared node costs ``far``.
+    """
     capacities = graph.capacities.copy()
     capacities[-graph.last :] = limits
     costs = np.zeros(len(capacities), dtype=np.int64)
     costs[: len(kept)] = 1
+    costs[len(kept) + graph.last : graph.middle] = far
     homes = np.flatnonzero(kept)
     stays = np.minimum(kept[homes], capacities[homes])
     solver = min_cost_flow.SimpleMinCostFlow()
@@ -182,9 +202,9 @@ def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints) -> Int
     return amounts[: len(capacities)]
 
 
-def _share_anywhere(found: list[dict[int, int]], supply: Ints, anywhere: Ints, shares: Ints) -> None:
-    """Cut the rows that may go anywhere into what the columns get through the shared node, in ascending order."""
-    rows = [[int(row), int(supply[row])] for row in anywhere]
+def _share_anywhere(found: list[dict[int, int]], anywhere: Ints, through: Ints, shares: Ints) -> None:
+    """Cut what goes ``through`` the shared node into the columns' shares of it, rows in ascending order."""
+    rows = [[int(row), int(amount)] for row, amount in zip(anywhere, through, strict=True) if amount]
     for column, share in enumerate(shares):
         left = int(share)
         while left:

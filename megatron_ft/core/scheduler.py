@@ -16,12 +16,11 @@ versions of those libraries. A difference would show at once, because every redu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ft.core import flow
     from megatron_ft.core.replication import Placement
 
-Item = TypeVar("Item")
 Counts = Mapping[GroupId, Mapping[int, int]]
 """Per group and shard, how many microbatches."""
 Chosen = Mapping[GroupId, Mapping[int, Sequence[int]]]
@@ -239,32 +237,26 @@ def _by_time(
     speed: tuple[float, ...],
     tested: tuple[bool, ...],
 ) -> Chosen:
-    """The least longest time; a group keeps what it can of its own shard, hosts take the rest, then anybody.
+    """The least longest time; as much as possible is computed by hosts, and as little as possible changes hands.
 
     ``tested`` says who gets one microbatch however slow it is, as far as there are enough.
     """
-    limits = dict(zip(members, _limits(shards * per_shard, speed, tested), strict=True))
-    pace = dict(zip(members, speed, strict=True))
-    keeps = {group: min(limits[group], per_shard) if group < shards else 0 for group in members}
-    least = dict(zip(members, tested, strict=True))
-    idle = [group for group in members if keeps[group] < least[group]]
-    for _ in range(len(idle) - (shards * per_shard - sum(keeps.values()))):
-        givers = [group for group in members if keeps[group] > least[group]]
-        if givers:
-            keeps[max(givers, key=lambda group: (keeps[group] / pace[group], -group))] -= 1
-    loads = {group: [(group, index) for index in range(keep)] for group, keep in keeps.items()}
-    pool = [(shard, index) for shard in range(shards) for index in range(keeps.get(shard, 0), per_shard)]
-    for group in idle[: len(pool)]:
-        loads[group].append(pool.pop(_best_hosted(pool, group, placement)))
-    if placement is not None and pool:
-        room = [limits[group] - len(own) for group, own in loads.items()]
-        pool = _hand_to_hosts(loads, pool, placement, room)
-    _fill(loads, pool, pace, limits)
-    chosen: dict[GroupId, dict[int, list[int]]] = {group: {} for group in members}
-    for group, own in loads.items():
-        for shard, index in own:
-            chosen[group].setdefault(shard, []).append(index)
-    return chosen
+    limits = _limits(shards * per_shard, speed, tested)
+    home = _home(shards, per_shard, members, None)
+    if placement is None:
+        counts = _fill(shards, per_shard, members, speed, limits)
+    else:
+        from megatron_ft.core import flow
+
+        edges = _edges(np.arange(shards), members, placement)
+        supply = np.full(shards, per_shard, dtype=np.int64)
+        found = flow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, home))
+        counts = dict(zip(members, found, strict=True))
+    pace, least = (dict(zip(members, some, strict=True)) for some in (speed, tested))
+    for group in members:
+        if least[group] and not counts[group]:
+            _give_one(counts, group, pace, least, placement)
+    return _choose(per_shard, counts, home)
 
 
 def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[int]:
@@ -281,25 +273,43 @@ def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[
     return within(times[bisect_left(times, total, key=lambda time: sum(within(time)))])
 
 
-def _best_hosted(pool: Sequence[tuple[int, int]], group: GroupId, placement: Placement | None) -> int:
-    """Position of the first microbatch in the pool that the group hosts; of the first of all if there is none."""
-    hosted = (at for at, (shard, _) in enumerate(pool) if placement is None or placement.is_host(group, shard))
-    return next(hosted, 0)
-
-
 def _fill(
-    loads: Mapping[GroupId, list], pool: Iterable, pace: Mapping[GroupId, float], limits: Mapping[GroupId, int]
-) -> None:
-    """Append each item of ``pool`` to the group that would be done with it first; ties: the lower id."""
-    waiting = [((len(own) + 1) / pace[group], group) for group, own in loads.items() if len(own) < limits[group]]
+    shards: int, per_shard: int, members: Sequence[GroupId], speed: Sequence[float], limits: Sequence[int]
+) -> dict[GroupId, dict[int, int]]:
+    """Everybody hosts everything: a group keeps its own shard up to its limit; who would be done first takes the rest."""
+    keeps = [min(limit, per_shard) if group < shards else 0 for group, limit in zip(members, limits, strict=True)]
+    counts = {group: {group: keep} if keep else {} for group, keep in zip(members, keeps, strict=True)}
+    kept = dict(zip(members, keeps, strict=True))
+    waiting = [((n + 1) / v, g, n, v, limit) for g, n, v, limit in zip(members, keeps, speed, limits, strict=True)]
+    waiting = [entry for entry in waiting if entry[2] < entry[4]]
     heapify(waiting)
-    for item in pool:
-        _, group = waiting[0]
-        loads[group].append(item)
-        if len(loads[group]) < limits[group]:
-            heapreplace(waiting, ((len(loads[group]) + 1) / pace[group], group))
-        else:
-            heappop(waiting)
+    for shard in range(shards):
+        for _ in range(per_shard - kept.get(shard, 0)):
+            _, group, load, pace, limit = waiting[0]
+            counts[group][shard] = counts[group].get(shard, 0) + 1
+            if load + 1 < limit:
+                heapreplace(waiting, ((load + 2) / pace, group, load + 1, pace, limit))
+            else:
+                heappop(waiting)
+    return counts
+
+
+def _give_one(
+    counts: Mapping[GroupId, dict[int, int]],
+    group: GroupId,
+    pace: Mapping[GroupId, float],
+    least: Mapping[GroupId, int],
+    placement: Placement | None,
+) -> None:
+    """One microbatch for a group that has none, from who needs longest; if possible of a shard that it hosts."""
+    givers = [giver for giver, own in counts.items() if sum(own.values()) > least[giver]]
+    if givers:
+        own = counts[max(givers, key=lambda giver: (sum(counts[giver].values()) / pace[giver], -giver))]
+        shard = min(own, key=lambda shard: (placement is not None and not placement.is_host(group, shard), shard))
+        own[shard] -= 1
+        if not own[shard]:
+            del own[shard]
+        counts[group][shard] = 1
 
 
 # --- restricted stacks, a previous plan: flows ------------------------------------------------------------------------
@@ -382,37 +392,23 @@ def _spread(
 
     Somebody who has to fetch its samples first is still faster than a host that computes several, one after the other.
     """
-    most = -(-len(pool) // len(added))
-    _level(added, _hand_to_hosts(added, pool, placement, [most] * len(added), shard=attrgetter("shard")), base)
-
-
-def _hand_to_hosts(
-    loads: Mapping[GroupId, list],
-    pool: Sequence[Item],
-    placement: Placement,
-    room: Sequence[int],
-    shard: Callable[[Item], int] = itemgetter(0),
-) -> list[Item]:
-    """Append as many of the pool as possible to hosts of their shards; return the others.
-
-    ``room`` is how many each group takes at most, in the order of their ids; ``loads`` is in that order.
-    """
     from megatron_ft.core import flow
 
-    members = sorted(loads)
-    by_shard: dict[int, list[Item]] = {}
-    for item in pool:
-        by_shard.setdefault(shard(item), []).append(item)
+    members = sorted(added)
+    by_shard: dict[int, list[Microbatch]] = {}
+    for microbatch in pool:
+        by_shard.setdefault(microbatch.shard, []).append(microbatch)
     names = sorted(by_shard)
-    supply = np.array([len(by_shard[name]) for name in names], dtype=np.int64)
+    supply = np.array([len(by_shard[shard]) for shard in names], dtype=np.int64)
     edges = _edges(np.array(names, dtype=np.int64), members, placement)
-    found = flow.most(supply, edges, np.array(room, dtype=np.int64))
-    for group, row in zip(members, found, strict=True):
+    most = -(-len(pool) // len(members))
+    loads = flow.most(supply, edges, np.full(len(members), most, dtype=np.int64))
+    for group, row in zip(members, loads, strict=True):
         for position, count in sorted(row.items()):
             rest = by_shard[names[position]]
-            loads[group].extend(rest[:count])
+            added[group].extend(rest[:count])
             del rest[:count]
-    return [item for name in names for item in by_shard[name]]
+    _level(added, (microbatch for name in names for microbatch in by_shard[name]), base)
 
 
 def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:

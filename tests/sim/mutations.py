@@ -234,7 +234,7 @@ def _(patch):
         result = yield from GROUP_GATHER(self, key, some, interruptible)
         if key[0] == "sum":
             for source in sources:
-                self._inbound[key].setdefault(source, 0)
+                self._inbound[key].setdefault(source, group.Sum())
         return result
 
     patch.setattr(Group, "_gather", gather)

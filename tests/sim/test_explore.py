@@ -31,7 +31,7 @@ def test_the_histories_reach_what_is_rare():
         seen.update(fault.kind for fault in scenario.faults)
         seen["gentle only"] += all(fault.kind in GENTLE for fault in scenario.faults)
         history = play(scenario)
-        lost = set()
+        lost, was_slow = set(), []
         for line in history.lines:
             if line["event"] == "view":
                 seen["final bucket fetched"] += bool(line["missing"])
@@ -41,6 +41,11 @@ def test_the_histories_reach_what_is_rare():
                 seen["comes back"] += bool(lost & set(line["joined"]))
                 seen["second failure of a step"] += len(line["begun"][1]) > 1
                 lost |= {int(group) for group in line["lost"]}
+            if line["event"] == "commit":
+                slow = [group for group, (_, slowness, _) in line["speeds"]["tracks"].items() if slowness]
+                seen["slow groups"] += bool(slow)
+                seen["slow no more"] += bool(set(was_slow) - set(slow))
+                was_slow = slow
             if line["event"] == "stop":
                 seen["left out alive"] += "outside view" in line["reason"]
                 seen["too few groups"] += "min_groups" in line["reason"]
@@ -56,6 +61,8 @@ def test_the_histories_reach_what_is_rare():
         "left out alive",
         "too few groups",
         "stopped for no report",
+        "slow groups",
+        "slow no more",
         "gentle only",
         "store dies",
         "store freezes",
