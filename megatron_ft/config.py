@@ -80,7 +80,18 @@ class DetectorConfig:
     heartbeat_timeout_s: float = 0.8
     """A host of which nothing is heard for longer is taken for cut off; more where beats have been seen to come late."""
 
+    straggler_factor: float = 1.5
+    """A group that takes so many times the others' median for a microbatch, in ``straggler_steps`` steps in a row, gets
+    fewer of them until it is as fast again. 0: never."""
+    straggler_steps: int = 3
+
     def check(self) -> None:
+        _at_least("fault_tolerance.detector.straggler_steps", self.straggler_steps, 1)
+        if self.straggler_factor and not self.straggler_factor > 1:
+            raise ConfigError(
+                f"fault_tolerance.detector.straggler_factor is {self.straggler_factor}; it must be greater than 1, or 0 to "
+                f"treat all groups alike"
+            )
         _positive("fault_tolerance.detector.heartbeat_timeout_s", self.heartbeat_timeout_s)
         _positive("fault_tolerance.detector.stopped_timeout_s", self.stopped_timeout_s)
         _positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)

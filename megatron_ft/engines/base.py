@@ -21,7 +21,8 @@ from megatron_ft.types import Bucket, Microbatch
 
 TAIL = 2
 """A bucket's last two numbers: the sum of the losses and the number of microbatches. They are reduced with the gradients,
-so every bucket proves by itself that all of the step's microbatches are in it."""
+so every bucket proves by itself that all of the step's microbatches are in it. Bucket 0 has an engine's ``slots`` before
+them: numbers of the session's, one of each group, that are the same at everybody once they are reduced."""
 
 Progress = Callable[[str], None]
 """Called by an engine with the name of what it is about to do; fault injection hooks in here."""
@@ -48,6 +49,10 @@ class Engine(Protocol):
     @property
     def num_buckets(self) -> int:
         """How many gradient buckets there are; the same in every group."""
+
+    @property
+    def slots(self) -> int:
+        """How many numbers bucket 0 carries between its gradients and its tail."""
 
     def begin_step(self) -> None:
         """Clear the local buffers: a new step starts."""

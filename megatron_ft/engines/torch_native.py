@@ -36,12 +36,12 @@ _REPLACED = (
 
 
 class _Bucket:
-    """Some parameters, their local gradient and its reduction. Both flat, fp32, [elements + TAIL]."""
+    """Some parameters, their local gradient and its reduction. Both flat, fp32, [elements + slots + TAIL]."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], slots: int) -> None:
         self.parameters = parameters
         self.elements = sum(parameter.numel() for parameter in parameters)
-        self.local = torch.zeros(self.elements + TAIL, dtype=torch.float32, device=parameters[0].device)
+        self.local = torch.zeros(self.elements + slots + TAIL, dtype=torch.float32, device=parameters[0].device)
         self.local_views = self._views(self.local)
         self.replace_reduced()
 
@@ -129,6 +129,7 @@ class TorchNativeEngine:
         scheduler: optional learning-rate scheduler, stepped once per committed step.
         bucket_mb: largest bucket in MiB; a single larger parameter gets a bucket of its own.
         gradient_clipping: clip to this global norm; 0 turns clipping off.
+        slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
 
     Raises:
         EngineError: no trainable parameter, or one that is not fp32.
@@ -143,12 +144,15 @@ class TorchNativeEngine:
         scheduler: Any = None,
         bucket_mb: float = 25.0,
         gradient_clipping: float = 0.0,
+        slots: int = 0,
     ) -> None:
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self._clipping = gradient_clipping
         self._parameters = _trainable(model)
         _check_optimizer(optimizer, self._parameters)
-        self._buckets = [_Bucket(group) for group in _fill_buckets(self._parameters, bucket_mb)]
+        filled = _fill_buckets(self._parameters, bucket_mb)
+        self.slots = slots
+        self._buckets = [_Bucket(group, slots if number == 0 else 0) for number, group in enumerate(filled)]
         self._arrivals = _Arrivals(self._buckets)
         # Without an accelerator torch.manual_seed does the same, and formats three stack traces for backends that are not
         # there: half of what a small step costs.
@@ -191,7 +195,7 @@ class TorchNativeEngine:
 
     def local_gradients(self) -> Sequence[torch.Tensor]:
         """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
-        return [bucket.local[:-TAIL] for bucket in self._buckets]
+        return [bucket.local[: bucket.elements] for bucket in self._buckets]
 
     def local_losses(self) -> Sequence[torch.Tensor]:
         """The sum of losses that each bucket carries, as views of one element."""

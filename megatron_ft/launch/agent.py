@@ -77,12 +77,13 @@ class _Rank:
     watched: monitor.Watched
     ended: float | None = field(default=None)
 
-    def message(self) -> str:
-        """What the rank said it died of, if it could."""
+    def last_words(self) -> dict[str, Any]:
+        """What the rank said it died of, and in which microbatch, if it could."""
         try:
-            return json.loads(self.error.read_text(encoding="utf-8"))["message"]
+            said = json.loads(self.error.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return ""
+            return {}
+        return {"detail": said["message"], "microbatch": said["microbatch"]}
 
 
 class Agent:
@@ -257,7 +258,7 @@ class Agent:
             host=self._hosts.name(),
             signal=signal.Signals(-code).name if code < 0 else None,
             code=code if code >= 0 else None,
-            detail=rank.message(),
+            **rank.last_words(),
         )
         if not self._ended():
             self._tell(detector.Ended(death))

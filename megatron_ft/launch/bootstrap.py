@@ -58,7 +58,8 @@ def _run(script: str) -> int:
         return 1
     except BaseException as error:
         traceback.print_exc()
-        _leave_error(f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}")
+        what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}"
+        _leave_error(what, getattr(error, "microbatch", None))
         return 1
     return 0
 
@@ -86,11 +87,12 @@ def _where(error: BaseException, script: str) -> str:
     return f" (line {frames[-1].lineno})" if frames else ""
 
 
-def _leave_error(message: str) -> None:
+def _leave_error(message: str, microbatch: str | None = None) -> None:
     path = os.environ.get(ERROR_VARIABLE)
     if path:
+        said = json.dumps({"message": " ".join(message.split()), "microbatch": microbatch})
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": " ".join(message.split())}), encoding="utf-8")
+            Path(path).write_text(said, encoding="utf-8")
 
 
 def _die_with_agent() -> None:

@@ -86,6 +86,8 @@ class ProgressView:
             self._say(self._fault(event))
         elif kind == "recovery":
             self._say(recovery_line(event))
+        elif kind == "stragglers":
+            self._say(straggler_line(event))
         elif kind == "step":
             self._step(event)
         elif kind == "end":
@@ -125,3 +127,11 @@ def recovery_line(event: Event) -> str:
     by = " ".join(sorted(event["patched_by"], key=int))
     patched = f"{event['patched']} microbatches taken over by groups {by}" if event["patched"] else "nothing to patch"
     return f"step {event['step']} goes on: {patched}; stalled {event['stall_s']:.2f} s"
+
+
+def straggler_line(event: Event) -> str:
+    """Who is slow from a step on, in words."""
+    if not event["slow"]:
+        return f"step {event['step']}: all groups are about as fast again"
+    slow = ", ".join(f"group {group} takes {factor:.1f} times as long" for group, factor in event["slow"].items())
+    return f"step {event['step']}: {slow} as the others; it gets fewer microbatches"

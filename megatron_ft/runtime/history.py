@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 FILE = "history.jsonl"
-_IDENTITY = {"step": "step", "view": "epoch", "recovery": "epoch", "survivor": "group", "begin": "event", "end": "event"}
+_IDENTITY = {
+    "begin": "event",
+    "view": "epoch",
+    "recovery": "epoch",
+    "step": "step",
+    "stragglers": "step",
+    "survivor": "group",
+    "end": "event",
+}
 """Which field makes a second line of an event the same line again."""
 _REMEMBERED = 64
 """Lines a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_ft.config import RunConfig
-from megatron_ft.core import detector, recovery, scheduler
+from megatron_ft.core import detector, recovery
 from megatron_ft.core.replication import Placement
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import StepResult
 from megatron_ft.errors import GroupLeft, RunStopped
@@ -23,6 +24,7 @@ from megatron_ft.runtime.crew import Crew
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
 from megatron_ft.runtime.interruption import Interruptions
+from megatron_ft.runtime.pace import Pace
 from megatron_ft.runtime.rank import Rank
 from megatron_ft.types import Microbatch, View
 
@@ -40,6 +42,8 @@ class Leader:
         self._config, self._agreement, self._history = config, agreement, history
         self._placement = placement
         self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
+        self._pace = Pace(rank.size)
+        self._measured: Mapping[int, float] = {}
         self._interruptions = Interruptions(history, rank.group, placement)
         self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
         self._first_view = self._committed_under = first_view
@@ -63,6 +67,8 @@ class Leader:
             steps=total,
             min_groups=settings.min_groups,
             report_timeout_s=settings.detector.report_timeout_s,
+            straggler_factor=settings.detector.straggler_factor,
+            straggler_steps=settings.detector.straggler_steps,
             placement=self._placement,
         )
         self._state = recovery.start(self.group, job, self._first_view)
@@ -155,7 +161,7 @@ class Leader:
             elif verdict.dead is not None:
                 if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
-                self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation))
+                self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation, verdict.microbatch))
             else:
                 self._feed(recovery.Broke(verdict.broken, verdict.reason))
 
@@ -169,6 +175,7 @@ class Leader:
             match action:
                 case recovery.Abort():
                     self._interruptions.noticed()
+                    self._pace.disturbed()
                     self._crew.close_epoch()
                 case recovery.Publish(report=report):
                     self._agreement.publish(report)
@@ -189,6 +196,7 @@ class Leader:
                 self._interruptions.resumed(self._state)
                 reduced = lambda bucket: self._feed(recovery.Reduced(bucket))  # noqa: E731
                 self._attempt(lambda: self._crew.reduce(step, buckets, reduced))
+                self._pace.collected(self._rank.collected)
             case recovery.Update(step=step):
                 if self._state.ahead is None:  # else others have decided it, and the next step is what was interrupted
                     self._interruptions.resumed(self._state)
@@ -216,11 +224,9 @@ class Leader:
         # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
         hosted = () if everything else self._placement.stack(self.group)
         stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
-        following: tuple[Microbatch, ...] = ()
-        if state.step + 1 < job.steps:
-            plan = scheduler.plan_step(state.step + 1, job.shards, job.per_shard, state.view.live, self._placement)
-            following = plan.of(self.group)
+        following = recovery.plan_ahead(state).of(self.group) if state.step + 1 < job.steps else ()
         self._crew.begin(state.step, dataset, state.plan.of(self.group), stack, following)
+        self._rank.say_seconds(self._pace.begin())
 
     def _compute(self) -> None:
         """As many microbatches as the group computes at a time."""
@@ -232,13 +238,18 @@ class Leader:
             ahead = self._crew.ahead(state.step, state.unfinished)
         prefetched, seconds = self._crew.compute(microbatches, patched, ahead)
         self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
+        self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:
             self._feed(recovery.Computed(microbatch))
 
     def _update(self, step: int) -> None:
+        before, self._measured = self._state.speeds.slow, self._rank.measured()
         self._crew.update(step)
         self._committed_under = self._state.view  # the next view may be there before the step is recorded
-        self._feed(recovery.Updated(step))
+        self._feed(recovery.Updated(step, self._measured))
+        slow = self._state.speeds.slow
+        if slow != before:
+            self._history.record("stragglers", step=step, slow={str(group): round(f, 2) for group, f in slow.items()})
 
     def _connect(self, view: View) -> None:
         if self._crew.connect(view, self._state.step, lambda: not self._verdicts.empty()):
@@ -246,10 +257,17 @@ class Leader:
         # Else a verdict came in, and the next turn hears it.
 
     def _transfer(self, view: View) -> None:
+        measured = {str(group): seconds for group, seconds in self._measured.items()}
+        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": measured}
         self._crew.transfer(view)
-        if self.group in view.behind and self._rank.result is not None:
-            self._committed_under = view
-        self._feed(recovery.Transferred(view.epoch))
+        speeds = None
+        if self.group in view.behind:
+            taken = self._rank.carried
+            speeds = Speeds.from_json(taken["speeds"])
+            self._measured = {int(group): seconds for group, seconds in taken["measured"].items()}
+            if self._rank.result is not None:
+                self._committed_under = view
+        self._feed(recovery.Transferred(view.epoch, speeds))
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         """Look once for what the agreement waits for: the next view, else reports."""
@@ -309,4 +327,5 @@ class Leader:
             epoch=view.epoch,
             live=list(view.live),
             duration_s=round(duration_s, 6),
+            measured={str(group): float(f"{seconds:.3g}") for group, seconds in self._measured.items()},
         )

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ import torch
 from megatron_ft.core import detector
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
-from megatron_ft.engines.base import Engine, Ready, StepResult
+from megatron_ft.engines.base import TAIL, Engine, Ready, StepResult
+from megatron_ft.errors import FTError
 from megatron_ft.runtime import transfer
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken, Communicator
@@ -39,7 +41,11 @@ from megatron_ft.types import Bucket, Microbatch, View
 
 
 class Rank:
-    """One of the ``size`` ranks of a group, at ``position``. ``result`` is of the last step committed here."""
+    """One of the ``size`` ranks of a group, at ``position``.
+
+    ``result`` is of the last step committed here, ``carried`` what its leader hands over with the model. ``collected`` is
+    when the group's ranks had last summed up what they had computed.
+    """
 
     def __init__(self, env: RankEnvironment, store: ControlStore, agreement: Agreement, history: History) -> None:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
@@ -49,6 +55,8 @@ class Rank:
         self.timeline = Timeline(env.run_dir, env.group, env.position)
         self.inner: Inner | None = None
         self.result: StepResult | None = None
+        self.carried: Mapping[str, Any] = {}
+        self.collected = 0.0
         self.lost_because = ""
         self._config, self._settings = env.config, env.config.fault_tolerance
         self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
@@ -138,7 +146,7 @@ class Rank:
         if patch:
             self.points.reach("patch", step)
         started = time.monotonic()
-        with self.timeline.span("patch" if patch else "compute"):
+        with self.timeline.span("patch" if patch else "compute"), blame(microbatch):
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self._settings.seed, microbatch)
             self._engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
@@ -154,6 +162,17 @@ class Rank:
     def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """What to call with the buckets that are complete before the last microbatch is."""
         return self._reduction.ahead(self._outer, step, buckets)
+
+    def say_seconds(self, seconds: float) -> None:
+        """After :meth:`begin`: what a microbatch has taken this group in the step before, for everybody to know."""
+        self._slots(self._engine.local(0))[self.group] = seconds
+
+    def measured(self) -> dict[int, float]:
+        """What all groups have said, once bucket 0 is reduced and before the update: seconds, of those that computed."""
+        return {group: seconds for group, seconds in enumerate(self._slots(self._engine.reduced(0)).tolist()) if seconds}
+
+    def _slots(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket[bucket.numel() - TAIL - self._engine.slots : bucket.numel() - TAIL]
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
@@ -194,6 +213,7 @@ class Rank:
 
     def _reduce_together(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
         self._shared.collect(buckets)
+        self.collected = time.monotonic()
         final: set[Bucket] = set()
         try:
             self._reduction.reduce(self._outer, step, self._shared.mine(buckets), final.add)
@@ -263,12 +283,14 @@ class Rank:
     def _full_state(self) -> Mapping[str, Any]:
         result = self.result
         return {
+            "carried": self.carried,
             "engine": self._engine.state(),
             "result": None if result is None else [result.step, result.loss, result.microbatches, result.gradient_norm],
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self._engine.load_state(state["engine"])
+        self.carried = state["carried"]
         if state["result"] is not None:
             self.result = StepResult(*state["result"])
 
@@ -309,6 +331,19 @@ class Rank:
     def close(self) -> None:
         """No step follows."""
         self._prefetcher.close()
+
+
+@contextmanager
+def blame(microbatch: Microbatch) -> Iterator[None]:
+    """An exception that ends this rank says what it was computing: if that kills another group too, the run has to stop."""
+    try:
+        yield
+    except FTError:
+        raise
+    except Exception as error:
+        error.add_note(f"megatron_ft: while computing microbatch {microbatch}")
+        error.microbatch = str(microbatch)
+        raise
 
 
 def concerns(verdict: detector.Verdict, view: View) -> bool:

@@ -120,13 +120,18 @@ class Reduction:
         assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
         if self._dtype == reduced.dtype:
             return (reduced.copy_(local),)
+        tail = self._tail(bucket)
         if bucket not in self._wires:
-            self._wires[bucket] = torch.empty(local.numel() - TAIL, dtype=self._dtype, device=local.device)
-        reduced[-TAIL:].copy_(local[-TAIL:])
-        return self._wires[bucket].copy_(local[:-TAIL]), reduced[-TAIL:]
+            self._wires[bucket] = torch.empty(local.numel() - tail, dtype=self._dtype, device=local.device)
+        reduced[-tail:].copy_(local[-tail:])
+        return self._wires[bucket].copy_(local[:-tail]), reduced[-tail:]
+
+    def _tail(self, bucket: Bucket) -> int:
+        """How many of a bucket's last numbers are no gradients: they are sent as they are."""
+        return TAIL + (self._engine.slots if bucket == 0 else 0)
 
     def _finish(self, bucket: Bucket) -> None:
         for work in self._started[bucket]:
             work.wait()
         if len(self._started.pop(bucket)) > 1:
-            self._engine.reduced(bucket)[:-TAIL].copy_(self._wires[bucket])
+            self._engine.reduced(bucket)[: -self._tail(bucket)].copy_(self._wires[bucket])

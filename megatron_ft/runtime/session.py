@@ -114,6 +114,7 @@ class Session:
             scheduler=scheduler,
             bucket_mb=self.config.fault_tolerance.bucket_mb,
             gradient_clipping=self.config.gradient_clipping,
+            slots=self.config.groups,
         )
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:

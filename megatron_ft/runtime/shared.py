@@ -20,7 +20,7 @@ class SharedGradients:
     """What ``runtime.reduction`` asks an engine for; ``local`` is the sum of the group's ranks."""
 
     def __init__(self, engine: Engine, inner: Inner) -> None:
-        self._engine, self._inner = engine, inner
+        self._engine, self._inner, self.slots = engine, inner, engine.slots
         self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
 
     def owner(self, bucket: Bucket) -> int:
