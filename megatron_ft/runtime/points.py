@@ -183,6 +183,10 @@ class Points:
                 self._carry_out(order, step, bucket)
         self._armed = bool(self._orders) or self._slow is not None
 
+    def corrupts(self, step: int) -> bool:
+        """Whether a gradient of that step is to be corrupted: what it is in must not have been sent before."""
+        return self._armed and any(o.action in _CORRUPTIONS and _fits(o, step, None) for o in self._orders)
+
     def corrupt(self, step: int, engine: Corruptible) -> None:
         """Called by the session after each computed microbatch; changes the engine's local gradients if ordered."""
         if not self._armed:

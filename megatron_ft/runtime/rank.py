@@ -161,7 +161,7 @@ class Rank:
 
     def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """What to call with the buckets that are complete before the last microbatch is."""
-        return self._reduction.ahead(self._outer, step, buckets)
+        return None if self.points.corrupts(step) else self._reduction.ahead(self._outer, step, buckets)
 
     def say_seconds(self, seconds: float) -> None:
         """After :meth:`begin`: what a microbatch has taken this group in the step before, for everybody to know."""

@@ -51,6 +51,14 @@ def rank(tmp_path) -> Points:
 RAISE = Order(fault="k/1", action="exception", point="backward", step=2)
 
 
+def test_two_orders_at_one_point_are_both_carried_out(tmp_path, rank):
+    post(tmp_path, Order(fault="k/1", action="slow", point="backward", step=2, factor=2.0), RAISE)
+    rank.reach("begin", 2)
+    with pytest.raises(InjectedError):
+        rank.reach("backward", 2)
+    assert len(injected(tmp_path)) == 2
+
+
 def test_an_order_is_taken_in_when_a_step_begins_and_carried_out_once(tmp_path, rank):
     post(tmp_path, RAISE)
     rank.reach("backward", 2)
@@ -241,8 +249,10 @@ def test_a_slow_rank_sleeps_after_every_part_of_its_computing_for_so_many_steps(
 def corrupted(run_dir: Path, rank: Points, engine: FakeEngine, **order) -> FakeEngine:
     post(run_dir, Order(fault="k/1", **order))
     rank.reach("begin", 4)
+    assert rank.corrupts(4) and not rank.corrupts(3), "buckets of that step must not be sent before"
     rank.corrupt(3, None)
     rank.corrupt(4, engine)
+    assert not rank.corrupts(4)
     after = [bucket.clone() for bucket in engine.buckets]
     rank.corrupt(4, engine)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(after, engine.buckets, strict=True))
