@@ -164,6 +164,8 @@ def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
         steps=begin["steps"],
         min_groups=settings.min_groups,
         report_timeout_s=settings.detector.report_timeout_s,
+        straggler_factor=settings.detector.straggler_factor,
+        straggler_steps=settings.detector.straggler_steps,
         placement=placement_of(run),
     )
 
