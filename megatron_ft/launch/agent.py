@@ -1,4 +1,4 @@
-"""The per-node agent: hosts the control store, starts the ranks, reports their deaths, never kills the innocent.
+"""The per-node agent: keeps the control store running, starts the ranks, reports their deaths, never kills the innocent.
 
 It learns of a death from ``waitpid`` and only ever signals processes it started and has not yet waited for, so a reused
 pid can never be hit. It decides nothing about training; it tells what it saw.
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
-from megatron_ft.errors import GroupLeft, LaunchError, StoreError
-from megatron_ft.launch import bootstrap, hosts, monitor
-from megatron_ft.runtime import history, pulse, store, watchdog, watcher
+from megatron_ft.errors import GroupLeft, LaunchError
+from megatron_ft.launch import bootstrap, hosts, monitor, record, voice
+from megatron_ft.runtime import history, pulse, store, watchdog
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.types import Exit
 
@@ -33,12 +32,8 @@ _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
 _TRACKER_RESTARTS = 3
 _STORE_TIMEOUT_S = 5.0
-_STORE_RETRY_S = 1.0
 _HARMLESS = ("slow", "nan", "bitflip")
 """Injected faults that end no process: a later death has another cause."""
-_RANKS = "ranks"
-"""With several hosts each writes its own list there, and all of them to ``ranks.json``."""
-_RECORD = ("config.json", "ranks.json", _RANKS, "history.jsonl", "timeline", "logs", "faults", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +101,13 @@ class Agent:
             self._config,
         )
         self._leads = where.rank == 0
-        self._run_dir = _prepare_run_dir(options.run_dir, options.overwrite) if self._leads else options.run_dir.resolve()
-        self._hosts = hosts.Hosts(where, self._config, self._config.fault_tolerance.detector.heartbeat_timeout_s)
+        self._run_dir = record.prepare(options.run_dir, options.overwrite) if self._leads else options.run_dir.resolve()
+        least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+        self._hosts = hosts.Hosts(where, self._config, least_s, self._run_dir)
         self._run_id = self._hosts.run_id
         self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=_STORE_TIMEOUT_S)
-        self._away_until = 0.0
-        self._said: list[tuple[detector.Signal, str]] = []
-        self._unsaid: list[tuple[detector.Signal, str]] = []
+        self._first = {"view/0": first_view(self._config.groups).to_json()} if self._leads else {}
+        self._voice = voice.Voice(self._store, self._first)
         self._nccl = watchdog.environment(os.environ)
         self._ranks: list[_Rank] = []
         self._pulses = pulse.directory()
@@ -127,7 +122,8 @@ class Agent:
         if self._leads:
             self._write_config()
             self._store.begin()
-            self._store.set("view/0", first_view(self._config.groups).to_json())
+            for key, value in self._first.items():
+                self._store.set(key, value)
         self._hosts.meet()
         self._store.check_begun()
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
@@ -186,9 +182,10 @@ class Agent:
             for rank in self._living():
                 if rank.process.poll() is not None:
                     self._buried(rank)
+            self._hosts.look_after_store()
             self._look()
             self._listen()
-            self._tell()
+            self._voice.tell()
             if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
                 self._start_tracker()
             if deadline is None and self._ended():
@@ -204,7 +201,7 @@ class Agent:
         living = {rank.watched.pid: rank for rank in self._living()}
         for watched in self._monitor.look([rank.watched for rank in living.values()]):
             rank, host = living[watched.pid], self._hosts.name()
-            self._tell(detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up))
+            self._voice.tell(detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up))
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, "host": host}
             detail = {"signal": None, "code": None, "detail": watched.given_up}
             self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
@@ -215,36 +212,8 @@ class Agent:
             silent = self._hosts.signal(change)
             if not self._ended():
                 print(f"megatron_ft: {detector.judge(silent).reason}", file=sys.stderr, flush=True)
-                self._tell(silent)
+                self._voice.tell(silent)
                 self._note("silence", **vars(silent))
-
-    def _tell(self, signal_: detector.Signal | None = None) -> None:
-        """Tell every group; what cannot be said because the store is away is said when it is back."""
-        if signal_ is not None:
-            self._unsaid.append((signal_, uuid.uuid4().hex))
-        while self._unsaid and time.monotonic() >= self._away_until:
-            try:
-                watcher.announce(self._store, *self._unsaid[0])
-            except StoreError as error:
-                self._store_away(error)
-                return
-            self._said.append(self._unsaid.pop(0))
-
-    def _store_away(self, error: StoreError) -> None:
-        """Nothing is lost by that: ranks train on. It is asked again after a while, since asking may block."""
-        if self._away_until == 0.0:
-            print(f"megatron_ft: {error}; training goes on without it", file=sys.stderr, flush=True)
-        self._away_until = time.monotonic() + _STORE_RETRY_S
-        if isinstance(error, store.StoreLostMemory):
-            self._remind()
-
-    def _remind(self) -> None:
-        """The store came back empty: the groups rebuild it, and what this agent has said is said again."""
-        try:
-            self._store.restore()
-        except StoreError:
-            return  # away again; the next attempt finds it empty
-        self._unsaid, self._said = [*self._said, *self._unsaid], []
 
     def _buried(self, rank: _Rank) -> None:
         """A rank has ended: tell the survivors first, then the record."""
@@ -261,7 +230,7 @@ class Agent:
             **rank.last_words(),
         )
         if not self._ended():
-            self._tell(detector.Ended(death))
+            self._voice.tell(detector.Ended(death))
             self._exits.append((rank, death))
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 self._record_fault(asdict(death), noticed, "agent's waitpid")
@@ -289,24 +258,19 @@ class Agent:
     def _kill_leftover(self) -> None:
         """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""
         for rank in self._living():
-            if self._signalled is not None or not self._done(rank.group):
+            if self._signalled is not None or not self._voice.done(rank.group):
                 rank.process.kill()
 
-    def _done(self, group: int) -> bool:
-        try:
-            return self._store.get(f"done/{group}") is not None
-        except StoreError:
-            return False
-
     def _stay_for_others(self, wakeup: _Wakeup) -> None:
-        """The control store lives in host 0's agent: it stays until the others have left, or none of them is heard."""
+        """The control store ends with host 0's agent: it stays until the others have left, or none of them is heard."""
         if not self._leads or self._hosts.place.hosts == 1:
             return
         while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(monitor.LOOK_EVERY_S)):
                 return
+            self._hosts.look_after_store()
             self._listen()
-            self._tell()
+            self._voice.tell()
 
     def _end_all(self) -> None:
         """Whatever happened to the agent, no process of the run stays behind."""
@@ -320,19 +284,15 @@ class Agent:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
-        if time.monotonic() < self._away_until:
-            return False
-        try:
-            return self._store.get("ended") is not None
-        except StoreError as error:
-            self._store_away(error)
-            return False
+        return self._voice.ended()
 
     def _conclude(self) -> int:
         """The exit code, and the one line that explains it."""
-        if self._ended():
+        lines = history.read(self._run_dir)
+        # All groups may have left with the store's answer, and the store have died since: then the record knows.
+        if self._ended() or any(line["event"] == "end" for line in lines):
             return 0
-        steps = [line["step"] for line in history.read(self._run_dir) if line["event"] == "step"]
+        steps = [line["step"] for line in lines if line["event"] == "step"]
         code, reason = self._why(steps[-1] if steps else None)
         if self._leads:
             self._note("stop", reason=reason, exit_code=code)
@@ -370,7 +330,7 @@ class Agent:
 
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
-        _replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
+        record.replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
 
     def _write_ranks(self) -> None:
         living = [
@@ -385,9 +345,10 @@ class Agent:
         ]
         try:
             if self._hosts.place.hosts > 1:
-                _replace(self._run_dir / _RANKS / f"{self._hosts.place.rank}.json", living)
-                living = [rank for path in sorted((self._run_dir / _RANKS).glob("*.json")) for rank in _read(path)]
-            _replace(self._run_dir / "ranks.json", living)
+                record.replace(self._run_dir / record.RANKS / f"{self._hosts.place.rank}.json", living)
+                paths = sorted((self._run_dir / record.RANKS).glob("*.json"))
+                living = [rank for path in paths for rank in record.read(path)]
+            record.replace(self._run_dir / "ranks.json", living)
         except OSError as error:
             self._complain(error)
 
@@ -418,13 +379,6 @@ class Agent:
             self._tracker.wait()
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []  # replaced in this moment
-
-
 def _limits(settings: config_module.DetectorConfig) -> health.Limits:
     hang_s = None if settings.hang_timeout_s == config_module.AUTO else float(settings.hang_timeout_s)
     return health.Limits(settings.stopped_timeout_s, hang_s, settings.collective_timeout_s)
@@ -452,41 +406,3 @@ class _Wakeup:
             signal.signal(number, handler)
         os.close(self._read)
         os.close(self._write)
-
-
-def _prepare_run_dir(path: Path, overwrite: bool) -> Path:
-    """An empty place for the record. Raises ``LaunchError`` rather than mix two runs."""
-    if path.exists() and not path.is_dir():
-        raise LaunchError(f"--run-dir {path} is a file; give a directory")
-    if overwrite:
-        for name in _RECORD:
-            if (path / name).is_dir():
-                shutil.rmtree(path / name)
-            else:
-                (path / name).unlink(missing_ok=True)
-    lines = history.read(path)
-    ends = [line for line in lines if line["event"] == "end"]
-    if ends:
-        raise LaunchError(
-            f"--run-dir {path} already holds a finished run (last step {ends[-1]['step']}); choose another directory, or "
-            f"pass --overwrite to delete that run"
-        )
-    if lines:
-        raise LaunchError(
-            f"--run-dir {path} already holds a run that did not reach its end; resuming needs checkpoints, which this "
-            f"version does not write. Choose another directory, or pass --overwrite to delete that run"
-        )
-    try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        (path / "timeline").mkdir(exist_ok=True)
-        (path / _RANKS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
-    return path.resolve()
-
-
-def _replace(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old or the new file, never half of one."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,7 +1,7 @@
 """The hosts of one run: how its agents find each other, and what each knows of the others.
 
-Host 0 hosts the control store. Every other agent reads there which run it is, compares the settings, and leaves its own
-address and groups. Nobody starts a rank before all are there.
+Host 0 has the control store (``.keeper``), unless it is etcd. Every other agent reads there which run it is, compares the
+settings, and leaves its own address and groups. Nobody starts a rank before all are there.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from megatron_ft.config import ETCD, RunConfig
 from megatron_ft.core import detector
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch.heartbeat import Beats, Change
+from megatron_ft.launch.keeper import Keeper
 from megatron_ft.runtime import store
 
 MEET_TIMEOUT_S = 300.0
+_ASK_TIMEOUT_S = 2.0
+"""Once all have met: at the end nobody waits longer for a store."""
 _LOOPBACK = "127.0.0.1"
 _BOOT = "boot"
 
@@ -88,15 +91,14 @@ def groups_of(rank: int, hosts: int, groups: int) -> tuple[int, ...]:
 class Hosts:
     """All hosts of the run as one agent knows them, after :meth:`meet`."""
 
-    def __init__(self, where: Place, config: RunConfig, least_s: float) -> None:
+    def __init__(self, where: Place, config: RunConfig, least_s: float, run_dir: Path) -> None:
         self.place, self._config, self._least_s = where, config, least_s
-        self._server: Any = None
+        self._keeper: Keeper | None = None
         self.store_address = where.store
         if where.rank == 0 and not where.store.startswith(ETCD):
-            self._server, port = store.host(where.address, int(where.store.rpartition(":")[2]))
-            name = f"[{where.address}]" if ":" in where.address else where.address
-            self.store_address = f"{name}:{port}"
-        self._boot = store.ControlStore(self.store_address, f"{_BOOT}-{where.job}", timeout_s=MEET_TIMEOUT_S)
+            self._keeper = Keeper(where.address, int(where.store.rpartition(":")[2]), run_dir)
+            self.store_address = self._keeper.address
+        self._boot = self._boot_store(MEET_TIMEOUT_S)
         if where.rank == 0:
             settings = config.to_json()
             self.run_id = uuid.uuid4().hex[:12]
@@ -110,6 +112,14 @@ class Hosts:
     def groups(self) -> tuple[int, ...]:
         """Those that this host runs."""
         return self._groups(self.place.rank)
+
+    def look_after_store(self) -> None:
+        """To be called now and then: if this host has the store, somebody must keep it."""
+        if self._keeper is not None:
+            self._keeper.look()
+
+    def _boot_store(self, timeout_s: float) -> store.ControlStore:
+        return store.ControlStore(self.store_address, f"{_BOOT}-{self.place.job}", timeout_s)
 
     def name(self) -> str:
         return self._names[self.place.rank]
@@ -154,6 +164,7 @@ class Hosts:
             rank: other["name"] if names.count(other["name"]) == 1 else f"{other['name']}({other['address']})"
             for rank, other in found.items()
         }
+        self._boot = self._boot_store(_ASK_TIMEOUT_S)
         self.beats.start({rank: (other["address"], other["port"]) for rank, other in found.items()})
 
     def signal(self, change: Change) -> detector.Silent:
@@ -163,16 +174,21 @@ class Hosts:
         return detector.Silent(self._names[mine], self._names[other], *groups, change.silent_s, change.heard)
 
     def leave(self) -> None:
-        """This host's part in the run is over. The store's host stays for the others, for a while."""
+        """This host's part in the run is over, and the store's, if it is here."""
         self.beats.close()
-        if self.place.hosts == 1:
-            return
         try:
-            self._boot.set(f"left/{self.place.rank}", True)
+            if self.place.hosts > 1:
+                self._boot.set(f"left/{self.place.rank}", True)
         except StoreError:
-            return  # the store's host has left first
+            pass  # the store's host has left first
+        finally:
+            if self._keeper is not None:
+                self._keeper.close()
 
     def all_left(self) -> bool:
-        """Whether every other host has left (asked by the store's host)."""
+        """Whether every other host has left (asked by the store's host). One that cannot be asked for has not."""
         others = range(1, self.place.hosts)
-        return all(self._boot.get(f"left/{rank}") is not None for rank in others)
+        try:
+            return all(self._boot.get(f"left/{rank}") is not None for rank in others)
+        except StoreError:
+            return False

@@ -9,7 +9,7 @@ from megatron_ft.runtime.store.port import (
     StoreSilent,
     patient,
 )
-from megatron_ft.runtime.store.tcp import host
+from megatron_ft.runtime.store.tcp import host, listen, serve_on
 
 __all__ = [
     "AWAY",
@@ -21,5 +21,7 @@ __all__ = [
     "StoreLostMemory",
     "StoreSilent",
     "host",
+    "listen",
     "patient",
+    "serve_on",
 ]

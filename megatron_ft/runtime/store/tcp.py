@@ -223,25 +223,35 @@ def host(bind: str, port: int) -> tuple[Any, int]:
     """Start a store server in this process; returns (server, port). ``port`` 0 takes a free one.
 
     Raises ``LaunchError`` when the port is in use. The server lives in a thread of torch's, until the object is dropped.
+    """
+    listener = listen(bind, port)
+    return serve_on(listener), listener.getsockname()[1]
 
-    That thread asks the name server who every new client is, and serves nobody until it has the answer. So it is handed an
-    IPv4 socket: on torch's own, clients are ``::ffff:a.b.c.d``, which no ``/etc/hosts`` knows.
+
+def listen(bind: str, port: int) -> socket.socket:
+    """A socket for :func:`serve_on`. Whoever keeps it open owns the port, also while no server answers there.
+
+    An IPv4 one where it can be: torch's server asks the name server who every new client is, and serves nobody until it has
+    the answer. On a socket of torch's own, clients are ``::ffff:a.b.c.d``, which no ``/etc/hosts`` knows.
     """
     try:
-        listener = socket.create_server((bind, port), family=_family(bind), backlog=1024)
+        return socket.create_server((bind, port), family=_family(bind), backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {port} is in use by another program; give another --port, or leave it out to take a free one"
             ) from None
         raise LaunchError(f"the control store cannot listen on {bind}:{port}: {error.strerror or error}") from None
-    port = listener.getsockname()[1]
+
+
+def serve_on(listener: socket.socket) -> Any:
+    """Start a store server in this process, empty, on a copy of that socket."""
+    bind, port = listener.getsockname()[:2]
     options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
     try:
-        server = dist.TCPStore(_reachable(bind), port, master_listen_fd=listener.detach(), **options)
+        return dist.TCPStore(_reachable(bind), port, master_listen_fd=os.dup(listener.fileno()), **options)
     except RuntimeError as error:
         raise LaunchError(f"the control store cannot listen on {bind}:{port}: {_first_line(error)}") from None
-    return server, port
 
 
 def _family(bind: str) -> socket.AddressFamily:

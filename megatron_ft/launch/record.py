@@ -1,0 +1,62 @@
+"""The agent's part of a run directory (docs/run-record.md): an empty place for the record, and files replaced at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.runtime import history
+
+RANKS = "ranks"
+"""With several hosts each writes its own list there, and all of them to ``ranks.json``."""
+STORE = "store.json"
+_ALL = ("config.json", "ranks.json", STORE, RANKS, "history.jsonl", "timeline", "logs", "faults", "tensorboard", "wandb")
+
+
+def prepare(path: Path, overwrite: bool) -> Path:
+    """An empty place for the record. Raises ``LaunchError`` rather than mix two runs."""
+    if path.exists() and not path.is_dir():
+        raise LaunchError(f"--run-dir {path} is a file; give a directory")
+    if overwrite:
+        for name in _ALL:
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
+            else:
+                (path / name).unlink(missing_ok=True)
+    lines = history.read(path)
+    ends = [line for line in lines if line["event"] == "end"]
+    if ends:
+        raise LaunchError(
+            f"--run-dir {path} already holds a finished run (last step {ends[-1]['step']}); choose another directory, or "
+            f"pass --overwrite to delete that run"
+        )
+    if lines:
+        raise LaunchError(
+            f"--run-dir {path} already holds a run that did not reach its end; resuming needs checkpoints, which this "
+            f"version does not write. Choose another directory, or pass --overwrite to delete that run"
+        )
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        (path / "timeline").mkdir(exist_ok=True)
+        (path / RANKS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
+    return path.resolve()
+
+
+def replace(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old or the new file, never half of one."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []  # replaced in this moment
