@@ -81,6 +81,15 @@ class TcpServer(Process):
         super().kill()
 
 
+def store_of(run_dir: Path) -> int:
+    """The pid of the run's embedded store."""
+    return json.loads((run_dir / "store.json").read_text())["pid"]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 class EtcdNode(Process):
     def __init__(self, name: str, directory: Path, port: int, cluster: str) -> None:
         self.name, self.port = name, port

@@ -1,0 +1,186 @@
+"""Real runs whose embedded control store is killed or frozen: the run goes on, and the next recovery is exact.
+
+The keeper starts the store again, the groups and the agent rebuild what it has to know (hard cases 16 and 17).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from megatron_ft.faults import inject
+from megatron_ft.launch import keeper
+from megatron_ft.launch.record import STORE
+from megatron_ft.runtime import history
+from megatron_ft.runtime.points import Hold
+from megatron_ft.runtime.store import ControlStore, patient
+from tests import support
+from tests.stores import DEADLINE_S, await_, parent_of, store_of
+
+FROZEN_S = 3.0
+
+
+def restart(run: support.Run, count: int = 1) -> None:
+    """Kill the store, and wait until another one is there."""
+    killed = store_of(run.directory)
+    os.kill(killed, signal.SIGKILL)
+    support.wait_for(lambda: restarts(run) == count, run)
+    assert store_of(run.directory) != killed
+
+
+def restarts(run: support.Run) -> int:
+    return [line["what"] for line in run.events("store")].count("restarted")
+
+
+def await_held(run: support.Run, hold: Hold) -> int:
+    """Until that rank is frozen at its point; its pid."""
+    support.wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, hold.group) or 0), run)
+    return inject.pid_of(run.directory, hold.group)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_is_exact(tmp_path, data_dir, reference):
+    """Killed in a fault-free step, and once more; nobody leaves for that. Then a rank dies in the middle of a reduction."""
+    hold = Hold(2, 6, "reduce", 1)
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    for count, step in ((1, 1), (2, 3)):
+        support.wait_for_step(run, step)
+        restart(run, count)
+    run.strike(hold)
+    run.check(reference)
+    assert [line["what"] for line in run.events("store")] == ["died", "restarted"] * 2
+    assert run.events("store")[0]["detail"] == "ended with SIGKILL"
+    assert [sorted(view["lost"]) for view in run.events("view")] == [[], ["2"]]
+    assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(6, support.PER_GROUP)]
+
+
+@pytest.mark.parametrize("first", ["store", "rank"])
+def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
+    hold = Hold(1, 4, "reduce", 1)
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    await_held(run, hold)
+    kills = [lambda: os.kill(store_of(run.directory), signal.SIGKILL), lambda: run.strike(hold)]
+    for kill in kills if first == "store" else reversed(kills):
+        kill()
+    run.check(reference)
+    assert restarts(run) == 1
+    assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
+
+
+@pytest.mark.parametrize("point", ["recover", "connect"])
+def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, reference, point):
+    """A survivor is held where it has published its report, or where it is about to build the new communicator."""
+    dies, waits = Hold(1, 4, "reduce", 1), Hold(2, 4, point)
+    run = support.start(tmp_path / "run", data_dir, [dies, waits])
+    run.strike(dies)
+    held = await_held(run, waits)
+    restart(run)
+    os.kill(held, signal.SIGCONT)
+    run.check(reference)
+    assert [line["group"] for line in run.events("survivor")] == [0, 2, 3]
+    assert sum(line["patched"] for line in run.events("recovery")) == support.PER_GROUP
+
+
+def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
+    hold = Hold(0, 4, "backward")
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    await_held(run, hold)
+    os.kill(store_of(run.directory), signal.SIGSTOP)
+    run.strike(hold)
+    time.sleep(FROZEN_S)  # this is the fault's length, not a wait for something
+    assert not run.events("recovery"), "agreeing needs the store"
+    os.kill(store_of(run.directory), signal.SIGCONT)
+    run.check(reference)
+    assert not run.events("store"), "it is the same store, with its memory"
+    (recovery,) = run.events("recovery")
+    assert recovery["step"] == 4 and recovery["t"] - run.events("inject")[0]["t"] > FROZEN_S
+
+
+def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
+    hold = Hold(3, 4, "gate")
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    await_held(run, hold)
+    os.kill(store_of(run.directory), signal.SIGSTOP)
+    run.strike(hold)
+    run.check(reference)
+    died, restarted = run.events("store")
+    assert died["detail"] == f"was stopped for {keeper.STOPPED_S:g} s and is ended"
+    assert run.events("recovery")[0]["t"] > restarted["t"] > died["t"]
+
+
+def test_a_keeper_that_is_killed_takes_its_store_along_and_another_one_is_started(tmp_path, data_dir, reference):
+    hold = Hold(2, 5, "reduce", 1)
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    await_held(run, hold)
+    store = store_of(run.directory)
+    os.kill(parent_of(store), signal.SIGKILL)
+    support.wait_for(lambda: store_of(run.directory) != store, run)
+    assert is_gone(store)
+    run.strike(hold)
+    run.check(reference)
+
+
+def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, data_dir):
+    run = support.start(tmp_path / "run", data_dir, steps=1000)
+    support.wait_for_step(run, 1)
+    store = store_of(run.directory)
+    kept_by = parent_of(store)
+    assert len({os.getsid(pid) for pid in (store, kept_by)} - {os.getsid(run.process.pid)}) == 1
+    assert parent_of(kept_by) == run.process.pid
+    os.kill(store, signal.SIGSTOP)  # even so
+    run.process.kill()
+    run.finish()
+    await_(lambda: is_gone(store) and is_gone(kept_by), "store and keeper end with their agent")
+
+
+# --- the keeper alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["forked", "executed"])
+def kept(request, tmp_path):
+    """Beside other threads a keeper is a new interpreter."""
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    if request.param == "executed":
+        other.start()
+    started = keeper.Keeper("127.0.0.1", 0, tmp_path)
+    yield started
+    started.close()
+    stop.set()
+
+
+def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_runs(kept, tmp_path, capfd):
+    killed = 0
+    await_((tmp_path / STORE).exists, "there is a store")
+    address = kept.address.rpartition(":")
+    for count in range(1, keeper.RESTARTS + 1):
+        asked = ControlStore(kept.address, "run", DEADLINE_S)
+        patient(lambda asked=asked: asked.set("key", 1), patience_s=DEADLINE_S)
+        killed = store_of(tmp_path)
+        os.kill(killed, signal.SIGKILL)
+        await_(lambda count=count: len(history.read(tmp_path)) == 2 * count, "it is started again")
+        await_(lambda killed=killed: store_of(tmp_path) != killed, "and says so")
+        assert patient(lambda asked=asked: asked.get("key"), patience_s=DEADLINE_S) is None
+    os.kill(store_of(tmp_path), signal.SIGKILL)
+    await_(lambda: len(history.read(tmp_path)) == 2 * keeper.RESTARTS + 1, "its last death is told")
+    said: list[str] = []
+    await_(lambda: said.append(capfd.readouterr().err) or "it ended 6 times within 60 s" in "".join(said), "and why")
+    assert "training goes on without it, it is started again at once" in "".join(said)
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((address[0], int(address[2])))
+    assert history.read(tmp_path)[-1]["what"] == "died"
+    kept.close()
+    socket.create_server((address[0], int(address[2]))).close()
+    assert not (tmp_path / STORE).exists()
