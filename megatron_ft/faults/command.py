@@ -13,7 +13,8 @@ from rich.table import Table
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.faults import mix, surroundings
 from megatron_ft.faults import schedule as schedule_module
-from megatron_ft.faults.execute import Case, Injector, run_size
+from megatron_ft.faults.execute import Case, Injector
+from megatron_ft.faults.live import run_size
 from megatron_ft.faults.schedule import Schedule
 
 _POLL_S = 0.02

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from typing import Any, Literal
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import processes, surroundings
+from megatron_ft.faults.live import Growing, uses_etcd
 from megatron_ft.faults.processes import Process, Rank
 from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
 from megatron_ft.runtime import history, points
@@ -88,7 +88,7 @@ class Injector:
         self.cases = [
             Case(i + 1, fault, schedule.key(i), schedule.seed_of(i)) for i, fault in enumerate(schedule.faults)
         ]
-        self._record = _Record(run_dir)
+        self._record = Growing(run_dir)
         self._agent: Process | None = None
         self._struck: set[int] = set()
         self._undos: list[_Undo] = []
@@ -181,11 +181,21 @@ class Injector:
 
     def _nobody_left(self, case: Case) -> bool:
         """Whether it finds nobody any more, or nobody yet; a group that is lost for good is not waited for."""
+        if case.fault.kind == "store":
+            return self._no_store(case)
         targets = case.fault.targets(self._ranks_per_group)
         if not targets or any(processes.find(self._run_dir, *target) for target in targets):
             return False
         if self._record.begun:
             self._end(case, "missed", "none of its ranks lived at its time")
+        return True
+
+    def _no_store(self, case: Case) -> bool:
+        """One that has just died is there again in a moment; etcd is not ours, and not of one host."""
+        if processes.store(self._run_dir, self._agent) is not None:
+            return False
+        if uses_etcd(self._run_dir):
+            self._end(case, "refused", "the run's store is etcd; kill a node of it where it runs")
         return True
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -265,10 +275,9 @@ class Injector:
         if self._too_few(case):
             return
         fault = case.fault
-        if ranks is None:
-            found = (processes.find(self._run_dir, *target) for target in fault.targets(self._ranks_per_group))
-            ranks = [rank for rank in found if rank is not None]
-        struck: list[Process] = [self._agent] if fault.of_agent else list(ranks)
+        struck = list(ranks or self._processes_of(fault))
+        if not struck and fault.kind == "store":
+            return  # it has died in this moment, and is there again in the next
         where = where or self._moment(fault)
         try:
             for process in struck or [None]:
@@ -288,6 +297,16 @@ class Injector:
             self._send(fault.signal, struck)
         self._end(case, "injected", f"{where}, pid {' '.join(str(process.pid) for process in struck) or '-'}")
         self._plan_undo(case, struck, now)
+
+    def _processes_of(self, fault: Fault) -> list[Process]:
+        """Whom it strikes, as far as they live; nobody where it strikes a link or a disk."""
+        if fault.of_agent:
+            return [self._agent]
+        if fault.kind == "store":
+            found = [processes.store(self._run_dir, self._agent)]
+        else:
+            found = [processes.find(self._run_dir, *target) for target in fault.targets(self._ranks_per_group)]
+        return [process for process in found if process is not None]
 
     def _send(self, number: Signals, struck: Sequence[Process]) -> None:
         for process in struck:
@@ -425,58 +444,3 @@ def _order(case: Case) -> Order:
 
 def _process(line: dict[str, Any]) -> Process | None:
     return Process(line["pid"], line["start"]) if line.get("pid") and line.get("start") else None
-
-
-class _Record:
-    """What the injector reads of a growing history."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / history.FILE
-        self._offset = 0
-        self.started: float | None = None
-        self.begun = self.over = False
-        self.committed = -1
-        self._injected: dict[str, list[dict[str, Any]]] = {}
-
-    def of(self, key: str) -> list[dict[str, Any]]:
-        """The lines of one fault."""
-        return self._injected.get(key, [])
-
-    def read(self) -> None:
-        """Take in the whole lines that were added."""
-        try:
-            if self._path.stat().st_size <= self._offset:
-                return
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in filter(None, map(history.parse, whole.splitlines())):
-            self._take_in(line)
-
-    def _take_in(self, line: dict[str, Any]) -> None:
-        match line["event"]:
-            case "start":
-                self.started, self.over = self.started or line["t"], False
-            case "begin":
-                self.begun = True
-            case "step":
-                self.committed = max(self.committed, line["step"])
-            case "end" | "stop":
-                self.over = True
-            case "inject" if "fault" in line:
-                self._injected.setdefault(line["fault"], []).append(line)
-
-
-def run_size(run_dir: Path) -> tuple[int, int]:
-    """Groups, and ranks of each, of the run in a directory. Raises ``LaunchError`` when it holds none."""
-    try:
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        return config["groups"], config["ranks_per_group"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise LaunchError(
-            f"{os.fspath(run_dir)} holds no run (no config.json that can be read); give the --run-dir of a launch"
-        ) from None

@@ -1,4 +1,4 @@
-"""Find the processes of a run and signal nothing else: ranks that ``ranks.json`` lists, and the agent they belong to.
+"""Find the processes of a run and signal nothing else: ranks that ``ranks.json`` lists, their agent, and its store.
 
 The file may be old and a pid somebody else's by now. A rank of the run was started by an agent (its command line), for
 this run, group and position (its environment, which nobody can change later), and not after the file says. A signal goes
@@ -86,7 +86,7 @@ def find(run_dir: Path, group: int, position: int = 0) -> Rank | None:
 
 
 def agent(run_dir: Path) -> Process | None:
-    """The agent, which hosts the control store: who started a rank, and is its parent still."""
+    """Who started a rank, and is its parent still."""
     for rank in ranks(run_dir):
         try:
             parent = int(_stat(rank.pid)[1])
@@ -95,6 +95,18 @@ def agent(run_dir: Path) -> Process | None:
         except OSError:
             continue
     return None
+
+
+def store(run_dir: Path, agent: Process) -> Process | None:
+    """The embedded control store, which the agent's keeper has started; None while there is none (on this host)."""
+    try:
+        entry = json.loads((run_dir / "store.json").read_text(encoding="utf-8"))
+        found = Process(entry["pid"], start_of(entry["pid"]))
+        keeper = int(_stat(found.pid)[1])
+        its_own = int(_stat(keeper)[1]) == agent.pid and start_of(agent.pid) == agent.start
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if its_own and entry.get("host") == socket.gethostname() and found.lives else None
 
 
 def _listed(run_dir: Path) -> list[dict[str, Any]]:

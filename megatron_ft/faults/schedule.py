@@ -142,8 +142,8 @@ class Fault:
 
     @property
     def of_agent(self) -> bool:
-        """This version's agent hosts the store, so a fault of the store is one of the agent."""
-        return self.kind in ("store", "agent")
+        """Whether it is the agent's, and so, if it kills, that of all ranks."""
+        return self.kind == "agent"
 
     def targets(self, ranks_per_group: int) -> tuple[tuple[int, int], ...]:
         """(group, position) of the ranks it concerns."""
@@ -156,7 +156,7 @@ class Fault:
         """The groups that are lost to it. A stop counts, even one that ends: the others may go on without them."""
         if self.of_agent:  # ranks end with their agent
             return frozenset() if self.signal is Signals.SIGSTOP else frozenset(range(groups))
-        if self.signal is not None or self.kind in ("exception", "oom"):
+        if self.signal is not None or self.kind in ("exception", "oom"):  # of the store: nobody
             return frozenset(group for group, _ in self.targets(1))
         return frozenset()
 
@@ -175,7 +175,7 @@ class Fault:
 
     def whom(self) -> str:
         """In words."""
-        if self.of_agent:
+        if self.kind in ("agent", "store"):
             return self.kind
         if self.groups is not None:
             return f"groups {' '.join(map(str, self.groups))}"
