@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 
 import pytest
+
+_LINK_S = 30.0
 
 
 def require() -> None:
@@ -22,6 +25,10 @@ def require() -> None:
 
 def ip(*arguments: object) -> None:
     subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True)
+
+
+def _output(*arguments: object) -> str:
+    return subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
 class Lab:
@@ -56,6 +63,14 @@ class Lab:
     def cut(self, host: int) -> None:
         """Unplug it."""
         ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def plug_in(self, host: int) -> None:
+        """Again; returns when packets pass. (The kernel takes up to a second for that.)"""
+        ip("-n", self._switch, "link", "set", f"p{host}", "up")
+        deadline = time.monotonic() + _LINK_S
+        while "state UP" not in _output("-n", self._switch, "link", "show", f"p{host}"):
+            assert time.monotonic() < deadline, f"the link of host {host} does not come up"
+            time.sleep(0.01)
 
     def deafen(self, host: int, to: int) -> None:
         """What ``to`` sends does not reach ``host``: one way of one link, at once."""

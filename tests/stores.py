@@ -116,15 +116,22 @@ class EtcdNode(Process):
             )
 
     def leads(self) -> bool:
+        status = self._status()
+        return status.get("leader", "0") == status.get("header", {}).get("member_id")
+
+    def follows(self) -> bool:
+        """Whether it knows a leader, so that another node may be lost."""
+        return self._status().get("leader", "0") != "0"
+
+    def _status(self) -> dict:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=1.0)
         try:
             connection.request("POST", "/v3/maintenance/status", "{}")
-            status = json.loads(connection.getresponse().read())
-        except (OSError, ValueError):
-            return False
+            return json.loads(connection.getresponse().read())
+        except (OSError, ValueError, http.client.HTTPException):
+            return {}
         finally:
             connection.close()
-        return status.get("leader", "0") == status.get("header", {}).get("member_id")
 
 
 class EtcdCluster:

@@ -15,6 +15,7 @@ from megatron_ft.faults.execute import Injector
 from megatron_ft.faults.schedule import Fault, Schedule
 from megatron_ft.runtime import history, points
 from tests import support
+from tests.stores import store_of
 
 STEPS = 20
 
@@ -78,21 +79,41 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
 
 
 def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
-    """The agent is frozen, the steps go on without it, and it goes on when its time is up."""
+    """Agent and store are frozen, the steps go on without them, and they go on when their time is up."""
     run = support.start(tmp_path / "run", data_dir, steps=STEPS)
     support.wait_for_step(run, 4)
     schedule = Schedule((
+        Fault(kind="agent", how="stop", duration_s=0.2, step=4),
         Fault(kind="store", how="stop", duration_s=0.2, step=4),
         Fault(kind="exception", group=1, step=1),
     ))  # fmt: skip
+    store = store_of(run.directory)
     said: list[str] = []
     injector = Injector(run.directory, schedule, support.GROUPS, 1, say=said.append)
-    stopped, missed = injector.run()
+    assert [case.state for case in injector.run()] == ["injected", "injected", "missed"]
     run.check()
-    assert (stopped.state, missed.state) == ("injected", "missed")
-    assert any(line.startswith("undone: 1") for line in said)
-    (line,) = run.events("inject")
-    assert (line["pid"], line["signal"]) == (run.process.pid, "SIGSTOP")
+    assert {line.partition(":")[2][:2] for line in said if line.startswith("undone")} == {" 1", " 2"}
+    stopped = [(line["pid"], line["signal"]) for line in run.events("inject")]
+    assert stopped == [(run.process.pid, "SIGSTOP"), (store, "SIGSTOP")]
+    assert not run.events("store") and not run.events("fault")
+
+
+def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_reference):
+    """Twice, and each time a rank dies afterwards; the last group must not be taken, the store may be."""
+    schedule = write(
+        tmp_path / "schedule.json",
+        {"kind": "store", "step": 2},
+        {"kind": "kill", "group": 2, "step": 6, "point": "reduce", "bucket": 1},
+        {"kind": "store", "wait_s": 0},
+        {"kind": "kill", "group": 0, "step": 10, "point": "backward"},
+    )
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    done = support.ft("inject", run.directory, schedule, "--min-survivors", 2)
+    run.check(long_reference)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["kind"] for line in run.events("inject")] == ["store", "kill", "store", "kill"]
+    assert [line["what"] for line in run.events("store")] == ["died", "restarted"] * 2
+    assert sorted(line["group"] for line in run.events("fault")) == [0, 2]
 
 
 def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir):

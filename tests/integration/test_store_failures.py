@@ -63,6 +63,10 @@ CALLS = {
 }
 
 
+REFUSED = ("get", "create", "set", "append", "wait", "beat", "clone")
+"""Not the rendezvous, which waits for the store by itself."""
+
+
 def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
     """Every call on a connection of its own, all at once; they come back by themselves."""
     clients = {name: client_of(server, SILENCE_S) for name in CALLS}
@@ -91,9 +95,9 @@ def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
 
 
 def test_every_call_on_a_killed_store_says_that_it_is_gone(server):
-    clients = {name: client_of(server) for name in CALLS}
+    clients = {name: client_of(server) for name in (*REFUSED, "restore", "new")}
     server.kill()
-    for name in CALLS:
+    for name in clients:
         with pytest.raises(StoreGone, match="is gone"):
             CALLS[name](clients[name])
 
@@ -147,7 +151,7 @@ def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_whoever_is_fi
     old = first.memory
     server.kill()
     server.start()
-    for name in ("get", "create", "set", "append", "wait", "beat", "clone", "rendezvous"):
+    for name in REFUSED:
         with pytest.raises(StoreLostMemory, match="knows no run run") as caught:
             patient_but_lost(lambda name=name: CALLS[name](first))
         assert not caught.value.restored
@@ -163,6 +167,33 @@ def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_whoever_is_fi
     assert (agent.get("view/4"), agent.get("report/4/0"), agent.get("report/4/2")) == (VIEW, "mine", "too")
     assert second.create("view/4", {"epoch": 4, "live": [1]}) == VIEW
     assert agent.append("log", "again") == 0
+
+
+def test_a_rendezvous_waits_until_the_store_is_rebuilt(server):
+    """In a recovery it is asked for on the training thread, when another thread of the process rebuilds the store."""
+    store = client_of(server)
+    store.begin()
+    server.kill()
+    server.start()
+    met: list[object] = []
+    meeting = threading.Thread(target=lambda: met.append(store.rendezvous("outer/4/0")), daemon=True)
+    meeting.start()
+    await_(lambda: refused(store.clone()), "the store has forgotten the run")
+    assert not met
+    call(store, lambda store: store.restore(4, VIEW))
+    meeting.join(DEADLINE_S)
+    met[0].set("key", "value")
+    assert met[0].get("key") == b"value"
+
+
+def refused(store: ControlStore) -> bool:
+    try:
+        store.get("key")
+    except StoreLostMemory:
+        return True
+    except StoreError:
+        return False
+    return False
 
 
 def patient_but_lost(operation) -> None:

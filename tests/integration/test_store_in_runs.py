@@ -149,7 +149,7 @@ def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, dat
 
 
 @pytest.fixture(params=["forked", "executed"])
-def kept(request, tmp_path):
+def kept(request, tmp_path, capfd):
     """Beside other threads a keeper is a new interpreter."""
     stop = threading.Event()
     other = threading.Thread(target=stop.wait)

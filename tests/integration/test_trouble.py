@@ -11,6 +11,7 @@ import pytest
 from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
 from tests import support
+from tests.stores import parent_of, store_of
 
 
 @pytest.mark.parametrize(
@@ -49,13 +50,17 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
 
 
 def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
-    """The agent, and with it the control store, is frozen in the middle of a run: the steps go on without them."""
+    """Agent, store and its keeper are frozen in the middle of a run: the steps go on without them."""
     run = support.start(tmp_path / "run", data_dir, steps=40)
     support.wait_for_step(run, 5)
-    run.process.send_signal(signal.SIGSTOP)
+    store = store_of(run.directory)
+    frozen = (run.process.pid, parent_of(store), store)
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
     support.wait_for_step(run, 39)
     assert not run.events("end"), "agreeing on the end needs the store"
-    run.process.send_signal(signal.SIGCONT)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
     run.check()
 
 

@@ -1,4 +1,7 @@
-"""Three real etcd nodes on loopback: the store's contract, and one node at a time killed or frozen under its clients."""
+"""Three real etcd nodes on loopback: the store's contract, and one node at a time killed or frozen under its clients.
+
+And a whole run on them that loses two nodes, one after the other, and two groups.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ import torch.distributed as dist
 
 from megatron_ft.core import detector
 from megatron_ft.errors import StoreError
+from megatron_ft.launch.record import STORE
 from megatron_ft.runtime import watcher
+from megatron_ft.runtime.points import Hold
 from megatron_ft.runtime.store import AWAY, ControlStore, patient
+from tests import support
 from tests.store_contract import StoreContract, at_once
 from tests.stores import DEADLINE_S, EtcdCluster, await_, etcd_missing
 
@@ -182,3 +188,25 @@ def test_what_is_added_through_a_lost_node_is_counted_once(cluster, served):
     adding.join(DEADLINE_S)
     assert not adding.is_alive()
     assert added == list(range(1, 201))
+
+
+def test_a_run_outlives_the_leader_then_another_node_and_a_group_after_each(cluster, tmp_path, data_dir, reference):
+    """Never a step lost or repeated, although the nodes that decide change under the run."""
+    first, second = Hold(1, 3, "reduce", 1), Hold(2, 5, "gate")
+    run = support.start(tmp_path / "run", data_dir, [first, second], store=cluster.address)
+    support.wait_for_step(run, 0)
+    lost = cluster.leader()
+    lost.kill()
+    run.strike(first)
+    support.wait_for(lambda: run.events("recovery"), run)
+    lost.start()
+    await_(lambda: all(node.follows() for node in cluster.nodes), "the node is back")
+    another = cluster.leader()
+    assert another is not lost
+    another.kill()
+    run.strike(second)
+    run.check(reference)
+    assert [sorted(view["lost"]) for view in run.events("view")] == [[], ["1"], ["2"]]
+    assert [line["step"] for line in run.events("recovery")] == [3, 5]
+    assert [line["group"] for line in run.events("survivor")] == [0, 3]
+    assert not run.events("store") and not (run.directory / STORE).exists(), "there is no other store"

@@ -131,8 +131,11 @@ class ControlStore:
     # --- process groups -----------------------------------------------------------------------------------------------
 
     def rendezvous(self, prefix: str) -> Any:
-        """A torch store for building a process group, on a connection of its own."""
-        return self._client.rendezvous(self._key(prefix))
+        """A torch store for building a process group, on a connection of its own.
+
+        Tried again for ``timeout_s``: in a recovery nobody else would, and a store that dies just then is back in no time.
+        """
+        return patient(lambda: self._client.rendezvous(self._key(prefix)), patience_s=self.timeout_s)
 
     # --- the store's memory -------------------------------------------------------------------------------------------
 
