@@ -101,10 +101,10 @@ def _keep(listener: socket.socket, run_dir: Path, agent: int) -> NoReturn:
         if deaths:
             _note(run_dir, "restarted", pid)
         why = _await_end(pid)
-        _note(run_dir, "died", pid, why)
         wait_s = deaths[0] + WITHIN_S - time.monotonic() if len(deaths) == RESTARTS else 0.0
         deaths.append(time.monotonic())
         when = f"in {wait_s:.0f} s, it ended {RESTARTS + 1} times within {WITHIN_S:g} s" if wait_s > 0 else "at once"
+        _note(run_dir, "died", pid, f"{why}; started again {when}")
         _say(f"the control store (pid {pid}) {why}; training goes on without it, it is started again {when}")
         time.sleep(max(0.0, wait_s))
 

@@ -192,7 +192,7 @@ def test_what_is_added_through_a_lost_node_is_counted_once(cluster, served):
 
 def test_a_run_outlives_the_leader_then_another_node_and_a_group_after_each(cluster, tmp_path, data_dir, reference):
     """Never a step lost or repeated, although the nodes that decide change under the run."""
-    first, second = Hold(1, 3, "reduce", 1), Hold(2, 5, "gate")
+    first, second = Hold(1, 3, "reduce", 1), Hold(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [first, second], store=cluster.address)
     support.wait_for_step(run, 0)
     lost = cluster.leader()
