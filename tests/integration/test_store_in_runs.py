@@ -94,6 +94,19 @@ def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, referenc
     assert sum(line["patched"] for line in run.events("recovery")) == support.PER_GROUP
 
 
+def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
+    """Every rank is a process with a memory of its own of the store; then a rank dies that does not lead its group."""
+    alone = support.start(tmp_path / "alone", data_dir, groups=2)
+    alone.check()
+    hold = Hold(1, 4, "reduce", 1, position=1)
+    run = support.start(tmp_path / "run", data_dir, [hold], groups=2, extra=["--ranks-per-group", 2])
+    support.wait_for_step(run, 1)
+    restart(run)
+    run.strike(hold)
+    run.check(alone)
+    assert sum(line["patched"] for line in run.events("recovery")) == support.PER_GROUP
+
+
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
     hold = Hold(0, 4, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
