@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core import detector
+from megatron_ft.core.protocol import Broke
 from megatron_ft.runtime import watcher
 from megatron_ft.runtime.store import ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.types import Exit
@@ -169,5 +170,5 @@ class StoreContract:
         watcher.announce(served, detector.Reset(3, 1, "connection reset"))
         await_(lambda: len(heard) == 2, "both notices are heard")
         listening.stop()
-        assert heard[0].dead == 2 and "rank 0 on node7 (pid 4242) ended with SIGKILL" in heard[0].reason
-        assert heard[1].broken == 3 and heard[1].dead is None
+        assert heard[0].group == 2 and "rank 0 on node7 (pid 4242) ended with SIGKILL" in heard[0].reason
+        assert heard[1] == Broke(3, "group 1: connection reset")

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.types import Exit, GroupId, Microbatch
+from megatron_ft.core.protocol import Broke, Died, Leaves, Missed
+from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 
 @dataclass(frozen=True)
@@ -74,23 +75,8 @@ class Leaving:
 Signal = Ended | Reset | GivenUp | Silent | Leaving
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """``dead`` names the group that is out, with its incarnation, or ``broken`` the epoch that is over.
-
-    ``microbatch`` is the one whose computation it did not survive, if it ended by itself. With ``after`` the group is not
-    dead, it leaves after that step. Or ``silent`` the groups of two hosts that do not hear
-    each other (who says so, about whom); ``heard``: they do again.
-    """
-
-    reason: str
-    dead: GroupId | None = None
-    incarnation: int = 0
-    broken: int | None = None
-    after: int | None = None
-    silent: tuple[tuple[GroupId, ...], tuple[GroupId, ...]] | None = None
-    heard: bool = False
-    microbatch: Microbatch | None = None
+Verdict = Died | Broke | Missed | Leaves
+"""What a signal comes to: an event of the protocol."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -100,20 +86,30 @@ def judge(signal: Signal) -> Verdict:
     """
     match signal:
         case Ended(exit=exit_, incarnation=incarnation):
-            return Verdict(str(exit_), dead=exit_.group, incarnation=incarnation, microbatch=_blamed(exit_))
+            return Died(exit_.group, str(exit_), incarnation, _blamed(exit_))
         case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
-            return Verdict(f"rank {position} on {host} (pid {pid}) {why}", dead=group, incarnation=incarnation)
+            return Died(group, f"rank {position} on {host} (pid {pid}) {why}", incarnation)
         case Reset(epoch=epoch, by=by, detail=detail):
-            return Verdict(f"group {by}: {detail}", broken=epoch)
+            return Broke(epoch, f"group {by}: {detail}")
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
-            return Verdict(f"leaves after step {after}: {why}", dead=group, incarnation=incarnation, after=after)
-        case Silent(by=by, about=about, heard=True):
-            pair = (signal.groups_by, signal.groups_about)
-            return Verdict(f"host {by} hears host {about} again", silent=pair, heard=True)
-        case Silent(by=by, about=about, silent_s=silent_s):
-            pair = (signal.groups_by, signal.groups_about)
-            return Verdict(f"host {by} has heard nothing of host {about} for {silent_s:.1f} s", silent=pair)
+            return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
+        case Silent(by=by, about=about, heard=heard, silent_s=silent_s):
+            nothing = f"host {by} has heard nothing of host {about} for {silent_s:.1f} s"
+            reason = f"host {by} hears host {about} again" if heard else nothing
+            return Missed(signal.groups_by, signal.groups_about, reason, heard)
     raise TypeError(f"judge: {signal!r} is not a signal")
+
+
+def ends(verdict: Verdict, view: View) -> bool:
+    """Whether the verdict ends the epoch of ``view``: nobody may wait in it any more. ``core.recovery`` closes it."""
+    match verdict:
+        case Died(group=group, incarnation=incarnation):
+            return group in view.live and incarnation >= view.incarnations.get(group, 0)
+        case Broke(epoch=epoch):
+            return epoch == view.epoch
+        case Missed(by=by, about=about, heard=heard):
+            return not heard and all(set(unit) & set(view.live) for unit in (by, about))
+    return False  # who leaves in order is waited for
 
 
 def _blamed(exit_: Exit) -> Microbatch | None:

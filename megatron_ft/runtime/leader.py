@@ -151,19 +151,12 @@ class Leader:
         if self._leaving and not self._said_leaving:
             self._say_leaving()
         while not self._verdicts.empty():
-            verdict = self._verdicts.get()
-            if verdict.silent is not None:
-                self._feed(recovery.Missed(*verdict.silent, verdict.reason, verdict.heard))
-            elif verdict.after is not None:
-                if verdict.dead == self.group and not self._said_leaving:  # another rank of this group was told to
+            match verdict := self._verdicts.get():
+                case recovery.Leaves(group=self.group) if not self._said_leaving:  # another rank of this group was told to
                     self._note_leaving(verdict.after, verdict.reason)
-                self._feed(recovery.Leaves(verdict.dead, verdict.after, verdict.reason, verdict.incarnation))
-            elif verdict.dead is not None:
-                if self._rank.lost_because:
+                case recovery.Died() if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
-                self._feed(recovery.Died(verdict.dead, verdict.reason, verdict.incarnation, verdict.microbatch))
-            else:
-                self._feed(recovery.Broke(verdict.broken, verdict.reason))
+            self._feed(verdict)
 
     # --- doing --------------------------------------------------------------------------------------------------------
 

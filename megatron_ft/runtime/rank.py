@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ft.core import detector
+from megatron_ft.core.protocol import Broke, Missed
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import TAIL, Engine, Ready, StepResult
@@ -94,11 +95,11 @@ class Rank:
     def hear(self, verdict: detector.Verdict) -> None:
         """Unblock the training thread if it waits for somebody who is gone."""
         with self._lock:
-            if verdict.heard:
-                self._heard = [earlier for earlier in self._heard if earlier.silent != verdict.silent]
+            if isinstance(verdict, Missed) and verdict.heard:
+                self._heard = [earlier for earlier in self._heard if not _takes_back(verdict, earlier)]
                 return
             self._heard.append(verdict)
-            if self._outer is not None and concerns(verdict, self._view):
+            if self._outer is not None and detector.ends(verdict, self._view):
                 self._outer.abort()
 
     def lose(self, reason: str) -> None:
@@ -114,7 +115,7 @@ class Rank:
     def concerned(self, view: View) -> bool:
         """Whether something that was heard so far ends the epoch of ``view``."""
         with self._lock:
-            return any(concerns(verdict, view) for verdict in self._heard)
+            return any(detector.ends(verdict, view) for verdict in self._heard)
 
     def tell_broken(self, epoch: int, reason: str) -> None:
         """Tell all groups, once, that ``epoch`` is over."""
@@ -186,7 +187,7 @@ class Rank:
             return False
         with self._lock:
             self._outer, self._view = outer, view
-            self._heard = [verdict for verdict in self._heard if verdict.broken is None or verdict.broken >= view.epoch]
+            self._heard = [verdict for verdict in self._heard if not _is_over(verdict, view)]
         if self.concerned(view):
             outer.abort()
         return True
@@ -346,11 +347,10 @@ def blame(microbatch: Microbatch) -> Iterator[None]:
         raise
 
 
-def concerns(verdict: detector.Verdict, view: View) -> bool:
-    """Whether the verdict ends the epoch of this view; the core will say so too."""
-    if verdict.silent is not None:
-        return all(set(unit) & set(view.live) for unit in verdict.silent)
-    if verdict.dead is not None:
-        seated = verdict.dead in view.live and verdict.incarnation >= view.incarnations.get(verdict.dead, 0)
-        return seated and verdict.after is None
-    return verdict.broken == view.epoch
+def _takes_back(verdict: Missed, earlier: detector.Verdict) -> bool:
+    return isinstance(earlier, Missed) and (earlier.by, earlier.about) == (verdict.by, verdict.about)
+
+
+def _is_over(verdict: detector.Verdict, view: View) -> bool:
+    """Whether it can concern no view from this one on."""
+    return isinstance(verdict, Broke) and verdict.epoch < view.epoch

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_ft.core import detector
+from megatron_ft.core.protocol import Died, Leaves, Missed
 from megatron_ft.errors import RunStopped, StoreError
 from megatron_ft.runtime.rank import Rank
 from megatron_ft.runtime.store import ControlStore
@@ -33,10 +34,11 @@ class Census:
         self.changed = threading.Event()
 
     def hear(self, verdict: detector.Verdict) -> None:
-        if verdict.silent is not None:
-            (self._silent.discard if verdict.heard else self._silent.add)(verdict.silent)
-        elif verdict.dead is not None:
-            self._gone.add(verdict.dead)
+        match verdict:
+            case Missed(by=by, about=about, heard=heard):
+                (self._silent.discard if heard else self._silent.add)((by, about))
+            case Died(group=group) | Leaves(group=group):
+                self._gone.add(group)
         self.changed.set()
 
     def anybody(self, me: int) -> bool:

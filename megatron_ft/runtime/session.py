@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from megatron_ft import config as config_module
 from megatron_ft.core import detector
+from megatron_ft.core.protocol import Died
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Engine, StepResult
@@ -193,7 +194,7 @@ class Session:
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""
         self._census.hear(verdict)
-        if self._rank.size > 1 and verdict.dead == self.group and verdict.after is None:
+        if self._rank.size > 1 and isinstance(verdict, Died) and verdict.group == self.group:
             self._rank.lose(verdict.reason)
             self._inside.abort()
         self._rank.hear(verdict)

@@ -138,7 +138,7 @@ class Group:
             return
         event = understand(notice)
         self._inbox.append(event)
-        if self._open is not None and _concerns(event, self._open):
+        if self._open is not None and detector.ends(event, self._open):
             self._broken = self._broken or "aborted by a notice"
         self._poke()
 
@@ -370,17 +370,7 @@ def understand(notice: Any) -> recovery.Event:
     """A notice of the log as an event: what the detector makes of a signal; who asks for a seat is no signal."""
     if isinstance(notice, recovery.Asked):
         return notice
-    verdict = detector.judge(notice)
-    if verdict.dead is not None:
-        return recovery.Died(verdict.dead, verdict.reason, verdict.incarnation, verdict.microbatch)
-    return recovery.Broke(verdict.broken, verdict.reason)
-
-
-def _concerns(event: recovery.Event, view: View) -> bool:
-    """Whether the watcher aborts the communicator of ``view`` for it."""
-    if isinstance(event, recovery.Died):
-        return event.group in view.live
-    return isinstance(event, recovery.Broke) and event.epoch == view.epoch
+    return detector.judge(notice)
 
 
 def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[recovery.Report]]:

@@ -243,7 +243,7 @@ class Told:
         watcher.Watcher(store, self._heard, self._lost, lambda: self.lines.append("back"), self._empty).start()
 
     def _heard(self, verdict: detector.Verdict) -> None:
-        self.lines.append(verdict.broken)
+        self.lines.append(verdict.epoch)
 
     def _lost(self, error: StoreError) -> None:
         self.lines.append(type(error))

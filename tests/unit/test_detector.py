@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.detector import Ended, GivenUp, Leaving, Reset, Silent, from_json, judge, to_json
-from megatron_ft.types import Exit, Microbatch
+from megatron_ft.core.detector import Ended, GivenUp, Leaving, Reset, Silent, ends, from_json, judge, to_json
+from megatron_ft.core.protocol import Broke, Died, Leaves, Missed
+from megatron_ft.types import Exit, Microbatch, View
 
 numbers = st.integers(0, 10**6)
 exits = st.builds(
@@ -21,7 +22,7 @@ exits = st.builds(
     detail=st.text(),
     microbatch=st.none() | st.sampled_from(["3/1.0", "torn/", ""]),
 )
-ends = st.builds(Ended, exits, numbers)
+deaths = st.builds(Ended, exits, numbers)
 resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
 
 accusations = st.builds(
@@ -39,31 +40,30 @@ leavings = st.builds(Leaving, group=numbers, after=numbers, why=st.text(), incar
 @given(silences)
 def test_silence_accuses_a_pair_of_hosts_and_nobody_alone(signal):
     verdict = judge(signal)
-    assert verdict.dead is None and verdict.broken is None and verdict.heard == signal.heard
-    assert verdict.silent == (signal.groups_by, signal.groups_about)
+    assert verdict == Missed(signal.groups_by, signal.groups_about, verdict.reason, signal.heard)
     assert signal.by in verdict.reason and signal.about in verdict.reason
 
 
 @given(leavings)
 def test_who_leaves_is_not_dead_yet(signal):
     verdict = judge(signal)
-    assert (verdict.dead, verdict.after, verdict.incarnation) == (signal.group, signal.after, signal.incarnation)
+    assert verdict == Leaves(signal.group, signal.after, verdict.reason, signal.incarnation)
     assert signal.why in verdict.reason
 
 
 @given(accusations)
 def test_who_is_given_up_is_out_with_the_reason(signal):
     verdict = judge(signal)
-    assert (verdict.dead, verdict.incarnation, verdict.broken) == (signal.group, signal.incarnation, None)
+    assert verdict == Died(signal.group, verdict.reason, signal.incarnation)
     for word in (f"rank {signal.position}", signal.host, f"pid {signal.pid}", signal.why):
         assert word in verdict.reason
 
 
-@given(ends)
+@given(deaths)
 def test_a_death_is_a_verdict_against_one_incarnation_of_one_group(signal):
     """One dead rank takes its whole group out; no epoch is named, it concerns whichever the group is in."""
     verdict = judge(signal)
-    assert (verdict.dead, verdict.incarnation, verdict.broken) == (signal.exit.group, signal.incarnation, None)
+    assert verdict == Died(signal.exit.group, verdict.reason, signal.incarnation, verdict.microbatch)
     how = signal.exit.signal or f"exit code {signal.exit.code}"
     for word in (f"rank {signal.exit.position}", signal.exit.host, f"pid {signal.exit.pid}", how, signal.exit.detail):
         assert word in verdict.reason
@@ -74,7 +74,7 @@ def test_a_microbatch_reads_back(microbatch):
     assert Microbatch.parse(str(microbatch)) == microbatch
 
 
-@given(ends)
+@given(deaths)
 def test_a_microbatch_is_blamed_for_an_exception_only(signal):
     """A signal comes from outside; a torn name accuses nothing."""
     blamed = signal.exit.signal is None and signal.exit.microbatch == "3/1.0"
@@ -90,12 +90,10 @@ def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
 @given(resets)
 def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
     """gloo never says who is lost, so whoever reports the reset, or its neighbour, must not be taken for dead."""
-    verdict = judge(signal)
-    assert verdict.dead is None and verdict.broken == signal.epoch
-    assert verdict.reason == f"group {signal.by}: {signal.detail}"
+    assert judge(signal) == Broke(signal.epoch, f"group {signal.by}: {signal.detail}")
 
 
-@given(ends | resets | accusations | silences | leavings)
+@given(deaths | resets | accusations | silences | leavings)
 def test_the_wire_form_keeps_everything(signal):
     assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
 
@@ -105,3 +103,25 @@ def test_what_is_no_signal_is_refused():
         from_json({"kind": "omen"})
     with pytest.raises(TypeError, match="'omen' is not a signal"):
         judge("omen")
+
+
+VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "over"),
+    [
+        (Died(1, ""), True),
+        (Died(2, ""), False),
+        (Died(3, "", incarnation=2), True),
+        (Died(3, "", incarnation=1), False),
+        (Broke(4, ""), True),
+        (Broke(3, ""), False),
+        (Missed((0, 1), (2, 3), ""), True),
+        (Missed((0, 1), (2,), ""), False),
+        (Missed((0, 1), (2, 3), "", heard=True), False),
+        (Leaves(1, 7, ""), False),
+    ],
+)
+def test_what_ends_an_epoch(verdict, over):
+    assert ends(verdict, VIEW) == over
