@@ -53,7 +53,7 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
-from megatron_ft.core.state import GroupState, Job
+from megatron_ft.core.state import GroupState, Job, changed
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, GroupId, Plan, Report, View
 
@@ -84,11 +84,11 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
         case Died():
             state = _died(state, event)
         case Leaves(group=group):
-            state = replace(state, leaving={**state.leaving, group: event})
+            state = changed(state, leaving={**state.leaving, group: event})
         case Asked():
             state = _asked(state, event)
         case Broke(epoch=epoch, reason=reason):
-            state = replace(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
+            state = changed(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
         case Missed():
             state = _missed(state, event)
         case ReportSeen(report=report):
@@ -155,7 +155,7 @@ def _died(state: GroupState, event: Died) -> GroupState:
     if event.incarnation < state.graves.get(event.group, (0, ""))[0]:
         return state
     asking = {g: number for g, number in state.asking.items() if g != event.group or number > event.incarnation}
-    return replace(
+    return changed(
         state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)}
     )
 
@@ -169,7 +169,7 @@ def _blamed(state: GroupState, event: Died) -> GroupState:
     if microbatch is None or microbatch.step < state.step:
         return state
     victims = state.deadly.get(microbatch, frozenset()) | {event.group}
-    state = replace(state, deadly={**state.deadly, microbatch: victims})
+    state = changed(state, deadly={**state.deadly, microbatch: victims})
     if len(victims) < 2:
         return state
     why = (
@@ -177,7 +177,7 @@ def _blamed(state: GroupState, event: Died) -> GroupState:
         f"them: {event.reason}; it would take one group after the other, so the run stops: look at the samples of that "
         f"microbatch (step/shard.index) and at the memory they need, then start again"
     )
-    return replace(state, stopped=why)
+    return changed(state, stopped=why)
 
 
 def _asked(state: GroupState, event: Asked) -> GroupState:
@@ -186,14 +186,14 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
     seated = event.incarnation <= _seat(state.view, event.group)
     if seated or not alive:
         return state
-    return replace(state, asking={**state.asking, event.group: event.incarnation})
+    return changed(state, asking={**state.asking, event.group: event.incarnation})
 
 
 def _missed(state: GroupState, event: Missed) -> GroupState:
     others = {pair: why for pair, why in state.missed.items() if pair != (event.by, event.about)}
     if event.heard:
-        return replace(state, missed=others)
-    return replace(state, missed={**others, (event.by, event.about): event.reason}, settled_s=0.0)
+        return changed(state, missed=others)
+    return changed(state, missed={**others, (event.by, event.about): event.reason}, settled_s=0.0)
 
 
 def _seat(view: View, group: GroupId) -> int:
@@ -207,20 +207,20 @@ def _progress(state: GroupState, event: Event) -> GroupState:
         case Computed(microbatch=microbatch):
             assert microbatch in state.plan.of(state.me), f"{microbatch} is not group {state.me}'s"
             assert microbatch not in state.computed, f"{microbatch} was computed twice"
-            return replace(state, computed=state.computed | {microbatch})
+            return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):
-            return replace(state, connected=True) if _current(state, epoch) else state
+            return changed(state, connected=True) if _current(state, epoch) else state
         case Transferred(epoch=epoch):
             return _transferred(state, event) if _current(state, epoch) else state
         case Reduced(bucket=bucket):
             # Feeding a completion seen after the abort would be a bug of the shell: it could be garbage.
             assert not state.reported, f"bucket {bucket} finished after the report of epoch {state.view.epoch}"
-            return replace(state, have=state.have | {bucket})
+            return changed(state, have=state.have | {bucket})
         case Updated(step=done, measured=measured):
             assert done == state.step, f"updated step {done} while in step {state.step}"
             job = state.job
             speeds = stragglers.observe(state.speeds, measured, job.straggler_factor, job.straggler_steps)
-            return _begin(replace(state, speeds=speeds), state.step + 1)
+            return _begin(changed(state, speeds=speeds), state.step + 1)
     raise TypeError(f"{event!r} is not an event")
 
 
@@ -231,7 +231,7 @@ def _current(state: GroupState, epoch: int) -> bool:
 def _begin(state: GroupState, new: int) -> GroupState:
     """Enter step ``new`` under the present view, or with the plan that others follow for it already."""
     begun = state.ahead or Begun(state.view.live)
-    return replace(
+    return changed(
         state,
         step=new,
         begun=begun,
@@ -257,7 +257,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
-    state = replace(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
+    state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     announcement = (Announce(epoch, reason),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
 
@@ -282,7 +282,7 @@ def _entry(state: GroupState) -> str:
 def _report(state: GroupState, report: Report) -> GroupState:
     if report.epoch != state.view.epoch:
         return state
-    return replace(state, reports={**state.reports, report.group: report})
+    return changed(state, reports={**state.reports, report.group: report})
 
 
 def _unreported(state: GroupState) -> tuple[GroupId, ...]:
@@ -300,7 +300,7 @@ def _looked(state: GroupState, now: float) -> GroupState:
         return state
     since = 0.0 if state.looked is None else now - state.looked
     longest = state.patience_s / _LOOKS
-    return replace(state, looked=now, waited_s=state.waited_s + min(since, longest), settled_s=state.settled_s + since)
+    return changed(state, looked=now, waited_s=state.waited_s + min(since, longest), settled_s=state.settled_s + since)
 
 
 def _proposal(state: GroupState) -> tuple[Action, ...]:
@@ -354,7 +354,7 @@ def _give_up(state: GroupState) -> GroupState:
     if state.stopped or _has_say(state) or state.waited_s < patience_s:
         return state
     why = f"no group that has the model state decided on a view within {patience_s:g} s"
-    return replace(state, stopped=f"group {state.me} leaves before it has begun: {why}")
+    return changed(state, stopped=f"group {state.me} leaves before it has begun: {why}")
 
 
 def _origin(state: GroupState, view: View) -> Begun:
@@ -375,18 +375,18 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
     if state.me not in view.live or state.incarnation != view.incarnations.get(state.me, 0):
         why = view.lost.get(state.me, view.reason)
-        return replace(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
+        return changed(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
     if len(view.live) < state.job.min_groups:
         groups = " ".join(map(str, view.live))
-        return replace(
+        return changed(
             state,
             stopped=f"only groups {groups} are left of {state.job.shards}, min_groups is {state.job.min_groups}",
         )
     if not state.synced:
-        state = replace(state, step=view.step, computed=frozenset(), have=frozenset())
+        state = changed(state, step=view.step, computed=frozenset(), have=frozenset())
     behind = view.step > state.step
     begun = state.begun.after(view.lost, view.joined) if behind else view.begun
-    return replace(
+    return changed(
         state,
         view=view,
         begun=begun,
@@ -407,8 +407,8 @@ def _adopt(state: GroupState, view: View) -> GroupState:
 def _transferred(state: GroupState, event: Transferred) -> GroupState:
     """Transfers of the view are done here: who was behind stands at its step now, and final buckets are held."""
     taken = event.speeds if state.me in state.view.behind else None
-    state = replace(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
+    state = changed(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
     if state.ahead is None:
         plan = state.plan if taken is None else _plan(state.job, state.step, state.begun, taken)
-        return replace(state, have=state.final, plan=plan)
+        return changed(state, have=state.final, plan=plan)
     return _begin(state, state.view.step)

@@ -70,7 +70,8 @@ def plan_step(
     if min(speed) <= 0:
         raise ValueError(f"weights must be positive, got {dict(zip(members, speed, strict=True))}")
     restricted = None if _hosts_everything(placement) else placement
-    if min(speed) < max(speed):
+    fastest = max(speed)
+    if min(speed) < fastest:
         tested = tuple(group in (weights or {}) for group in members)
         chosen = _by_time(shards, per_shard, members, restricted, speed, tested)
     elif previous is None:
@@ -81,7 +82,7 @@ def plan_step(
     largest = max(sum(map(len, own.values())) for own in chosen.values())
     moved = shards * per_shard - sum(len(own.get(group, ())) for group, own in chosen.items())
     reason = f"{len(members)} of {shards} groups live, at most {largest} microbatches each, {moved} taken over"
-    slower = [group for group, own in zip(members, speed, strict=True) if own < max(speed)]
+    slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
     reason += f", less for the slow groups {_names(slower)}" if slower else ""
     return Plan(step, _Named(step, chosen), reason)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ft.core import links
 from megatron_ft.core.protocol import Leaves
@@ -149,3 +150,11 @@ class GroupState:
         if not self.unfinished:
             return ()
         return tuple(microbatch for microbatch in self.plan.of(self.me) if microbatch not in self.computed)
+
+
+def changed(state: GroupState, **changes: Any) -> GroupState:
+    """``dataclasses.replace``, without calling ``__init__`` with all the fields: a step changes the state six times."""
+    assert changes.keys() <= GroupState.__dataclass_fields__.keys(), f"{changes} are not all fields of a GroupState"
+    new = object.__new__(GroupState)
+    new.__dict__.update(state.__dict__, **changes)
+    return new

@@ -80,6 +80,8 @@ def observe(speeds: Speeds, measured: Mapping[GroupId, float], factor: float, st
     if factor <= 0:
         return Speeds(longest_s)
     ordered = sorted(seconds.values())
+    if not speeds.tracks and (len(ordered) < 2 or ordered[-1] <= factor * _median_of_others(ordered, ordered[-1])):
+        return Speeds(longest_s)  # nearly always: if the slowest is not slow, nobody is
     tracks: dict[GroupId, Track] = {}
     for group in sorted(seconds.keys() | speeds.tracks.keys()):
         before = speeds.tracks.get(group, Track())

@@ -39,7 +39,8 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
     _write(run_dir / FILE, line.encode())
 
 
-def _write(path: Path, line: bytes) -> None:
+def _write(path: str | Path, line: bytes) -> tuple[int, int]:
+    """Append; returns the file's size before and after, which tell whether another process has written meanwhile."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(fd).st_size
@@ -48,6 +49,7 @@ def _write(path: Path, line: bytes) -> None:
         written = os.write(fd, line)
         if written != len(line):
             raise OSError(f"only {written} of {len(line)} bytes could be written to {path}")
+        return size, os.fstat(fd).st_size
     finally:
         os.close(fd)
 
@@ -78,7 +80,7 @@ class History:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+        self._path = os.fspath(run_dir / FILE)
         self._writer = False
         self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._pending: list[dict[str, Any]] = []
@@ -128,15 +130,22 @@ class History:
             self._warned = True
 
     def _put(self, line: dict[str, Any]) -> None:
-        _write(self._run_dir / FILE, (json.dumps(line) + "\n").encode())
+        data = (json.dumps(line) + "\n").encode()
+        before, after = _write(self._path, data)
+        if before == self._seen_bytes and after == before + len(data):  # nobody else writes: it need not be read again
+            self._seen_bytes = after
+            self._present.append(_key(line))
 
     def _look(self) -> None:
         """Take in the lines that were added since the last look, ours and others'; nearly always few or none."""
-        path = self._run_dir / FILE
-        if not path.exists() or path.stat().st_size == self._seen_bytes:
+        try:
+            size = os.stat(self._path).st_size
+        except FileNotFoundError:
             return
-        self._seen_bytes = max(self._seen_bytes, path.stat().st_size - _TAIL_BYTES)
-        with path.open("rb") as file:
+        if size == self._seen_bytes:
+            return
+        self._seen_bytes = max(self._seen_bytes, size - _TAIL_BYTES)
+        with open(self._path, "rb") as file:
             file.seek(self._seen_bytes)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

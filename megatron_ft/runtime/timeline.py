@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ class Timeline:
     """Collects spans in memory; the session writes them before the reduction and after the update of a step."""
 
     def __init__(self, run_dir: Path, group: int, position: int) -> None:
-        self._path = run_dir / "timeline" / f"g{group}.p{position}.jsonl"
+        self._path = os.fspath(run_dir / "timeline" / f"g{group}.p{position}.jsonl")
         self._spans: list[tuple[str, float, float]] = []
 
     @contextmanager
@@ -36,7 +37,10 @@ class Timeline:
         line = json.dumps({"step": step, "epoch": epoch, "spans": self._spans}) + "\n"
         self._spans = []
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(fd, line.encode())
+            finally:
+                os.close(fd)
         except OSError:
             return
