@@ -32,11 +32,21 @@ class Agreement:
     def view(self, epoch: int) -> View | None:
         """The view that stands for ``epoch``, if one does."""
         raw = self._ask(lambda: self._store.get(f"view/{epoch}"))
-        return None if raw is None else View.from_json(raw)
+        return None if raw is None else self._stands(View.from_json(raw))
 
     def propose(self, view: View) -> View:
         """Compare-and-set: the view that stands from now on, whoever wrote it."""
-        return View.from_json(self.create(f"view/{view.epoch}", view.to_json()))
+        return self._stands(View.from_json(self.create(f"view/{view.epoch}", view.to_json())))
+
+    def _stands(self, view: View) -> View:
+        """Remember it at once: should the store forget now, no older view may be put back in its place."""
+        if self._view is None or view.epoch > self._view.epoch:
+            self._view = view
+        return view
+
+    def rendezvous(self, name: str) -> Any:
+        """A torch store whose keys nobody else uses."""
+        return self._ask(lambda: self._store.rendezvous(name))
 
     def create(self, key: str, value: Any) -> Any:
         """Compare-and-set: what stands there from now on."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken, Communicator
 from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.store import ControlStore
 from megatron_ft.types import View
 
 _POLL_S = (0.001, 0.01)
@@ -23,8 +22,8 @@ _CONNECT_TIMEOUT_S = 30.0
 class Connector:
     """One rank's side of building communicators; keeps an unfinished build, so that asking again goes on with it."""
 
-    def __init__(self, env: RankEnvironment, store: ControlStore, agreement: Agreement) -> None:
-        self._env, self._store, self._agreement = env, store, agreement
+    def __init__(self, env: RankEnvironment, agreement: Agreement) -> None:
+        self._env, self._agreement = env, agreement
         self._build: Build | None = None
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
@@ -39,7 +38,7 @@ class Connector:
         if self._build is None or self._build.epoch != view.epoch:
             name, timeout_s = f"outer/{view.epoch}/{self._env.position}", self._env.config.fault_tolerance.detector
             self._build = Build(
-                self._env, self._store, name, self._env.group, view.live, view.epoch, timeout_s.collective_timeout_s
+                self._env, self._agreement, name, self._env.group, view.live, view.epoch, timeout_s.collective_timeout_s
             )
         build = self._build
         if not wait_for(build.over, interrupted):
@@ -72,7 +71,7 @@ class Build:
     def __init__(
         self,
         env: RankEnvironment,
-        store: ControlStore,
+        agreement: Agreement,
         name: str,
         me: int,
         members: Sequence[int],
@@ -84,7 +83,7 @@ class Build:
         self._deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         self._made: Communicator | None = None
         self._error: Exception | None = None
-        arguments = (store.rendezvous(name), me, members, epoch, timeout_s, env.address)
+        arguments = (agreement.rendezvous(name), me, members, epoch, timeout_s, env.address)
         self._thread = threading.Thread(target=self._run, args=arguments, name="megatron_ft-connect", daemon=True)
         self._thread.start()
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken, Communicator
 from megatron_ft.runtime.connect import Build, wait_for
 from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.store import ControlStore
 
 _TIMEOUT_S = 30 * 86400.0
 """Followers wait for orders for as long as the leader's script does something else. Who died is told by its agent."""
@@ -40,9 +40,9 @@ class Inner:
         self.position, self.size = position, len(communicator.members)
 
     @classmethod
-    def build(cls, env: RankEnvironment, store: ControlStore, interrupted: Callable[[], bool]) -> Inner:
+    def build(cls, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> Inner:
         """Meet the other ranks of the group. Raises :class:`Lost` when ``interrupted`` became true, or it cannot be done."""
-        build = Build(env, store, f"inner/{env.group}", env.position, range(env.config.ranks_per_group), 0, _TIMEOUT_S)
+        build = Build(env, agreement, f"inner/{env.group}", env.position, range(env.config.ranks_per_group), 0, _TIMEOUT_S)
         if not wait_for(build.over, interrupted):
             raise Lost("a rank of the group was gone before all of them had started")
         try:

@@ -36,7 +36,6 @@ from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.reduction import Reduction
 from megatron_ft.runtime.shared import SharedGradients
-from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View
 
@@ -48,7 +47,7 @@ class Rank:
     when the group's ranks had last summed up what they had computed.
     """
 
-    def __init__(self, env: RankEnvironment, store: ControlStore, agreement: Agreement, history: History) -> None:
+    def __init__(self, env: RankEnvironment, agreement: Agreement, history: History) -> None:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
         self.agreement, self.history = agreement, history
         self.points = Points.from_env(env.group, env.position, env.run_dir)
@@ -61,7 +60,7 @@ class Rank:
         self.lost_because = ""
         self._config, self._settings = env.config, env.config.fault_tolerance
         self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
-        self._connector = Connector(env, store, agreement)
+        self._connector = Connector(env, agreement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
         self._engine: Engine | None = None
         self._reduction: Reduction | None = None

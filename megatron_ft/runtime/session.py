@@ -84,7 +84,7 @@ class Session:
         if first is None:
             raise StoreError(f"control store {env.store} knows no view of run {env.run_id}; start it again")
         history = History(env.run_dir)
-        self._rank = Rank(env, self._store, agreement, history)
+        self._rank = Rank(env, agreement, history)
         self._census = Census(env.config.groups)
         patience_s = env.config.fault_tolerance.detector.collective_timeout_s
         self._inside = Inside(env.group, env.position, self._store.clone(), patience_s)
@@ -99,7 +99,7 @@ class Session:
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
             with self._until_lost():
-                self._rank.join(Inner.build(env, self._store, lambda: bool(self._rank.lost_because)))
+                self._rank.join(Inner.build(env, agreement, lambda: bool(self._rank.lost_because)))
 
     # --- what a user touches ------------------------------------------------------------------------------------------
 
