@@ -136,6 +136,32 @@ def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, da
     assert "tp all-reduce of step 2: ended" in view["lost"]["1"], "the last collectives are part of the reason"
 
 
+FALLS_APART = """
+import os, runpy, sys
+from megatron_ft.runtime.session import Session
+
+plain = Session.train_step
+def train_step(self, *args):
+    result = plain(self, *args)
+    if (self.group, self.position, result.step) == (1, 1, 3):
+        self._rank.inner.abort()  # as a switch does that forgets a connection
+    return result
+Session.train_step = train_step
+sys.path.insert(0, os.path.dirname(TRAIN))
+runpy.run_path(TRAIN, run_name="__main__")
+"""
+
+
+def test_a_group_whose_ranks_have_lost_each_other_is_out_though_all_of_them_live(tmp_path, data_dir, alone):
+    script = tmp_path / "train.py"
+    script.write_text(FALLS_APART.replace("TRAIN", repr(str(support.SCRIPT))))
+    run = start(tmp_path / "run", data_dir, script=script)
+    run.check(alone)
+    (view,) = [line for line in run.events("view") if line["lost"]]
+    assert list(view["lost"]) == ["1"] and "has lost the other ranks of its group" in view["lost"]["1"]
+    assert not run.events("fault")
+
+
 def test_all_groups_broken_is_the_end_and_says_why(tmp_path, data_dir):
     """Healthy ranks wait for their group only as long as there is a run that it could come back to."""
     holds = [follower(group, "backward") for group in range(GROUPS)]
