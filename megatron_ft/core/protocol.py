@@ -1,6 +1,6 @@
 """The words between ``core.recovery`` and its shell: events go in, actions come out.
 
-The shell is ``runtime.session`` in a real run, and a simulated one in tests. An event says what has happened, an action
+The shell is ``runtime.leader`` in a real run, and a simulated one in tests. An event says what has happened, an action
 what is to be done; neither says why at length, views and reports do (``types``).
 """
 

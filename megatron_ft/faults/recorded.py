@@ -147,7 +147,7 @@ def _check(line: Line, needed: Iterable[str], path: str) -> None:
 
 
 def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
-    """The job as ``runtime.session`` sets it up."""
+    """The job as ``runtime.leader`` sets it up."""
     if not begins:
         raise RecordError(f"{path} has no 'begin' line: the run ended before its first step, nothing was decided")
     begin = begins[0].fields

@@ -1,4 +1,4 @@
-"""One simulated group: the shell of ``runtime.session`` and ``runtime.watcher``, without processes and tensors.
+"""One simulated group: the shell of ``runtime.leader`` and ``runtime.watcher``, without processes and tensors.
 
 It carries out what ``core.recovery`` decides and decides nothing itself. The training thread does one thing at a time
 and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
