@@ -124,7 +124,7 @@ def _living(run_dir: Path, entries: list[dict[str, Any]]) -> list[Rank]:
 
 def _verified(entry: dict[str, Any], run_id: str | None) -> Rank | None:
     pid, group, position = entry["pid"], entry["group"], entry["position"]
-    if entry.get("host", socket.gethostname()) != socket.gethostname():
+    if not _is_here(entry.get("host")):
         return None
     try:
         start = start_of(pid)
@@ -138,6 +138,11 @@ def _verified(entry: dict[str, Any], run_id: str | None) -> Rank | None:
     found = [environment.get(f"MEGATRON_FT_{name}") for name in ("RUN_ID", "GROUP", "POSITION")]
     mine = found == [run_id or found[0], str(group), str(position)]
     return Rank(pid, start, group, position) if mine else None
+
+
+def _is_here(host: str | None) -> bool:
+    """Whether it names this host; agents add their address where several have the same name, as in network namespaces."""
+    return host is None or host.partition("(")[0] == socket.gethostname()
 
 
 def _run_id(run_dir: Path) -> str | None:
