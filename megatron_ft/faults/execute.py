@@ -243,9 +243,13 @@ class Injector:
                     wanted[target] = (rank, [])
                 wanted[target][1].append(_order(case))
         for target, (rank, orders) in wanted.items():
-            if self._posted.get(target) != (rank, tuple(orders)):
+            before = self._posted.get(target)
+            if before != (rank, tuple(orders)):
                 self._posted[target] = rank, tuple(orders)  # before: Ctrl-C in between must not forget an order
-                points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
+                try:
+                    points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
+                except OSError:  # a full disk, our own fault perhaps: what was there stands, and the next turn tries again
+                    self._posted[target] = before or (rank, ())
 
     def _strike_if_held(self, case: Case) -> bool:
         living = [rank for rank in case.armed.values() if rank.lives]
@@ -397,6 +401,8 @@ class Injector:
     def _tidy_up(self) -> None:
         """Leave nothing behind that only this process would have ended: orders, frozen ranks, cuts, fillers."""
         open_cases = [case for case in self.cases if case.state not in DONE]
+        for undo in [undo for undo in self._undos if undo.case.fault.kind == "disk_full"]:
+            self._undo(undo)  # first: orders are taken back by files
         for target, (rank, _) in self._posted.items():
             with suppress(OSError):
                 points.post(self._run_dir, *target, (rank.pid, rank.start), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -320,3 +321,18 @@ def test_a_file_system_is_filled_and_freed(small_disk):
     surroundings.undo(fault, "k/1")
     assert history.read(small_disk) == []
     history.append(small_disk, "note")
+
+
+def test_orders_that_find_no_room_are_given_when_there_is_some(tmp_path, monkeypatch):
+    """The disk of the run directory is full, perhaps by a fault of the same schedule: the injector goes on."""
+    schedule = Schedule((Fault(kind="slow", group=0, factor=2, step=3),))
+    injector = Injector(tmp_path, schedule, 1, 1, say=lambda line: None)
+    (case,) = injector.cases
+    case.state, case.armed = "armed", {(0, 0): processes.Rank(1, 2, 0, 0)}
+    box = points.mailbox(tmp_path, 0, 0)
+    with monkeypatch.context() as full:
+        full.setattr(points, "post", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        injector._post()
+    assert not box.exists()
+    injector._post()
+    assert [order["action"] for order in json.loads(box.read_text())["orders"]] == ["slow"]
