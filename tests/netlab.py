@@ -13,14 +13,22 @@ import pytest
 _LINK_S = 30.0
 
 
-def require() -> None:
-    """Skip the calling test where there can be no namespaces."""
+def missing() -> str:
+    """Why there can be no namespaces here; empty when there can."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2 (ip)")
+        return "network namespaces need root and iproute2 (ip)"
     probe = f"mft{os.getpid()}probe"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
-        pytest.skip("this machine allows no network namespaces")
+        return "this machine allows no network namespaces"
     ip("netns", "del", probe)
+    return ""
+
+
+def require() -> None:
+    """Skip the calling test where there can be no namespaces."""
+    why = missing()
+    if why:
+        pytest.skip(why)
 
 
 def ip(*arguments: object) -> None:
@@ -42,7 +50,7 @@ class Lab:
         ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
         ip("-n", self._switch, "link", "set", "br0", "up")
         for host in self.hosts:
-            name = self._host(host)
+            name = self.namespace(host)
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", self._switch, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -50,7 +58,7 @@ class Lab:
             ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
 
-    def _host(self, host: int) -> str:
+    def namespace(self, host: int) -> str:
         return f"{self._name}h{host}"
 
     def address(self, host: int) -> str:
@@ -58,7 +66,7 @@ class Lab:
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """The command, run on that host."""
-        return ["ip", "netns", "exec", self._host(host), *command]
+        return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def cut(self, host: int) -> None:
         """Unplug it."""
@@ -74,12 +82,12 @@ class Lab:
 
     def deafen(self, host: int, to: int) -> None:
         """What ``to`` sends does not reach ``host``: one way of one link, at once."""
-        ip("-n", self._host(to), "route", "add", "blackhole", f"{self.address(host)}/32")
+        ip("-n", self.namespace(to), "route", "add", "blackhole", f"{self.address(host)}/32")
 
     def heal(self, host: int, to: int) -> None:
         """It does again, at once. (A link that was unplugged takes the kernel about a second.)"""
-        ip("-n", self._host(to), "route", "del", "blackhole", f"{self.address(host)}/32")
+        ip("-n", self.namespace(to), "route", "del", "blackhole", f"{self.address(host)}/32")
 
     def close(self) -> None:
-        for name in (*(self._host(host) for host in self.hosts), self._switch):
+        for name in (*(self.namespace(host) for host in self.hosts), self._switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

@@ -15,7 +15,7 @@ from megatron_ft.faults import checkers
 from tests import support
 from tests.chaos import judge as judge_module
 from tests.chaos import play as play_module
-from tests.chaos.plan import draw
+from tests.chaos.plan import SILENCE_LIMIT_S, draw
 from tests.chaos.play import Played
 
 _TEXT = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
@@ -23,8 +23,11 @@ _TEXT = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
 
 def run(seed: int, directory: Path, keep: bool = False) -> dict[str, Any]:
     """Play the run of that seed and judge it. Its directory stays if it broke a promise (``directory/seed-SEED``)."""
-    data = prepared(directory)
     plan = draw(seed)
+    why = play_module.missing(plan)
+    if why:
+        return {"seed": seed, "kind": plan.job.kind, "skipped": why, "violations": [], "faults": []}
+    data = prepared(directory)
     reference = play_module.reference(plan.job, directory, data)
     played = play_module.play(plan, directory / f"seed-{seed}", data)
     violations = judge_module.judge(played, reference)
@@ -47,7 +50,12 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
     lines, job = played.history, played.plan.job
     return {
         "seed": played.plan.seed,
+        "kind": job.kind,
+        "outcome": outcome(lines),
         "groups": job.groups,
+        "ranks": job.ranks,
+        "hosts": job.hosts,
+        "nonfinite": job.nonfinite,
         "per_group": job.per_group,
         "steps": job.steps,
         "bucket_mb": job.bucket_mb,
@@ -56,11 +64,19 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
         "lost": {str(group): why for group, why in judge_module.lost(lines).items()},
         "views": sum(line["event"] == "view" for line in lines),
         "recoveries": sum(line["event"] == "recovery" for line in lines),
-        "largest_loss_difference": checkers.largest_loss_difference(lines, reference),
+        "rebalanced": sum(line["event"] == "stragglers" for line in lines),
+        "largest_loss_difference": None if job.kind == "numbers" else checkers.largest_loss_difference(lines, reference),
         "woken_before_the_end": judge_module.woken_before_the_end(played, lines),
         "steps_without_agent": _steps_without_agent(played, lines),
         "faults": [{**case.fault.to_json(), "state": case.state, "note": case.note} for case in played.cases],
     }
+
+
+def outcome(lines: list[dict]) -> str:
+    """How it ended."""
+    if any(line["event"] == "end" for line in lines):
+        return "end"
+    return "stopped, as its policy asks" if judge_module.has_stopped(lines) else "none"
 
 
 def _steps_without_agent(played: Played, lines: list[dict]) -> int:
@@ -81,15 +97,19 @@ def describe(seed: int) -> Iterator[str]:
     """The run of that seed, before it is played."""
     plan = draw(seed)
     job = plan.job
-    yield f"seed {seed}: {job.groups} groups x {job.per_group}, {job.steps} steps, buckets of {job.bucket_mb} MiB"
+    said = f"seed {seed}: {job.kind}, {job.groups} groups x {job.per_group}, {job.ranks} ranks each, {job.hosts} hosts, "
+    yield said + f"{job.steps} steps, buckets of {job.bucket_mb} MiB, nonfinite {job.nonfinite}"
     yield from (f"  {number} {_fault(fault.to_json())}" for number, fault in enumerate(plan.schedule.faults, 1))
 
 
 def tell(result: dict[str, Any], directory: Path) -> Iterator[str]:
     """A line for a run that kept its promises; all there is to know of one that did not."""
+    if "skipped" in result:
+        yield f"seed {result['seed']}: {result['kind']}: skipped: {result['skipped']}"
+        return
     injected = sum(fault["state"] == "injected" for fault in result["faults"])
-    said = f"seed {result['seed']}: {injected} of {len(result['faults'])} faults, lost {sorted(result['lost'])} of "
-    said += f"{result['groups']}, {result['seconds']:.0f} s"
+    said = f"seed {result['seed']}: {result['kind']}, {result['groups']} groups x {result['ranks']} ranks: {injected} of "
+    said += f"{len(result['faults'])} faults, lost {sorted(result['lost'])}, {result['outcome']}, {result['seconds']:.0f} s"
     if not result["violations"]:
         yield f"{said}: kept"
         return
@@ -109,29 +129,47 @@ def _fault(fault: dict[str, Any]) -> str:
 
 def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
     """What is written down of a campaign."""
-    faults = [fault for result in results for fault in result["faults"]]
+    played = [result for result in results if "skipped" not in result]
+    faults = [fault for result in played for fault in result["faults"]]
     kinds = {kind: dict(Counter(f["state"] for f in faults if _kind(f) == kind)) for kind in sorted(set(map(_kind, faults)))}
     struck = [fault for fault in faults if fault["state"] == "injected"]
     return {
         **common.about("chaos", command),
-        "runs": len(results),
+        "runs": len(played),
         "faults": len(struck),
-        "violated": [result["seed"] for result in results if result["violations"]],
+        "violated": [result["seed"] for result in played if result["violations"]],
+        "skipped": {str(result["seed"]): result["skipped"] for result in results if "skipped" in result},
+        "runs_by_kind": dict(Counter(_run_kind(result) for result in played)),
+        "outcomes": dict(Counter(result["outcome"] for result in played)),
         "kinds": kinds,
         "points": dict(Counter(fault["point"] for fault in struck if "point" in fault)),
-        "groups_lost": sum(len(result["lost"]) for result in results),
-        "views": sum(result["views"] for result in results),
-        "largest_loss_difference": max(result["largest_loss_difference"] for result in results),
-        "woken_before_the_end": sum(len(result["woken_before_the_end"]) for result in results),
-        "steps_without_agent": sum(result["steps_without_agent"] for result in results),
-        "seconds": round(sum(result["seconds"] for result in results), 1),
+        "at_followers": sum(fault.get("position") in (1, "all") for fault in struck),
+        "groups_lost": sum(len(result["lost"]) for result in played),
+        "views": sum(result["views"] for result in played),
+        "rebalanced": sum(result["rebalanced"] for result in played),
+        "largest_loss_difference": max((r["largest_loss_difference"] or 0.0 for r in played), default=0.0),
+        "woken_before_the_end": sum(len(result["woken_before_the_end"]) for result in played),
+        "steps_without_agent": sum(result["steps_without_agent"] for result in played),
+        "seconds": round(sum(result["seconds"] for result in played), 1),
         "results": results,
     }
+
+
+def _run_kind(result: dict[str, Any]) -> str:
+    kind = f"numbers, {result['nonfinite']}" if result["kind"] == "numbers" else result["kind"]
+    return f"{kind}, {result['ranks']} ranks" if result["ranks"] > 1 else kind
 
 
 def _kind(fault: dict[str, Any]) -> str:
     if fault["kind"] == "rack":
         return f"rack {fault['how']}"
+    if fault["kind"] in ("store", "agent"):
+        return f"{fault['kind']} {fault.get('how', 'kill')}"
+    if fault["kind"] == "cut" and "share" in fault:
+        return "loss of packets"
+    if fault["kind"] == "cut":
+        way = "cut" if fault.get("direction", "both") == "both" else "cut one way"
+        return f"{way}, {'long' if fault['duration_s'] > SILENCE_LIMIT_S else 'short'}"
     if fault["kind"] == "stop":
         return "stop, long" if fault["duration_s"] > play_module.STOPPED_LIMIT_S else "stop, short"
     return fault["kind"]

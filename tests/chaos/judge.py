@@ -1,15 +1,21 @@
-"""What must hold of every chaos run, whatever was injected; each check returns its violations in words."""
+"""What must hold of every chaos run, whatever was injected; each check returns its violations in words.
+
+After a silent error of a gradient (``nan``, ``bitflip``) the losses are nobody's promise; what the policy for gradients that
+are not finite promises is (``runtime.finite``), and that all survivors have the same model to the bit.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_ft.errors import FTError
+from megatron_ft.errors import FTError, RunStopped
 from megatron_ft.faults import checkers
+from megatron_ft.faults.execute import Case
 from megatron_ft.faults.recorded import Record
 from megatron_ft.faults.replay import replay
-from tests.chaos.plan import STOPPED_LIMIT_S, is_long, takes
+from tests.chaos.plan import STOPPED_LIMIT_S, Job, is_long, takes
 from tests.chaos.play import Played
 
 _SLACK_S = 0.1
@@ -20,13 +26,21 @@ Lines = list[dict[str, Any]]
 
 def judge(played: Played, reference: Lines) -> list[str]:
     """The violations of one run; empty when every promise was kept."""
-    lines = played.history
-    found = _end(played)
-    found += checkers.check_history(lines, played.plan.job.groups * played.plan.job.per_group, reference)
-    found += _replayed(played)
+    lines, job = played.history, played.plan.job
+    found = _before(played, lines, reference) + _replayed(played) + _left(played)
+    if has_stopped(lines):
+        return found + _stop(played, lines)
+    comparable = reference if _first(played, job) is None else None
+    found += _end(played) + checkers.check_history(lines, job.groups * job.per_group, comparable)
     if not any(line["event"] == "end" for line in lines):
         return found
-    return found + _survivors(lines) + _innocent(played, lines) + _fenced(played, lines)
+    found += _survivors(lines) + _innocent(played, lines) + _said_so(played, lines) + _one_end(played, lines)
+    return found + _policy(played, lines)
+
+
+def has_stopped(lines: Lines) -> bool:
+    """Whether the run has stopped because that is its policy for gradients that are not finite."""
+    return any(line["event"] == "stop" and "nonfinite is 'stop'" in line["reason"] for line in lines)
 
 
 def lost(lines: Lines) -> dict[int, str]:
@@ -38,22 +52,31 @@ def woken_before_the_end(played: Played, lines: Lines) -> list[int]:
     """The frozen groups that went on, left out by then, while the others were still training."""
     end = next((line["t"] for line in lines if line["event"] == "end"), time.time())
     views = {int(group): line["t"] for line in lines if line["event"] == "view" for group in line["lost"]}
-    found = []
+    found, job = [], played.plan.job
     for case in played.cases:
         begun = next((line["t"] for line in lines if line.get("fault") == case.key), None)
         if begun is not None and is_long(case.fault) and case.number in played.stops:
             woken = begun + played.stops[case.number]
-            found += [group for group in takes(case.fault) if views.get(group, woken) < woken < end]
+            found += [group for group in takes(case.fault, job) if views.get(group, woken) < woken < end]
     return found
 
 
 def _end(played: Played) -> list[str]:
     found = [played.trouble] if played.trouble else []
     if played.code is None:
-        found.append(f"it hung and was ended after {played.seconds:.0f} s")
-    elif played.code:
+        return [*found, f"it hung and was ended after {played.seconds:.0f} s"]
+    if played.code:
         found.append(f"the launcher ended with exit code {played.code}")
-    return found + [f"process {pid} of the run is left" for pid in played.left]
+    view = next((line for line in reversed(played.history) if line["event"] == "view"), {"live": []})
+    return found + [
+        f"the launcher of host {host} ended with exit code {code}, it had a group that reached the end"
+        for host, code in enumerate(played.codes)
+        if host and code and played.plan.job.groups_of(host) & set(view["live"])
+    ]
+
+
+def _left(played: Played) -> list[str]:
+    return [f"process {pid} of the run is left" for pid in played.left]
 
 
 def _replayed(played: Played) -> list[str]:
@@ -79,26 +102,103 @@ def _survivors(lines: Lines) -> list[str]:
 def _innocent(played: Played, lines: Lines) -> list[str]:
     """Nobody is lost to whom nothing happened that would take him."""
     may_be: set[int] = set()
-    for case in played.cases:
-        if case.state == "injected":
-            may_be |= takes(case.fault)
-            if case.fault.kind == "stop" and played.stops.get(case.number, 0.0) > STOPPED_LIMIT_S - _SLACK_S:
-                may_be.add(case.fault.group)  # this machine was too busy to end it in time
+    for case in injected(played):
+        may_be |= takes(case.fault, played.plan.job)
+        if case.fault.kind == "stop" and played.stops.get(case.number, 0.0) > STOPPED_LIMIT_S - _SLACK_S:
+            may_be.add(case.fault.group)  # this machine was too busy to end it in time
     return [f"group {group} is lost, it should not be: {why}" for group, why in lost(lines).items() if group not in may_be]
 
 
-def _fenced(played: Played, lines: Lines) -> list[str]:
-    """Who was given up while frozen has found itself outside."""
+def injected(played: Played) -> Iterator[Case]:
+    return (case for case in played.cases if case.state == "injected")
+
+
+def _one_end(played: Played, lines: Lines) -> list[str]:
+    """A cut link costs one of its two hosts."""
+    job = played.plan.job
+    gone = [group for group, why in lost(lines).items() if "cut off" in why]
+    hosts = {host for host in range(job.hosts) if job.groups_of(host) & set(gone)}
+    return [f"hosts {sorted(hosts)} are cut off, only one can be"] if len(hosts) > 1 else []
+
+
+def _said_so(played: Played, lines: Lines) -> list[str]:
+    """A rank that was not killed, but whose group is lost, has found that out and ended by itself.
+
+    It was frozen and is awake again, or was told to leave, or another rank of its group is gone.
+    """
     found = []
+    full = any(case.fault.kind == "disk_full" for case in injected(played))  # then it may have said so to nobody
     for group, why in lost(lines).items():
-        if "is stopped" not in why or _dies_as_well(played, group):
-            continue
-        log = (played.run_dir / "logs" / f"g{group}.p0.log").read_text(errors="replace")
-        if "outside view" not in log and "has left" not in log:
-            found.append(f"group {group} was frozen and left out; awake, it did not say so: {log[-300:]!r}")
+        for position in range(played.plan.job.ranks):
+            if full or "cut off" in why or _may_die(played, group, position):
+                continue
+            log = (played.run_dir / "logs" / f"g{group}.p{position}.log").read_text(errors="replace")
+            if not any(words in log for words in ("outside view", "has left", "was left out")):
+                found.append(f"rank {position} of lost group {group} lived, and did not say that it is out: {log[-300:]!r}")
     return found
 
 
-def _dies_as_well(played: Played, group: int) -> bool:
-    """Whether it is struck by more than a stop: a rank that waits for its strike at a point is frozen as well."""
-    return any(group in takes(case.fault) and not is_long(case.fault) for case in played.cases)
+def _may_die(played: Played, group: int, position: int) -> bool:
+    """Whether this rank may have ended at a fault of its own: killed, raising, or held at a point for a kill."""
+    ranks = played.plan.job.ranks
+    for case in played.cases:
+        fault = case.fault
+        deadly = fault.kind in ("exception", "oom", "nan", "bitflip") or (fault.signal and fault.signal.name == "SIGKILL")
+        if fault.kind != "store" and deadly and (group, position) in fault.targets(ranks):
+            return True
+    return False
+
+
+# --- gradients that are not finite ------------------------------------------------------------------------------------
+
+
+def _corruptions(played: Played, *kinds: str) -> list[Case]:
+    return [case for case in injected(played) if case.fault.kind in (kinds or ("nan", "bitflip"))]
+
+
+def _first(played: Played, job: Job) -> int | None:
+    """The first step that an error may have got into; under recompute no NaN does."""
+    kinds = ("bitflip",) if job.nonfinite == "recompute" else ()
+    return min((case.fault.step for case in _corruptions(played, *kinds)), default=None)
+
+
+def _before(played: Played, lines: Lines, reference: Lines) -> list[str]:
+    """Until then the losses are those of the run without failures."""
+    first = _first(played, played.plan.job)
+    if not first:
+        return []
+    sound = [line for line in lines if line["event"] == "step" and line["step"] < first]
+    loss = checkers.largest_loss_difference(sound, reference)
+    return [f"the loss differs by {loss:.2e} before the first error"] if not loss <= checkers.LOSS_TOLERANCE else []
+
+
+def _stop(played: Played, lines: Lines) -> list[str]:
+    """It stops only for a reason, everywhere, and says which group it was."""
+    found = [] if played.plan.job.nonfinite == "stop" else ["it stopped, which is not its policy"]
+    if not _corruptions(played):
+        found.append("it stopped, but no gradient was corrupted")
+    if played.code != RunStopped.exit_code:
+        found.append(f"it stopped, but the launcher ended with exit code {played.code}")
+    if any(line["event"] == "end" for line in lines):
+        found.append("it stopped, and has an end")
+    named = {(line["group"], line["step"]) for line in lines if line["event"] == "nonfinite"}
+    hit = {(case.fault.group, case.fault.step) for case in _corruptions(played)}
+    return found + ([] if named and named <= hit else [f"it names {sorted(named)}, corrupted were {sorted(hit)}"])
+
+
+def _policy(played: Played, lines: Lines) -> list[str]:
+    """Of a run that has reached its end."""
+    policy, nans = played.plan.job.nonfinite, _corruptions(played, "nan")
+    if policy == "stop":
+        return [f"a gradient of group {case.fault.group} was NaN, and it did not stop" for case in nans]
+    if policy == "recompute":
+        flips = [case.fault.step for case in _corruptions(played, "bitflip")]
+        sure = [case for case in nans if all(step > case.fault.step for step in flips)]
+        gone = lost(lines)
+        return [f"group {case.fault.group} had a NaN, and stayed" for case in sure if case.fault.group not in gone]
+    named = {(line["group"], line["step"]) for line in lines if line["event"] == "nonfinite"}
+    return [
+        f"group {case.fault.group} had a NaN in step {case.fault.step}, and is not named"
+        for case in nans
+        if case.fault.group not in lost(lines) and (case.fault.group, case.fault.step) not in named
+    ]

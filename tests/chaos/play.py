@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ft.errors import FTError
@@ -24,12 +25,14 @@ from megatron_ft.faults import processes
 from megatron_ft.faults.execute import Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runtime import history
-from tests import support
+from tests import netlab, support
 from tests.chaos.plan import STOPPED_LIMIT_S, Job, Plan
 
 SCRIPT = Path(__file__).with_name("train.py")
 HANGS_S = 150.0
 """A run that takes longer hangs. It takes 5 to 20 s, and the longest timeout inside of it is 60 s."""
+_STARTS_WITHIN_S = 60.0
+_DISK_MB = 8
 _ENDS_WITHIN_S = 20.0
 """After SIGTERM to the launcher, and of a process whose parent has ended."""
 
@@ -37,7 +40,7 @@ _ENDS_WITHIN_S = 20.0
 @dataclass
 class Played:
     """What became of a run. ``code``: of the launcher, None when it was ended because it hung; ``stops``: seconds that a
-    stop lasted, by number of the fault; ``left``: processes that outlived it."""
+    stop lasted, by number of the fault; ``left``: processes that outlived it; ``codes``: of the launchers of all hosts."""
 
     plan: Plan
     directory: Path
@@ -46,6 +49,7 @@ class Played:
     cases: list[Case] = field(default_factory=list)
     stops: dict[int, float] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
     trouble: str = ""
 
     @property
@@ -57,56 +61,105 @@ class Played:
         return history.read(self.run_dir)
 
 
+def missing(plan: Plan) -> str:
+    """What this machine lacks for that run; empty when it can be played. (Where no disk can be mounted, none is filled.)"""
+    if plan.job.hosts == 1:
+        return ""
+    if shutil.which("nft") is None and shutil.which("iptables") is None:
+        return "cutting links needs nft or iptables"
+    return netlab.missing()
+
+
 def play(plan: Plan, directory: Path, data: Path) -> Played:
     """One run, in a directory of its own that is made anew."""
-    started = time.monotonic()
-    launcher = _launch(plan.job, directory, data)
-    played = Played(plan, directory, None, 0.0)
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "run").mkdir(parents=True)
     (directory / "schedule.json").write_text(json.dumps(plan.schedule.to_json(), indent=1))
-    with _Limit(launcher, directory) as limit:
-        try:
-            _inject(played)
-        except FTError as error:
-            played.trouble = f"the injector: {error}"
-        code = launcher.wait()
-    played.code = None if limit.passed else code
-    played.seconds = time.monotonic() - started
-    played.left = _left_behind(played.run_dir)
+    started = time.monotonic()
+    played = Played(plan, directory, None, 0.0)
+    with _small_disk(played.run_dir) if plan.fills_disk else nullcontext(), _network(plan.job) as lab:
+        with _Limit(_launch(plan.job, directory, data, lab), directory) as limit:
+            try:
+                _inject(played, lab)
+            except (FTError, OSError) as error:
+                played.trouble = f"the injector: {error}"
+            codes = [launcher.wait() for launcher in limit.launchers]
+        played.code = None if limit.passed else codes[0]
+        played.codes = codes
+        played.seconds = time.monotonic() - started
+        played.left = _left_behind(played.run_dir)
     return played
 
 
 def reference(job: Job, directory: Path, data: Path) -> list[dict]:
-    """The history of the same job without failures; played once, then read again."""
+    """The history of the same job without failures, on one host and one rank per group; played once, then read again."""
     directory = directory / "reference-{}x{}x{}".format(*job.key)
     if not (directory / "done").exists():
-        played = play(Plan(0, job, 0, Schedule(())), directory, data)
+        plain = replace(job, ranks=1, hosts=1, kind="plain", nonfinite="skip")
+        played = play(Plan(0, plain, 0, Schedule(())), directory, data)
         if played.code != 0:
             raise RuntimeError(f"the run without failures ended with {played.code}; see {directory}")
         (directory / "done").touch()
     return history.read(directory / "run")
 
 
-def _launch(job: Job, directory: Path, data: Path) -> subprocess.Popen:
-    shutil.rmtree(directory, ignore_errors=True)
-    (directory / "run").mkdir(parents=True)
+@contextmanager
+def _small_disk(run_dir: Path) -> Iterator[None]:
+    """The run directory as a file system of its own, which can be filled; what is in it stays. Needs root, else nothing."""
+    small = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(run_dir)]
+    if subprocess.run(small, capture_output=True).returncode:
+        yield
+        return
+    kept = run_dir.with_name("kept")
+    try:
+        yield
+    finally:
+        shutil.copytree(run_dir, kept, symlinks=True)
+        subprocess.run(["umount", "--lazy", str(run_dir)], check=True)
+        run_dir.rmdir()
+        kept.rename(run_dir)
+
+
+@contextmanager
+def _network(job: Job) -> Iterator[netlab.Lab | None]:
+    """Hosts of their own, where the job has several."""
+    if job.hosts == 1:
+        yield None
+        return
+    lab = netlab.Lab(job.hosts)
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> list[subprocess.Popen]:
+    """A launcher for each host."""
     config = directory / "config.json"
     detector = {"stopped_timeout_s": STOPPED_LIMIT_S}
-    support.write_config(config, bucket_mb=job.bucket_mb, detector=detector)
+    support.write_config(config, bucket_mb=job.bucket_mb, detector=detector, nonfinite=job.nonfinite)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"gradient_accumulation_steps": job.per_group}))
-    arguments = ["launch", "--groups", job.groups, "--config", config, "--run-dir", directory / "run", SCRIPT, "--"]
-    arguments += ["--data", data, "--steps", job.steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
-    with (directory / "launcher.log").open("wb") as output:
-        return subprocess.Popen(
-            support.command(*arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=support.ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    options = ["--groups", job.groups, "--ranks-per-group", job.ranks, "--config", config, "--run-dir", directory / "run"]
+    own = ["--data", data, "--steps", job.steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    launchers = []
+    for host in range(job.hosts):
+        where = [] if lab is None else ["--hosts", job.hosts, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
+        command = support.command("launch", *where, *options, SCRIPT, "--", *own)
+        with (directory / f"launcher{host or ''}.log").open("wb") as output:
+            launchers.append(
+                subprocess.Popen(
+                    command if lab is None else lab.inside(host, command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=support.ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
+    return launchers
 
 
-def _inject(played: Played) -> None:
+def _inject(played: Played, lab: netlab.Lab | None) -> None:
     plan = played.plan
     if not plan.schedule.faults:
         return
@@ -119,19 +172,36 @@ def _inject(played: Played) -> None:
         with (played.directory / "injector.log").open("a") as log:
             log.write(f"{time.time():.3f} {line}\n")
 
-    injector = Injector(played.run_dir, plan.schedule, plan.job.groups, 1, min_survivors=0, say=say)
-    played.cases = injector.cases
-    injector.run()
+    names = {} if lab is None else {f"host{host}": lab.namespace(host) for host in lab.hosts}
+    schedule = plan.placed(played.run_dir, names)
+    if lab is not None:
+        _await_ranks(played)
+    job = plan.job
+    injector = Injector(played.run_dir, schedule, job.groups, job.ranks, min_survivors=0, say=say)
+    try:
+        injector.run()
+    finally:
+        for case, fault in zip(injector.cases, plan.schedule.faults, strict=True):
+            case.fault = fault  # as it was drawn: who reads a result has no use for a temporary directory
+        played.cases = injector.cases
     begun = {line.get("fault"): line["t"] for line in played.history if line["event"] == "inject"}
     numbers = {case.number: case.key for case in injector.cases}
     played.stops = {number: until - begun[numbers[number]] for number, until in said.items() if numbers[number] in begun}
 
 
+def _await_ranks(played: Played) -> None:
+    """Until the agents of all hosts have said whom they started: the injector takes the first rank's agent for the run's."""
+    deadline = time.monotonic() + _STARTS_WITHIN_S
+    job = played.plan.job
+    while len(processes.ranks(played.run_dir)) < job.groups * job.ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 class _Limit:
     """Ends a run that hangs, so that whoever waits for its processes goes on; and one that nobody waits for any more."""
 
-    def __init__(self, launcher: subprocess.Popen, directory: Path) -> None:
-        self._launcher, self._directory = launcher, directory
+    def __init__(self, launchers: list[subprocess.Popen], directory: Path) -> None:
+        self.launchers, self._directory = launchers, directory
         self._timer = threading.Timer(HANGS_S, self._hangs)
         self.passed = False
 
@@ -142,28 +212,32 @@ class _Limit:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         self._timer.join()
-        if self._launcher.poll() is None:  # an error, or Ctrl-C: no run goes on without its campaign
-            self._end()
+        self._end()  # after an error, or Ctrl-C: no run goes on without its campaign
 
     def _hangs(self) -> None:
-        if self._launcher.poll() is None:
+        if self._living():
             self.passed = True
             self._write_stacks()
             self._end()
 
+    def _living(self) -> list[subprocess.Popen]:
+        return [launcher for launcher in self.launchers if launcher.poll() is None]
+
     def _end(self) -> None:
-        self._launcher.send_signal(signal.SIGCONT)
-        self._launcher.terminate()
-        try:
-            self._launcher.wait(_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._launcher.kill()  # its ranks end with it
+        for launcher in self._living():
+            launcher.send_signal(signal.SIGCONT)
+            launcher.terminate()
+        for launcher in self._living():
+            try:
+                launcher.wait(_ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                launcher.kill()  # its ranks end with it
 
     def _write_stacks(self) -> None:
         tool = Path(sys.executable).with_name("py-spy")
-        pids = [self._launcher.pid, *(rank.pid for rank in processes.ranks(self._directory / "run"))]
+        ours = [*self._living(), *processes.ranks(self._directory / "run")]
         with (self._directory / "stacks.txt").open("wb") as output:
-            for pid in pids if tool.exists() else ():
+            for pid in [process.pid for process in ours] if tool.exists() else ():
                 subprocess.run([tool, "dump", "--nonblocking", "--pid", str(pid)], stdout=output, stderr=output)
 
 
@@ -173,20 +247,25 @@ def _left_behind(run_dir: Path) -> list[int]:
         run_id = json.loads((run_dir / "config.json").read_text())["run_id"]
     except (OSError, ValueError, KeyError):
         return []
-    left = [pid for pid in _of_run(run_id) if not _ends(pid)]
+    left = [pid for pid in _of_run(run_id, run_dir) if not _ends(pid)]
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return left
 
 
-def _of_run(run_id: str) -> list[int]:
-    mark, found = f"MEGATRON_FT_RUN_ID={run_id}".encode(), []
+def _of_run(run_id: str, run_dir: Path) -> list[int]:
+    """Its ranks, by what they were started with; agents, keepers and stores by their command line."""
+    mark, path, found = f"MEGATRON_FT_RUN_ID={run_id}".encode(), str(run_dir).encode(), []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and (mark in _words(entry / "environ") or path in _words(entry / "cmdline")):
                 found.append(int(entry.name))
     return found
+
+
+def _words(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\0")
 
 
 def _ends(pid: int) -> bool:
