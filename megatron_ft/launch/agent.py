@@ -229,6 +229,8 @@ class Agent:
             code=code if code >= 0 else None,
             **rank.last_words(),
         )
+        if code == 0 and not self._ended() and self._recorded_end():
+            self._voice.say_ended()  # it has left with the store's answer, and the store has died since
         if not self._ended():
             self._voice.tell(detector.Ended(death))
             self._exits.append((rank, death))
@@ -286,13 +288,15 @@ class Agent:
     def _ended(self) -> bool:
         return self._voice.ended()
 
+    def _recorded_end(self) -> bool:
+        return any(line["event"] == "end" for line in history.read(self._run_dir))
+
     def _conclude(self) -> int:
         """The exit code, and the one line that explains it."""
-        lines = history.read(self._run_dir)
         # All groups may have left with the store's answer, and the store have died since: then the record knows.
-        if self._ended() or any(line["event"] == "end" for line in lines):
+        if self._ended() or self._recorded_end():
             return 0
-        steps = [line["step"] for line in lines if line["event"] == "step"]
+        steps = [line["step"] for line in history.read(self._run_dir) if line["event"] == "step"]
         code, reason = self._why(steps[-1] if steps else None)
         if self._leads:
             self._note("stop", reason=reason, exit_code=code)

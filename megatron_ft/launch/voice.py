@@ -48,6 +48,11 @@ class Voice:
             self._own[_ENDED] = True  # the group that said so may be gone when the store forgets it
         return _ENDED in self._own
 
+    def say_ended(self) -> None:
+        """It has, the record says so: whoever does not know yet hears it from here if the store has forgotten."""
+        self._own[_ENDED] = True
+        self._ask(lambda: self._store.set(_ENDED, True))
+
     def done(self, group: int) -> bool:
         """Whether that group is; False while that is unknown."""
         return self._ask(lambda: self._store.get(f"done/{group}")) is not None

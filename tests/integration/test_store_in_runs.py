@@ -160,6 +160,22 @@ def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, dat
     await_(lambda: is_gone(store) and is_gone(kept_by), "store and keeper end with their agent")
 
 
+def test_a_store_that_forgets_the_end_before_everybody_has_heard_of_it(tmp_path, data_dir, reference):
+    """The writer has left with the store's answer; a group and the agent were frozen meanwhile. Nobody is lost for that."""
+    hold = Hold(1, support.STEPS, "finish")
+    run = support.start(tmp_path / "run", data_dir, [hold])
+    support.wait_for_step(run, 1)
+    os.kill(run.process.pid, signal.SIGSTOP)
+    held = await_held(run, hold)
+    writer = inject.pid_of(run.directory, 0)
+    support.wait_for(lambda: run.events("end") and is_gone(writer), run)
+    restart(run)
+    for pid in (held, run.process.pid):
+        os.kill(pid, signal.SIGCONT)
+    run.check(reference)
+    assert len(run.events("view")) == 1 and not run.events("fault")
+
+
 # --- the keeper alone -------------------------------------------------------------------------------------------------
 
 
