@@ -30,6 +30,8 @@ from megatron_ft.types import Exit
 
 _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
+_RECORD_EVERY_S = 5.0
+"""A record may be long: it is not read more often than that while the store is away."""
 _TRACKER_RESTARTS = 3
 _STORE_TIMEOUT_S = 5.0
 _HARMLESS = ("slow", "nan", "bitflip")
@@ -117,6 +119,7 @@ class Agent:
         self._tracker: subprocess.Popen | None = None
         self._tracker_starts = 0
         self._complained = False
+        self._look_again = 0.0
 
     def run(self) -> int:
         if self._leads:
@@ -188,7 +191,7 @@ class Agent:
             self._voice.tell()
             if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
                 self._start_tracker()
-            if deadline is None and self._ended():
+            if deadline is None and (self._ended() or self._ended_elsewhere()):
                 deadline = time.monotonic() + _GRACE_S
             if deadline is not None and time.monotonic() > deadline:
                 self._kill_leftover()
@@ -287,6 +290,13 @@ class Agent:
 
     def _ended(self) -> bool:
         return self._voice.ended()
+
+    def _ended_elsewhere(self) -> bool:
+        """A host that is cut off cannot hear that the run has ended, with its store; it may see the record."""
+        if not self._voice.away or time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _RECORD_EVERY_S
+        return self._recorded_end()
 
     def _recorded_end(self) -> bool:
         return any(line["event"] == "end" for line in history.read(self._run_dir))

@@ -42,6 +42,11 @@ class Voice:
         while self._unsaid and self._ask(lambda: watcher.announce(self._store, *self._unsaid[0]) or True):
             self._said.append(self._unsaid.pop(0))
 
+    @property
+    def away(self) -> bool:
+        """Whether the store did not answer when it was asked last."""
+        return self._away_until is not None
+
     def ended(self) -> bool:
         """Whether the run has reached its end; False while that is unknown."""
         if _ENDED not in self._own and self._ask(lambda: self._store.get(_ENDED)) is not None:

@@ -79,6 +79,8 @@ def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
     assert f"has heard nothing of host {os.uname().nodename}({lab.address(2)})" in why, why
     # Both of the others miss it, and both were waited for.
     assert lab.address(0) in why and lab.address(1) in why
+    # It is still cut off, and sees by the record that the run is over.
+    assert run.agents[2].wait(timeout=support.TIMEOUT_S) == 0
 
 
 def test_a_link_cut_one_way_costs_one_of_its_two_ends(lab, run):
