@@ -124,16 +124,18 @@ def _one_end(played: Played, lines: Lines) -> list[str]:
 def _said_so(played: Played, lines: Lines) -> list[str]:
     """A rank that was not killed, but whose group is lost, has found that out and ended by itself.
 
-    It was frozen and is awake again, or was told to leave, or another rank of its group is gone.
+    It was frozen and is awake again, or was told to leave, or another rank of its group is gone. One that has committed
+    every step and finds the run ended has nothing to say.
     """
-    found = []
+    found, job = [], played.plan.job
+    ways_out = ("outside view", "has left", "was left out", f"step {job.steps - 1} ")
     full = any(case.fault.kind == "disk_full" for case in injected(played))  # then it may have said so to nobody
     for group, why in lost(lines).items():
-        for position in range(played.plan.job.ranks):
+        for position in range(job.ranks):
             if full or "cut off" in why or _may_die(played, group, position):
                 continue
             log = (played.run_dir / "logs" / f"g{group}.p{position}.log").read_text(errors="replace")
-            if not any(words in log for words in ("outside view", "has left", "was left out")):
+            if not any(words in log for words in ways_out):
                 found.append(f"rank {position} of lost group {group} lived, and did not say that it is out: {log[-300:]!r}")
     return found
 
