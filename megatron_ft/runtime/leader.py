@@ -301,11 +301,11 @@ class Leader:
         if view.epoch <= self._state.view.epoch:
             return
         self._agreement.adopted(view)
-        self._feed(recovery.ViewSeen(view))
         if self.group in view.live:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)
             self._interruptions.adopted(view)
+        self._feed(recovery.ViewSeen(view))  # last: if the view is outdated already, the next one is adopted in there
 
     def _record_view(self, view: View) -> None:
         self._history.record("view", **view.to_json())
