@@ -44,13 +44,13 @@ class Crew:
         self.rank.begin(step, dataset, own, stack, following)
 
     def compute(
-        self, microbatches: Sequence[Microbatch], patched: Sequence[bool], ahead: Ready | None
+        self, microbatches: Sequence[Microbatch], patched: Sequence[bool], ahead: Ready | None, epoch: int
     ) -> tuple[bool, float]:
-        """At most ``width`` microbatches. Returns what is known of the first, which is this rank's.
+        """At most ``width`` microbatches. Returns what is known of the first, which is this rank's; ``epoch`` is recorded.
 
         Does not wait for the others: what they owe is collected in the reduction, and if one of them dies so does the group.
         """
-        self._order("compute", microbatches=microbatches, patched=patched)
+        self._order("compute", microbatches=microbatches, patched=patched, epoch=epoch)
         return self.rank.compute(microbatches[0], patched[0], ahead)
 
     def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:

@@ -73,7 +73,7 @@ class Follower:
             case "compute":
                 if rank.position < len(fields["microbatches"]):
                     rank.pulse.enter("working")
-                    self._compute(Microbatch(*fields["microbatches"][rank.position]), fields["patched"][rank.position])
+                    self._compute(**fields)
             case "connect":
                 self._connect(View.from_json(fields["view"]), fields["step"])
             case "reduce":
@@ -97,11 +97,12 @@ class Follower:
                 raise (GroupLeft if fields["left"] else RunStopped)(fields["reason"])
         return name
 
-    def _compute(self, microbatch: Microbatch, patch: bool) -> None:
+    def _compute(self, microbatches: list[list[int]], patched: list[bool], epoch: int) -> None:
+        microbatch, patch = Microbatch(*microbatches[self._rank.position]), patched[self._rank.position]
         prefetched, _ = self._rank.compute(microbatch, patch)
         if patch:
             held, key = str(microbatch), "prefetched" if prefetched else "fetched"
-            where = {"step": microbatch.step, "epoch": self._view.epoch, "group": self._rank.group}
+            where = {"step": microbatch.step, "epoch": epoch, "group": self._rank.group}
             lists = {"prefetched": [], "fetched": [], key: [held]}
             self._rank.history.note("patch", **where, position=self._rank.position, **lists)
 

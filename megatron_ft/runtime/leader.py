@@ -76,8 +76,7 @@ class Leader:
         self._history.set_writer(self.group == min(self._first_view.live))
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
         self._record_view(self._first_view)
-        if self._state.synced:  # who is behind gets the state at every position
-            self._crew.share_state()
+        self._crew.share_state()  # who is behind will get another one, unless all die that have it
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, whatever dies meanwhile. Raises ``RunStopped``, ``StoreError``."""
@@ -229,7 +228,7 @@ class Leader:
         ahead = None
         if not state.reported and state.connected and state.todo == microbatches:
             ahead = self._crew.ahead(state.step, state.unfinished)
-        prefetched, seconds = self._crew.compute(microbatches, patched, ahead)
+        prefetched, seconds = self._crew.compute(microbatches, patched, ahead, state.view.epoch)
         self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
         self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:

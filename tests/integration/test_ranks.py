@@ -36,6 +36,7 @@ STORIES = {
     "a follower, between two of its buckets": [follower(0, "bucket", 1)],
     "a follower of the group that writes the history, during the update": [follower(0, "update")],
     "a follower, before the models are equal": [follower(1, "connect", step=0)],
+    "a leader before anything is connected, and the others compute its part": [Hold(0, 0, "begin")],
     "a leader, in a backward": [Hold(1, 3, "backward")],
     "a leader, in the all-reduce of the last bucket": [Hold(2, 3, "reduce", 6)],
     "a leader, during the update": [Hold(0, 3, "update")],
