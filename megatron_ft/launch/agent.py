@@ -358,11 +358,7 @@ class Agent:
             for rank in self._living()
         ]
         try:
-            if self._hosts.place.hosts > 1:
-                record.replace(self._run_dir / record.RANKS / f"{self._hosts.place.rank}.json", living)
-                paths = sorted((self._run_dir / record.RANKS).glob("*.json"))
-                living = [rank for path in paths for rank in record.read(path)]
-            record.replace(self._run_dir / "ranks.json", living)
+            record.write_ranks(self._run_dir, living, self._hosts.place.hosts, self._hosts.place.rank)
         except OSError as error:
             self._complain(error)
 

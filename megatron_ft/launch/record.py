@@ -60,3 +60,24 @@ def read(path: Path) -> list[dict[str, Any]]:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []  # replaced in this moment
+
+
+def write_ranks(run_dir: Path, living: list[dict[str, Any]], hosts: int, host: int) -> None:
+    """List the living ranks of this host, and of all. Raises ``OSError``.
+
+    Agents do so at the same time: who finds that the parts have changed since it read them writes the whole once more, so
+    the last one to write has seen them all.
+    """
+    if hosts == 1:
+        replace(run_dir / "ranks.json", living)
+        return
+    replace(run_dir / RANKS / f"{host}.json", living)
+    written, listed = None, _listed(run_dir)
+    while listed != written:
+        replace(run_dir / "ranks.json", listed)
+        written, listed = listed, _listed(run_dir)
+
+
+def _listed(run_dir: Path) -> list[dict[str, Any]]:
+    """What all hosts have listed so far."""
+    return [rank for path in sorted((run_dir / RANKS).glob("*.json")) for rank in read(path)]
