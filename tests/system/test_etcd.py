@@ -132,7 +132,7 @@ def test_without_a_majority_calls_fail_in_time_and_the_watcher_tells(cluster, se
     lines: list[object] = []
     listening = watcher.Watcher(
         ControlStore(cluster.address, served.run_id, SILENCE_S),
-        lambda verdict: lines.append(verdict.broken),
+        lambda verdict: lines.append(verdict.epoch),
         lambda error: lines.append("lost"),
         lambda: lines.append("back"),
     )
