@@ -36,22 +36,14 @@ class Follower:
     def train_step(self, dataset: Dataset) -> StepResult:
         """Raises ``RunStopped``."""
         self._dataset = dataset
-        while (order := self._obey()) != "end_step":
-            if order == "end":
-                raise ConfigError(
-                    f"rank 0 of this group ended at step {self.step}, rank {self._rank.position} was told to go on until "
-                    f"{self._total}; all ranks must pass the same number to session.steps"
-                )
+        while self._obey(refuse="fingerprint") != "end_step":
+            continue
         return self._rank.result
 
     def finish(self) -> None:
         """Until the run has ended everywhere. Raises ``RunStopped``."""
-        while (order := self._obey()) != "end":
-            if order == "begin":
-                raise ConfigError(
-                    f"rank 0 of this group goes on at step {self.step}, which rank {self._rank.position} was told is the "
-                    f"end; all ranks must pass the same number to session.steps"
-                )
+        while self._obey(refuse="begin") != "end":
+            continue
 
     def leave(self, why: str) -> None:
         """This rank was told that its group leaves; the leader hears it like everybody else."""
@@ -62,10 +54,17 @@ class Follower:
     def hear(self, verdict: detector.Verdict) -> None:
         """Nothing but what the rank does with it."""
 
-    def _obey(self) -> str:
+    def _obey(self, refuse: str) -> str:
+        """Carry out the next order, and return its name. ``refuse``: what the leader cannot want now."""
         rank = self._rank
         rank.pulse.enter("waiting")
         name, fields = rank.inner.next_order()
+        if name == refuse:
+            does = "goes on at" if name == "begin" else "is done before"
+            raise ConfigError(
+                f"rank 0 of this group {does} step {self.step}, rank {rank.position} was told that the run has "
+                f"{self._total} steps; all ranks must pass the same number to session.steps"
+            )
         match name:
             case "begin":
                 shares = ([Microbatch(*raw) for raw in fields[key]] for key in ("own", "stack", "following"))

@@ -150,10 +150,25 @@ def test_an_unknown_tracker(tmp_path):
     one_line(said, "tensorbord", "tensorboard")
 
 
-def test_more_than_one_rank_per_group_is_refused(tmp_path):
-    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE), extra=("--ranks-per-group", 2))
-    assert code == 2
-    one_line(said, "--ranks-per-group is 2", "1 rank")
+DISAGREE = """
+import os
+import torch
+import megatron_ft
+session = megatron_ft.init()
+model = torch.nn.Linear(4, 4)
+engine = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).square().mean())
+for step in session.steps({"0": 3, "1": OTHER}[os.environ["RANK"]]):
+    session.train_step(engine, lambda microbatch: torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize(("other", "does"), [(2, "goes on at step 2"), (4, "is done before step 3")])
+def test_ranks_of_a_group_that_disagree_on_the_number_of_steps(tmp_path, other, does):
+    path = script(tmp_path / "s.py", DISAGREE.replace("OTHER", str(other)))
+    code, said = launch(tmp_path / "run", path, extra=("--ranks-per-group", 2))
+    assert code != 0 and "Traceback" not in said
+    for word in (does, f"rank 1 was told that the run has {other} steps", "must pass the same number to session.steps"):
+        assert word in " ".join(said.split()), said
 
 
 def test_a_script_started_without_the_launcher(tmp_path):
