@@ -123,3 +123,20 @@ def wait_for(condition: Callable[[], bool], run: Run) -> None:
 def wait_for_step(run: Run, step: int) -> None:
     """Until the history has that step."""
     wait_for(lambda: any(line["step"] >= step for line in run.events("step")), run)
+
+
+def await_held(run: Run, group: int, position: int = 0) -> int:
+    """Until that rank is frozen at its point; its pid."""
+    wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, group, position) or 0), run)
+    return inject.pid_of(run.directory, group, position)
+
+
+def changed_script(path: Path, change: str) -> Path:
+    """The training script, run after some lines of its own, which may import what they like and replace parts of it."""
+    start_it = f"""
+import runpy, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    path.write_text(change + start_it)
+    return path

@@ -8,7 +8,6 @@ exit after success.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -20,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import FTError
+from megatron_ft.launch import lifeline
 
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 ERROR_VARIABLE = "MEGATRON_FT_ERROR_FILE"
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
-    _die_with_agent()
+    agent = os.environ.get(AGENT_VARIABLE)
+    lifeline.end_with(int(agent) if agent else None)  # an orphan would train on with nobody to report its death
     sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)
     # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,14 +92,6 @@ def _leave_error(message: str, microbatch: str | None = None) -> None:
         said = json.dumps({"message": " ".join(message.split()), "microbatch": microbatch})
         with contextlib.suppress(OSError):
             Path(path).write_text(said, encoding="utf-8")
-
-
-def _die_with_agent() -> None:
-    """Orphans would train on with nobody to report their deaths: the kernel ends this process with its agent."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    agent = os.environ.get(AGENT_VARIABLE)
-    if agent and os.getppid() != int(agent):
-        os._exit(1)  # it died before the line above
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ft.launch import record
+from megatron_ft.launch import lifeline, record
 from megatron_ft.runtime import history, store
 
 RESTARTS, WITHIN_S = 5, 60.0
@@ -36,7 +35,6 @@ STOPPED_S = 10.0
 _LOOK_S = 0.1
 _MOST_S = 0.25
 """What one look adds to a time at most: while the keeper was stopped itself, it has seen nothing."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Keeper:
@@ -87,7 +85,7 @@ class Keeper:
 
 def _keep(listener: socket.socket, run_dir: Path, agent: int) -> NoReturn:
     """Fork stores, one after the other, until the agent ends."""
-    _end_with(agent)
+    lifeline.end_with(agent)
     os.setsid()  # Ctrl-C on the terminal is for the agent
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -118,7 +116,7 @@ def _fork_store(listener: socket.socket) -> int:
 
 
 def _serve(listener: socket.socket, keeper: int) -> NoReturn:
-    _end_with(keeper)
+    lifeline.end_with(keeper)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     server = store.serve_on(listener)
     while server is not None:
@@ -169,13 +167,6 @@ def _say(line: str) -> None:
 
 
 # --- both processes ---------------------------------------------------------------------------------------------------
-
-
-def _end_with(parent: int) -> None:
-    """The kernel ends this process with the one that started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the line above
 
 
 def _run(part: Callable[[], NoReturn]) -> NoReturn:

@@ -36,10 +36,9 @@ class Connector:
         if not wait_for(lambda: self._all_ready(view), interrupted):
             return None
         if self._build is None or self._build.epoch != view.epoch:
-            name, timeout_s = f"outer/{view.epoch}/{self._env.position}", self._env.config.fault_tolerance.detector
-            self._build = Build(
-                self._env, self._agreement, name, self._env.group, view.live, view.epoch, timeout_s.collective_timeout_s
-            )
+            env, name = self._env, f"outer/{view.epoch}/{self._env.position}"
+            timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
+            self._build = Build(env, self._agreement, name, env.group, view.live, view.epoch, timeout_s)
         build = self._build
         if not wait_for(build.over, interrupted):
             return None

@@ -53,9 +53,6 @@ class Crew:
         self._order("compute", microbatches=microbatches, patched=patched, epoch=epoch)
         return self.rank.compute(microbatches[0], patched[0], ahead)
 
-    def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
-        return self.rank.ahead(step, buckets)
-
     def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
         """Raises ``Broken`` when the epoch is over."""
         self._order("reduce", step=step, buckets=buckets)
@@ -71,10 +68,10 @@ class Crew:
             raise Broken(f"a rank of group {self.rank.group} could not build its communicator of epoch {view.epoch}")
         return worst == BUILT
 
-    def transfer(self, view: View) -> None:
+    def transfer(self) -> None:
         """Raises ``Broken``."""
         self._order("transfer")
-        self.rank.transfer(view)
+        self.rank.transfer()
 
     def update(self, step: int) -> StepResult:
         """Only after every bucket is final at all ranks: no peer may need the old parameters any more."""

@@ -14,6 +14,7 @@ from megatron_ft.engines.base import StepResult
 from megatron_ft.errors import ConfigError, GroupLeft, RunStopped
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import connect_together
+from megatron_ft.runtime.interruption import note_patch
 from megatron_ft.runtime.rank import Rank
 from megatron_ft.types import Microbatch, View
 
@@ -24,7 +25,6 @@ class Follower:
     def __init__(self, rank: Rank, step: int) -> None:
         self.step = step
         self._rank = rank
-        self._view: View | None = None
         self._dataset: Dataset | None = None
         self._total = 0
         self._said_leaving = False
@@ -79,7 +79,7 @@ class Follower:
                 self._unless_broken(lambda: rank.reduce(fields["step"], fields["buckets"], lambda bucket: None))
             case "transfer":
                 with rank.timeline.span("recover"):
-                    self._unless_broken(lambda: rank.transfer(self._view))
+                    self._unless_broken(rank.transfer)
             case "update":
                 rank.pulse.enter("working")
                 rank.update(fields["step"])
@@ -100,13 +100,11 @@ class Follower:
         microbatch, patch = Microbatch(*microbatches[self._rank.position]), patched[self._rank.position]
         prefetched, _ = self._rank.compute(microbatch, patch)
         if patch:
-            held, key = str(microbatch), "prefetched" if prefetched else "fetched"
-            where = {"step": microbatch.step, "epoch": epoch, "group": self._rank.group}
-            lists = {"prefetched": [], "fetched": [], key: [held]}
-            self._rank.history.note("patch", **where, position=self._rank.position, **lists)
+            where = {"step": microbatch.step, "epoch": epoch, "group": self._rank.group, "position": self._rank.position}
+            note_patch(self._rank.history, {microbatch: prefetched}, **where)
 
     def _connect(self, view: View, step: int) -> None:
-        rank, self._view = self._rank, view
+        rank = self._rank
         rank.agreement.adopted(view)
         # What was heard of the view stays true however often the leader asks: it has not heard it yet, but it will.
         with rank.timeline.span("recover"):

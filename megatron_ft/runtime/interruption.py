@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.core import scheduler
@@ -80,16 +81,16 @@ class Interruptions:
         if not self._taken_over:
             return
         taken_over, self._taken_over = self._taken_over, {}
-        self._history.note(
-            "patch",
-            step=state.step,
-            epoch=state.view.epoch,
-            group=self._group,
-            prefetched=[str(microbatch) for microbatch, prefetched in taken_over.items() if prefetched],
-            fetched=[str(microbatch) for microbatch, prefetched in taken_over.items() if not prefetched],
-        )
+        note_patch(self._history, taken_over, step=state.step, epoch=state.view.epoch, group=self._group)
 
     def _unhosted(self, plan: Plan, patched: frozenset[Microbatch]) -> int:
         """How many of ``patched`` went to a group that does not host their shard: no host of it is left."""
         shares = ((group, patched.intersection(own)) for group, own in plan.assignment.items())
         return sum(len(scheduler.fetched(share, group, self._placement)) for group, share in shares)
+
+
+def note_patch(history: History, taken_over: Mapping[Microbatch, bool], **where: int) -> None:
+    """What somebody took over, and whether its samples were in memory; ``where``: the line's other fields."""
+    prefetched = [str(microbatch) for microbatch, held in taken_over.items() if held]
+    fetched = [str(microbatch) for microbatch, held in taken_over.items() if not held]
+    history.note("patch", **where, prefetched=prefetched, fetched=fetched)

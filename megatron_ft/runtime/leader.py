@@ -227,7 +227,7 @@ class Leader:
         patched = [microbatch in state.plan.patched for microbatch in microbatches]
         ahead = None
         if not state.reported and state.connected and state.todo == microbatches:
-            ahead = self._crew.ahead(state.step, state.unfinished)
+            ahead = self._rank.ahead(state.step, state.unfinished)
         prefetched, seconds = self._crew.compute(microbatches, patched, ahead, state.view.epoch)
         self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
         self._pace.computed(len(microbatches), seconds)
@@ -251,7 +251,7 @@ class Leader:
     def _transfer(self, view: View) -> None:
         measured = {str(group): seconds for group, seconds in self._measured.items()}
         self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": measured}
-        self._crew.transfer(view)
+        self._crew.transfer()
         speeds = None
         if self.group in view.behind:
             taken = self._rank.carried

@@ -233,12 +233,12 @@ class Rank:
         if not self.concerned(self._view):
             self.tell_broken(self._view.epoch, f"rank {self.position}: {error}")
 
-    def transfer(self, view: View) -> None:
-        """Hand over or take what the view says, in an order that cannot deadlock: state first, buckets ascending.
+    def transfer(self) -> None:
+        """Hand over or take what the present view says, in an order that cannot deadlock: state first, buckets ascending.
 
         All ranks of a group take what they got, or none of them does. Raises ``Broken``.
         """
-        received, broken = None, None
+        view, received, broken = self._view, None, None
         try:
             received = self._exchange(view)
         except Broken as error:

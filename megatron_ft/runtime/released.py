@@ -48,7 +48,7 @@ class Census:
 
 
 def wait_for_return(
-    rank: Rank, store: ControlStore, census: Census, why: str, leaving: Callable[[], str], say: Callable[[str], None] = print
+    rank: Rank, store: ControlStore, census: Census, why: str, leaving: Callable[[], str]
 ) -> None:
     """Until the run has ended, or nobody is left, or this rank is told to leave. Always raises ``RunStopped``.
 
@@ -64,7 +64,7 @@ def wait_for_return(
         here = (rank.group, rank.position, os.getpid(), socket.gethostname())
         rank.agreement.announce(detector.GivenUp(*here, f"has lost the other ranks of its group: {why}"))
     reason = rank.lost_because or why
-    say(f"megatron_ft: group {rank.group} is out: {reason}; rank {rank.position} waits")
+    print(f"megatron_ft: group {rank.group} is out: {reason}; rank {rank.position} waits", flush=True)
     while not _ended(store) and not leaving() and census.anybody(rank.group):
         census.changed.wait(_LOOK_EVERY_S)
         census.changed.clear()

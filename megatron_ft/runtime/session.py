@@ -79,14 +79,14 @@ class Session:
         self._total, self._entered, self._leaving = 0, False, ""
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
         self._store.check_begun()
-        agreement = Agreement(self._store, env.group, env.config.fault_tolerance.detector.collective_timeout_s)
+        patience_s = env.config.fault_tolerance.detector.collective_timeout_s
+        agreement = Agreement(self._store, env.group, patience_s)
         first = agreement.view(0)
         if first is None:
             raise StoreError(f"control store {env.store} knows no view of run {env.run_id}; start it again")
         history = History(env.run_dir)
         self._rank = Rank(env, agreement, history)
         self._census = Census(env.config.groups)
-        patience_s = env.config.fault_tolerance.detector.collective_timeout_s
         self._inside = Inside(env.group, env.position, self._store.clone(), patience_s)
         if env.position == 0:
             placement = config_module.placement_of(env.config)

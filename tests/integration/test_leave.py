@@ -14,8 +14,7 @@ def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, refe
     """It comes in the middle of a backward pass; the group's microbatches of that step all count, none is patched in it."""
     hold = Hold(2, 3, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
-    support.wait_for(lambda: (pid := inject.pid_of(run.directory, 2)) is not None and inject.is_stopped(pid), run)
-    pid = inject.pid_of(run.directory, 2)
+    pid = support.await_held(run, 2)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGCONT)
     run.check(reference)

@@ -53,7 +53,6 @@ def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_el
 
 
 POISON = """
-import os, runpy, sys
 from megatron_ft.engines import torch_native
 
 plain = torch_native.TorchNativeEngine.compute
@@ -62,14 +61,11 @@ def compute(self, microbatch, *args):
     if microbatch.step in (3, 4) and microbatch.shard == 1:
         self.local_gradients()[0][0] = float("nan")
 torch_native.TorchNativeEngine.compute = compute
-sys.path.insert(0, os.path.dirname(TRAIN))
-runpy.run_path(TRAIN, run_name="__main__")
 """
 
 
 def test_data_that_gives_no_finite_gradient_anywhere_costs_one_group_and_the_updates(tmp_path, data_dir):
-    script = tmp_path / "train.py"
-    script.write_text(POISON.replace("TRAIN", repr(str(support.SCRIPT))))
+    script = support.changed_script(tmp_path / "train.py", POISON)
     run = support.start(tmp_path / "run", data_dir, script=script, nonfinite="recompute")
     run.finish()
     assert run.process.returncode == 0, run.logs()

@@ -20,7 +20,6 @@ STEP = 3
 
 # The example, with a dataset that notes each call before it is answered.
 TRAIN = """
-import os, runpy, sys
 from pathlib import Path
 from megatron_ft.runtime.session import Session
 
@@ -38,16 +37,12 @@ plain = Session.dataset
 def noted(self, *args, **kwargs):
     return Noted(plain(self, *args, **kwargs), self.env.run_dir / f"calls.g{self.group}")
 Session.dataset = noted
-sys.path.insert(0, os.path.dirname(TRAIN))
-runpy.run_path(TRAIN, run_name="__main__")
 """
 
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(TRAIN.replace("TRAIN", repr(str(support.SCRIPT))))
-    return path
+    return support.changed_script(tmp_path / "train.py", TRAIN)
 
 
 def calls(run: support.Run, group: int) -> list[str]:

@@ -84,8 +84,7 @@ def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
 def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data_dir, alone):
     hold = follower(2, "backward")
     run = start(tmp_path / "run", data_dir, [hold])
-    support.wait_for(lambda: (pid := inject.pid_of(run.directory, 2, 1)) is not None and inject.is_stopped(pid), run)
-    pid = inject.pid_of(run.directory, 2, 1)
+    pid = support.await_held(run, 2, 1)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGCONT)
     run.check(alone)
@@ -96,7 +95,7 @@ def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data
 
 
 OWN_GROUP = """
-import os, runpy, sys, threading
+import os, threading
 import torch, torch.distributed as dist
 import megatron_ft
 from megatron_ft.runtime.session import Session
@@ -118,14 +117,11 @@ def train_step(self, *args):
     return result
 
 Session.train_step = train_step
-sys.path.insert(0, os.path.dirname(TRAIN))
-runpy.run_path(TRAIN, run_name="__main__")
 """
 
 
 def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, data_dir, alone):
-    script = tmp_path / "train.py"
-    script.write_text(OWN_GROUP.replace("TRAIN", repr(str(support.SCRIPT))))
+    script = support.changed_script(tmp_path / "train.py", OWN_GROUP)
     run = start(tmp_path / "run", data_dir, script=script)
     run.check(alone)
     (view,) = [line for line in run.events("view") if line["lost"]]
@@ -135,7 +131,6 @@ def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, da
 
 
 FALLS_APART = """
-import os, runpy, sys
 from megatron_ft.runtime.session import Session
 
 plain = Session.train_step
@@ -145,14 +140,11 @@ def train_step(self, *args):
         self._rank.inner.abort()  # as a switch does that forgets a connection
     return result
 Session.train_step = train_step
-sys.path.insert(0, os.path.dirname(TRAIN))
-runpy.run_path(TRAIN, run_name="__main__")
 """
 
 
 def test_a_group_whose_ranks_have_lost_each_other_is_out_though_all_of_them_live(tmp_path, data_dir, alone):
-    script = tmp_path / "train.py"
-    script.write_text(FALLS_APART.replace("TRAIN", repr(str(support.SCRIPT))))
+    script = support.changed_script(tmp_path / "train.py", FALLS_APART)
     run = start(tmp_path / "run", data_dir, script=script)
     run.check(alone)
     (view,) = [line for line in run.events("view") if line["lost"]]

@@ -39,12 +39,6 @@ def restarts(run: support.Run) -> int:
     return [line["what"] for line in run.events("store")].count("restarted")
 
 
-def await_held(run: support.Run, hold: Hold) -> int:
-    """Until that rank is frozen at its point; its pid."""
-    support.wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, hold.group) or 0), run)
-    return inject.pid_of(run.directory, hold.group)
-
-
 def is_gone(pid: int) -> bool:
     """Also one that whoever inherited it has not waited for yet."""
     try:
@@ -72,7 +66,7 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
     hold = Hold(1, 4, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
-    await_held(run, hold)
+    support.await_held(run, hold.group)
     kills = [lambda: os.kill(store_of(run.directory), signal.SIGKILL), lambda: run.strike(hold)]
     for kill in kills if first == "store" else reversed(kills):
         kill()
@@ -87,7 +81,7 @@ def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, referenc
     dies, waits = Hold(1, 4, "reduce", 1), Hold(2, 4, point)
     run = support.start(tmp_path / "run", data_dir, [dies, waits])
     run.strike(dies)
-    held = await_held(run, waits)
+    held = support.await_held(run, waits.group)
     restart(run)
     os.kill(held, signal.SIGCONT)
     run.check(reference)
@@ -111,7 +105,7 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
     hold = Hold(0, 4, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
-    await_held(run, hold)
+    support.await_held(run, hold.group)
     os.kill(store_of(run.directory), signal.SIGSTOP)
     run.strike(hold)
     time.sleep(FROZEN_S)  # this is the fault's length, not a wait for something
@@ -126,7 +120,7 @@ def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_pat
 def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     hold = Hold(3, 4, "gate")
     run = support.start(tmp_path / "run", data_dir, [hold])
-    await_held(run, hold)
+    support.await_held(run, hold.group)
     os.kill(store_of(run.directory), signal.SIGSTOP)
     run.strike(hold)
     run.check(reference)
@@ -138,7 +132,7 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
 def test_a_keeper_that_is_killed_takes_its_store_along_and_another_one_is_started(tmp_path, data_dir, reference):
     hold = Hold(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
-    await_held(run, hold)
+    support.await_held(run, hold.group)
     store = store_of(run.directory)
     os.kill(parent_of(store), signal.SIGKILL)
     support.wait_for(lambda: store_of(run.directory) != store, run)
@@ -166,7 +160,7 @@ def test_a_store_that_forgets_the_end_before_everybody_has_heard_of_it(tmp_path,
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.wait_for_step(run, 1)
     os.kill(run.process.pid, signal.SIGSTOP)
-    held = await_held(run, hold)
+    held = support.await_held(run, hold.group)
     writer = inject.pid_of(run.directory, 0)
     support.wait_for(lambda: run.events("end") and is_gone(writer), run)
     restart(run)

@@ -39,7 +39,6 @@ def test_a_slow_group_is_reported_and_gets_less_to_do(tmp_path, data_dir):
 
 
 POISON = """
-import os, runpy, sys
 from megatron_ft.engines import torch_native
 
 plain = torch_native.TorchNativeEngine.compute
@@ -48,14 +47,11 @@ def compute(self, microbatch, *args):
         raise MemoryError("too long a sample")
     plain(self, microbatch, *args)
 torch_native.TorchNativeEngine.compute = compute
-sys.path.insert(0, os.path.dirname(TRAIN))
-runpy.run_path(TRAIN, run_name="__main__")
 """
 
 
 def test_a_microbatch_that_nobody_survives_costs_two_groups_and_stops_the_run(tmp_path, data_dir):
-    script = tmp_path / "train.py"
-    script.write_text(POISON.replace("TRAIN", repr(str(support.SCRIPT))))
+    script = support.changed_script(tmp_path / "train.py", POISON)
     run = support.start(tmp_path / "run", data_dir, script=script)
     said = " ".join(run.finish().split())
     assert run.process.returncode == 3 and "the run stops: look at the samples of that microbatch" in said, said

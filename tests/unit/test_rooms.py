@@ -27,8 +27,8 @@ ALLOWED = {
     "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "__version__"},
     "__init__": {"runtime"},
 }
-PURE = {"__future__", "bisect", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "operator"}
-PURE |= {"statistics", "typing"}
+PURE = {"__future__", "bisect", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "statistics"}
+PURE |= {"typing"}
 IN_CORE = PURE | {"numpy", "scipy", "ortools", "megatron_ft"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
