@@ -44,9 +44,9 @@ def _auto_or_count(name: str, value: Any) -> int | str:
     return value
 
 
-def _auto_or_seconds(name: str, value: Any) -> float | str:
+def _auto_or_positive(name: str, value: Any) -> float | str:
     if value != AUTO and (not _is_number(value) or value <= 0):
-        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a number of seconds > 0')
+        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a number > 0')
     return value if value == AUTO else float(value)
 
 
@@ -74,7 +74,7 @@ class DetectorConfig:
 
     stopped_timeout_s: float = 0.5
     """A rank whose process is stopped (SIGSTOP) for longer is out."""
-    hang_timeout_s: float | str = field(default=AUTO, metadata={"read": _auto_or_seconds})
+    hang_timeout_s: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
     """A rank that works on one thing for longer is out. Auto: ten times the longest so far, at least a minute."""
 
     heartbeat_timeout_s: float = 0.8
@@ -116,8 +116,9 @@ class FaultToleranceConfig:
     """Where groups agree: ``embedded``, in a process of the run; ``etcd://host:port,host:port,host:port``, in an etcd that
     is there already and survives the loss of any minority of its nodes."""
     min_groups: int = 1
-    bucket_mb: float = 25.0
-    """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again."""
+    bucket_mb: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
+    """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again. Auto: an
+    eighth of the gradients, between 1 and 25."""
     reduce_dtype: str = "fp32"
     """In which type gradients are sent between groups: fp32, or bf16, which rounds them. Loss and count are exact always."""
     overlap: bool = True
@@ -135,7 +136,6 @@ class FaultToleranceConfig:
         _embedded_or_etcd("fault_tolerance.store", self.store)
         _one_of("fault_tolerance.nonfinite", self.nonfinite, ("skip", "recompute", "stop"))
         _at_least("fault_tolerance.min_groups", self.min_groups, 1)
-        _positive("fault_tolerance.bucket_mb", self.bucket_mb)
         _one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))
         _at_least("fault_tolerance.seed", self.seed, 0)
         self.detector.check()

@@ -248,18 +248,25 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     What is wrong may have been heard before the view came: a member of it died meanwhile, or a faster group has already
     broken it.
     """
+    if state.reported or state.stopped or not _news(state):
+        return state, ()
     epoch, entry = state.view.epoch, _entry(state)
     # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, and who has
     # finished sees nobody leave. They would stay in an epoch the others have left.
     untold = "; ".join(state.cut.values()) or _parting(state) or entry
     reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or untold
-    if state.reported or state.stopped or not reason:
+    if not reason:
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     announcement = (Announce(epoch, reason),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
+
+
+def _news(state: GroupState) -> bool:
+    """Whether anything was ever heard that may end an epoch. Asked first, because it nearly never was."""
+    return bool(state.broken or state.graves or state.missed or state.leaving or state.asking)
 
 
 def _parting(state: GroupState) -> str:
@@ -351,7 +358,7 @@ def _has_say(state: GroupState) -> bool:
 def _give_up(state: GroupState) -> GroupState:
     """Without a say and with nobody who decides there is nothing to wait for; the others, if they live, need no one."""
     patience_s = 2 * state.patience_s
-    if state.stopped or _has_say(state) or state.waited_s < patience_s:
+    if state.stopped or state.waited_s < patience_s or _has_say(state):
         return state
     why = f"no group that has the model state decided on a view within {patience_s:g} s"
     return changed(state, stopped=f"group {state.me} leaves before it has begun: {why}")

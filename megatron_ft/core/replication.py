@@ -86,6 +86,14 @@ class Placement:
     offsets: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Worked out once: plans are looked up by their placement in every step."""
+        return hash((self.groups, self.kind, self.stacks))
+
     def stack(self, group: GroupId) -> tuple[Shard, ...]:
         """The shards ``group`` hosts, and so has to prefetch; a group that came on top of the first N included."""
         return self.stacks[group % self.groups]

@@ -66,25 +66,30 @@ def plan_step(
     if not live:
         raise ValueError("plan_step needs at least one live group, got none")
     members = tuple(sorted(live))
-    speed = tuple(float((weights or {}).get(group, 1.0)) for group in members)
+    speed = tuple(float(weights.get(group, 1.0)) for group in members) if weights else (1.0,)
     if min(speed) <= 0:
         raise ValueError(f"weights must be positive, got {dict(zip(members, speed, strict=True))}")
     restricted = None if _hosts_everything(placement) else placement
     fastest = max(speed)
+    less = ""
     if min(speed) < fastest:
-        tested = tuple(group in (weights or {}) for group in members)
-        chosen = _by_time(shards, per_shard, members, restricted, speed, tested)
+        tested = tuple(group in weights for group in members)
+        chosen, reason = _by_time(shards, per_shard, members, restricted, speed, tested)
+        slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
+        less = f", less for the slow groups {_names(slower)}"
     elif previous is None:
-        chosen = _even(shards, per_shard, members, restricted)
+        chosen, reason = _even(shards, per_shard, members, restricted)
     else:
         home = _home(shards, per_shard, members, previous)
         chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
+        reason = _summary(shards, per_shard, chosen)
+    return Plan(step, _Named(step, chosen), reason + less)
+
+
+def _summary(shards: int, per_shard: int, chosen: Chosen) -> str:
     largest = max(sum(map(len, own.values())) for own in chosen.values())
     moved = shards * per_shard - sum(len(own.get(group, ())) for group, own in chosen.items())
-    reason = f"{len(members)} of {shards} groups live, at most {largest} microbatches each, {moved} taken over"
-    slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
-    reason += f", less for the slow groups {_names(slower)}" if slower else ""
-    return Plan(step, _Named(step, chosen), reason)
+    return f"{len(chosen)} of {shards} groups live, at most {largest} microbatches each, {moved} taken over"
 
 
 def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | None = None) -> Plan:
@@ -146,10 +151,15 @@ class _Named(Mapping):
 
     def __init__(self, step: int, chosen: Chosen) -> None:
         self._step, self.chosen = step, chosen
+        self._named: dict[GroupId, tuple[Microbatch, ...]] = {}
 
     def __getitem__(self, group: GroupId) -> tuple[Microbatch, ...]:
-        own = self.chosen[group].items()
-        return tuple(Microbatch(self._step, shard, index) for shard, indices in own for index in indices)
+        if group not in self._named:
+            own = self.chosen[group].items()
+            self._named[group] = tuple(
+                Microbatch(self._step, shard, index) for shard, indices in own for index in indices
+            )
+        return self._named[group]
 
     def __iter__(self) -> Iterator[GroupId]:
         return iter(self.chosen)
@@ -188,12 +198,16 @@ def _load(assignment: Assignment, group: GroupId) -> int:
 
 
 @lru_cache(maxsize=64)
-def _even(shards: int, per_shard: int, members: tuple[GroupId, ...], placement: Placement | None) -> Chosen:
-    """The plan of equally fast groups: it is the same in every step, so it is made once per membership."""
+def _even(
+    shards: int, per_shard: int, members: tuple[GroupId, ...], placement: Placement | None
+) -> tuple[Chosen, str]:
+    """The plan of equally fast groups: it is the same in every step, so it is made, and described, once per membership."""
     if placement is None:
-        return _levelled(shards, per_shard, members)
-    home = _home(shards, per_shard, members, None)
-    return _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
+        chosen = _levelled(shards, per_shard, members)
+    else:
+        home = _home(shards, per_shard, members, None)
+        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
+    return chosen, _summary(shards, per_shard, chosen)
 
 
 # --- everybody hosts everything: levelling is enough ------------------------------------------------------------------
@@ -237,7 +251,7 @@ def _by_time(
     placement: Placement | None,
     speed: tuple[float, ...],
     tested: tuple[bool, ...],
-) -> Chosen:
+) -> tuple[Chosen, str]:
     """The least longest time; as much as possible is computed by hosts, and as little as possible changes hands.
 
     ``tested`` says who gets one microbatch however slow it is, as far as there are enough.
@@ -257,7 +271,8 @@ def _by_time(
     for group in members:
         if least[group] and not counts[group]:
             _give_one(counts, group, pace, least, placement)
-    return _choose(per_shard, counts, home)
+    chosen = _choose(per_shard, counts, home)
+    return chosen, _summary(shards, per_shard, chosen)
 
 
 def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[int]:

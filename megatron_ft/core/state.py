@@ -1,13 +1,14 @@
 """What one group knows of the protocol, and what is fixed for the whole run; ``core.recovery`` decides from it.
 
 Nothing here changes anything: what follows from the fields (who is dead, which buckets are final, what is still to be
-computed) is asked for anew each time, so it cannot be out of date.
+computed) is worked out at most once for each state, when it is asked for, so it cannot be out of date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_ft.core import links
@@ -97,12 +98,12 @@ class GroupState:
         """How long reports are waited for: one comes between two microbatches, and these may take long."""
         return max(self.job.report_timeout_s, _LONG_MICROBATCHES * self.speeds.longest_s)
 
-    @property
+    @cached_property
     def dead(self) -> dict[GroupId, str]:
         """Members of the view that are known to be dead, with the reason."""
         return {group: why for group, (number, why) in self.graves.items() if number >= self._seat_of(group)}
 
-    @property
+    @cached_property
     def left(self) -> dict[GroupId, str]:
         """Members of the view that have left in order: this group has committed the step after which they do."""
         events = self.leaving.values() if self.step < self.job.steps else ()
@@ -113,20 +114,20 @@ class GroupState:
         """The incarnation that is a member; infinite for who is none."""
         return self.view.incarnations.get(group, 0) if group in self.view.live else float("inf")
 
-    @property
+    @cached_property
     def cut(self) -> dict[links.Unit, str]:
         """Pairs of hosts with live groups that do not hear each other."""
-        if not self.missed:  # nearly always; this is asked at every event of a fault-free step
+        if not self.missed:
             return {}
         live = set(self.view.live) - self.dead.keys() - self.left.keys()
         return {pair: why for pair, why in self.missed.items() if all(live & set(unit) for unit in pair)}
 
-    @property
+    @cached_property
     def final(self) -> frozenset[Bucket]:
         """Buckets of ``step`` that some survivor holds finished, or will hand over under this view."""
         return self.have | set(self.view.final if self.view.step == self.step else ())
 
-    @property
+    @cached_property
     def unfinished(self) -> tuple[Bucket, ...]:
         """Buckets that must be reduced (again): held by no survivor the view knows of. None after the last step."""
         if self.finished:
@@ -144,7 +145,7 @@ class GroupState:
         """The view hands over state or buckets, and this group has not done its part."""
         return bool(self.view.behind or self.view.missing) and not self.transferred
 
-    @property
+    @cached_property
     def todo(self) -> tuple[Microbatch, ...]:
         """Microbatches this group still has to compute; none once all buckets are final (hard case 5)."""
         if not self.unfinished:
@@ -156,5 +157,12 @@ def changed(state: GroupState, **changes: Any) -> GroupState:
     """``dataclasses.replace``, without calling ``__init__`` with all the fields: a step changes the state six times."""
     assert changes.keys() <= GroupState.__dataclass_fields__.keys(), f"{changes} are not all fields of a GroupState"
     new = object.__new__(GroupState)
-    new.__dict__.update(state.__dict__, **changes)
+    new.__dict__.update(state.__dict__)
+    for name in _WORKED_OUT:
+        new.__dict__.pop(name, None)
+    new.__dict__.update(changes)
     return new
+
+
+_WORKED_OUT = tuple(name for name, value in vars(GroupState).items() if isinstance(value, cached_property))
+"""What a state keeps of these is not true of the next one."""

@@ -74,7 +74,16 @@ class Prefetcher:
             self._wanted = set(order)
             self._queue = deque(m for m in order if m not in self._held and m != self._loading)
             self._capacity = len(own) + len(stack)
-            self._changed.notify_all()
+            self._wake()
+
+    def rest(self, dataset: Dataset, step: int) -> None:
+        """Step ``step`` begins, and is too short to load anything beside it. What is there of it is kept."""
+        with self._changed:
+            if not _same(dataset, self._dataset):
+                self._dataset, self._may_prefetch, self._held = dataset, None, {}
+            if self._held:
+                self._held = {microbatch: sample for microbatch, sample in self._held.items() if microbatch.step >= step}
+            self._wanted, self._queue = set(self._held), deque()
 
     def get(self, microbatch: Microbatch) -> tuple[Any, bool]:
         """The sample, and whether it was in memory when it was asked for. It is handed out, not kept.
@@ -106,8 +115,14 @@ class Prefetcher:
 
     def _take(self, microbatch: Microbatch) -> Any:
         self._wanted.discard(microbatch)
-        self._changed.notify_all()  # there is room for another one
-        return self._held.pop(microbatch)
+        sample = self._held.pop(microbatch)
+        self._wake()
+        return sample
+
+    def _wake(self) -> None:
+        """There is something to load, or room for it. A thread that wakes for nothing costs a small step a lot."""
+        if self._queue:
+            self._changed.notify_all()
 
     def _call(self, microbatch: Microbatch) -> Any:
         """In the training thread, while the background is kept out. The first call decides about prefetching."""

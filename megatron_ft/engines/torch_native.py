@@ -43,6 +43,7 @@ class _Bucket:
         self.elements = sum(parameter.numel() for parameter in parameters)
         self.local = torch.zeros(self.elements + slots + TAIL, dtype=torch.float32, device=parameters[0].device)
         self.local_views = self._views(self.local)
+        self.loss, self.count = self.local[-TAIL:]
         self.replace_reduced()
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -127,7 +128,8 @@ class TorchNativeEngine:
         optimizer: any ``torch.optim.Optimizer`` over the model's parameters; do not call it yourself.
         loss_fn: (model, batch) -> scalar mean loss of one microbatch.
         scheduler: optional learning-rate scheduler, stepped once per committed step.
-        bucket_mb: largest bucket in MiB; a single larger parameter gets a bucket of its own.
+        bucket_mb: largest bucket in MiB; a single larger parameter gets a bucket of its own. None: an eighth of the
+            gradients, but 1 to 25: of many buckets more are done when a group is lost, few large ones are faster.
         gradient_clipping: clip to this global norm; 0 turns clipping off.
         slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
 
@@ -142,7 +144,7 @@ class TorchNativeEngine:
         loss_fn: LossFn,
         *,
         scheduler: Any = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         gradient_clipping: float = 0.0,
         slots: int = 0,
     ) -> None:
@@ -172,9 +174,10 @@ class TorchNativeEngine:
         self._seed(seed)
         progress("forward")
         loss = self.loss_fn(self.model, batch)
-        for tail in (bucket.local[-TAIL:] for bucket in self._buckets):  # before backward: it may send the bucket
-            tail[0].add_(loss.detach())
-            tail[1].add_(1)
+        value = loss.detach()
+        for bucket in self._buckets:  # before backward: it may send the bucket
+            bucket.loss.add_(value)
+            bucket.count.add_(1)
         progress("backward")
         with self._arrivals.watch(ready):
             loss.backward()
@@ -202,9 +205,8 @@ class TorchNativeEngine:
         return [bucket.local[-TAIL:-1] for bucket in self._buckets]
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        counts = [int(bucket.sum[-1]) for bucket in self._buckets]
+        losses, counts = zip(*(bucket.sum[-TAIL:].tolist() for bucket in self._buckets), strict=True)
         assert set(counts) == {microbatches}, f"step {step}: buckets hold {counts} microbatches, not {microbatches}"
-        loss = float(self._buckets[0].sum[-2]) / microbatches
         for bucket in self._buckets:
             bucket.point_gradients_at(bucket.sum_views)
         norm = self._average(microbatches)
@@ -213,7 +215,7 @@ class TorchNativeEngine:
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepResult(step, loss, counts[0], norm)
+        return StepResult(step, losses[0] / microbatches, microbatches, norm)
 
     def _average(self, microbatches: int) -> float:
         """Make means of the sums and clip them, in one pass; returns the means' norm before clipping.
@@ -276,9 +278,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
                 )
 
 
-def _fill_buckets(parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+def _fill_buckets(parameters: list[nn.Parameter], bucket_mb: float | None) -> list[list[nn.Parameter]]:
     """Consecutive parameters, last layer first: the order in which backward finishes them."""
-    limit = bucket_mb * 2**20 / 4
+    total_mb = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
+    limit = (bucket_mb or min(max(total_mb / 8, 1.0), 25.0)) * 2**20 / 4
     buckets: list[list[nn.Parameter]] = []
     filled = 0.0
     for parameter in reversed(parameters):

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Ready, StepResult
 from megatron_ft.runtime.communicator import Broken
-from megatron_ft.runtime.rank import Rank
+from megatron_ft.runtime.rank import Needs, Rank
 from megatron_ft.types import Bucket, Microbatch, View
 
 BUILT, INTERRUPTED, BROKEN = 2, 1, 0
@@ -32,16 +32,10 @@ class Crew:
         if self.rank.inner is not None:
             self.rank.inner.order(name, **fields)
 
-    def begin(
-        self,
-        step: int,
-        dataset: Dataset,
-        own: Sequence[Microbatch],
-        stack: Sequence[Microbatch],
-        following: Sequence[Microbatch],
-    ) -> None:
-        self._order("begin", step=step, own=own, stack=stack, following=following)
-        self.rank.begin(step, dataset, own, stack, following)
+    def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
+        if self.rank.inner is not None:
+            self._order("begin", step=step, needs=needs())
+        self.rank.begin(step, dataset, needs)
 
     def compute(
         self, microbatches: Sequence[Microbatch], patched: Sequence[bool], ahead: Ready | None, epoch: int

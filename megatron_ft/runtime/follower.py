@@ -15,7 +15,7 @@ from megatron_ft.errors import ConfigError, GroupLeft, RunStopped
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import connect_together
 from megatron_ft.runtime.interruption import note_patch
-from megatron_ft.runtime.rank import Rank
+from megatron_ft.runtime.rank import Needs, Rank
 from megatron_ft.types import Microbatch, View
 
 
@@ -67,8 +67,8 @@ class Follower:
             )
         match name:
             case "begin":
-                shares = ([Microbatch(*raw) for raw in fields[key]] for key in ("own", "stack", "following"))
-                rank.begin(fields["step"], self._dataset, *shares)
+                needs = Needs(*([Microbatch(*raw) for raw in share] for share in fields["needs"]))
+                rank.begin(fields["step"], self._dataset, lambda: needs)
             case "compute":
                 if rank.position < len(fields["microbatches"]):
                     rank.pulse.enter("working")

@@ -1,13 +1,14 @@
 """The run record's ``history.jsonl`` (docs/run-record.md): exactly one line per step, whoever of the groups dies.
 
 Every group keeps the last lines it *would* have written; only the lowest living group writes them. When that group
-dies, the next lowest reads what is in the file and adds what is missing. Lines are appended with one ``write`` each, by
-several processes. A writer killed inside that call can leave a torn line; nobody truncates (that could cut off another
-process's line), the next append starts on a new line and readers skip what is not JSON.
+dies, the next lowest reads what is in the file and adds what is missing. Several processes append, whole lines with one
+``write``. A writer killed inside that call can leave a torn line; nobody truncates (that could cut off another process's
+line), the next append starts on a new line and readers skip what is not JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -36,22 +37,26 @@ _TAIL_BYTES = 2**20
 def append(run_dir: Path, event: str, **fields: Any) -> None:
     """Append one line; used directly by whoever owns an event alone (agent, injector)."""
     line = json.dumps({"t": round(time.time(), 6), "event": event, **fields}) + "\n"
-    _write(run_dir / FILE, line.encode())
-
-
-def _write(path: str | Path, line: bytes) -> tuple[int, int]:
-    """Append; returns the file's size before and after, which tell whether another process has written meanwhile."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = _open(run_dir / FILE)
     try:
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        written = os.write(fd, line)
-        if written != len(line):
-            raise OSError(f"only {written} of {len(line)} bytes could be written to {path}")
-        return size, os.fstat(fd).st_size
+        _write(fd, line.encode())
     finally:
         os.close(fd)
+
+
+def _open(path: str | Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _write(fd: int, line: bytes) -> tuple[int, int]:
+    """Append; returns the file's size before and after, which tell whether another process has written meanwhile."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    written = os.write(fd, line)
+    if written != len(line):
+        raise OSError(f"only {written} of {len(line)} bytes could be written to the history")
+    return size, os.fstat(fd).st_size
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -81,6 +86,7 @@ class History:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = os.fspath(run_dir / FILE)
+        self._fd: int | None = None  # kept: on a busy file system to open a file takes longer than all else here
         self._writer = False
         self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._pending: list[dict[str, Any]] = []
@@ -94,10 +100,18 @@ class History:
         self._own.append({"t": round(time.time(), 6), "event": event, **fields})
         self._flush()
 
-    def record(self, event: str, **fields: Any) -> None:
-        """Take in an event every group knows of; it reaches the file through the group that is the writer."""
+    def record(self, event: str, *, later: bool = False, **fields: Any) -> None:
+        """Take in an event every group knows of; it reaches the file through the group that is the writer.
+
+        ``later``: with the next event, or with :meth:`write`.
+        """
         line = {"t": round(time.time(), 6), "event": event, **fields}
         (self._pending if self._writer else self._remembered).append(line)
+        if not later:
+            self.write()
+
+    def write(self) -> None:
+        """What is not in the file yet."""
         if self._pending or self._own:
             self._flush()
 
@@ -115,39 +129,50 @@ class History:
         this group was frozen for minutes, the others went on without it, and its own line comes late.
         """
         try:
-            while self._own:
-                self._put(self._own[0])
+            size = self._size()
+            while self._own:  # one by one: nothing would find out which of them a full disk has taken
+                self._put(self._own[:1])
                 del self._own[0]
+                size = None
             if self._pending:
-                self._look()
-            while self._pending:
-                if _key(self._pending[0]) not in self._present:
-                    self._put(self._pending[0])
-                del self._pending[0]
+                self._look(self._size() if size is None else size)
+                self._pending = [line for line in self._pending if _key(line) not in self._present]
+                self._put(self._pending)
+                self._pending = []
         except OSError as error:
+            self._close()  # a file system that is back may not know the old descriptor any more
             if not self._warned:
                 print(f"megatron_ft: history not written, training goes on: {error}", file=sys.stderr, flush=True)
             self._warned = True
 
-    def _put(self, line: dict[str, Any]) -> None:
-        data = (json.dumps(line) + "\n").encode()
-        before, after = _write(self._path, data)
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _put(self, lines: list[dict[str, Any]]) -> None:
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        before, after = _write(self._fd, data)
         if before == self._seen_bytes and after == before + len(data):  # nobody else writes: it need not be read again
             self._seen_bytes = after
-            self._present.append(_key(line))
+            self._present.extend(map(_key, lines))
 
-    def _look(self) -> None:
+    def _size(self) -> int:
+        """The file's, which is open after that."""
+        status = None if self._fd is None else os.fstat(self._fd)
+        if status is None or status.st_nlink == 0:  # somebody has removed the file
+            self._close()
+            self._fd = _open(self._path)
+            self._seen_bytes, status = 0, os.fstat(self._fd)
+        return status.st_size
+
+    def _look(self, size: int) -> None:
         """Take in the lines that were added since the last look, ours and others'; nearly always few or none."""
-        try:
-            size = os.stat(self._path).st_size
-        except FileNotFoundError:
-            return
         if size == self._seen_bytes:
             return
         self._seen_bytes = max(self._seen_bytes, size - _TAIL_BYTES)
-        with open(self._path, "rb") as file:
-            file.seek(self._seen_bytes)
-            data = file.read()
+        data = os.pread(self._fd, size - self._seen_bytes, self._seen_bytes)
         whole = data[: data.rfind(b"\n") + 1]
         self._seen_bytes += len(whole)
         self._present.extend(_key(line) for line in map(parse, whole.splitlines()) if line is not None)

@@ -25,7 +25,7 @@ from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
 from megatron_ft.runtime.interruption import Interruptions
 from megatron_ft.runtime.pace import Pace
-from megatron_ft.runtime.rank import Rank
+from megatron_ft.runtime.rank import Needs, Rank
 from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
@@ -211,14 +211,18 @@ class Leader:
                 raise AssertionError(f"{action} is not for the training thread")
 
     def _begin(self, dataset: Dataset) -> None:
-        """Tell what this step needs, may need, and what the next one will if nobody dies or joins meanwhile."""
-        state, job, everything = self._state, self._state.job, self._placement.redundancy == self._config.groups
+        state = self._state
+        self._crew.begin(state.step, dataset, lambda: self._needs(state))
+        self._rank.say_seconds(self._pace.begin())
+
+    def _needs(self, state: recovery.GroupState) -> Needs:
+        """Of the step that begins in ``state``."""
+        job, everything = state.job, self._placement.redundancy == self._config.groups
         # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
         hosted = () if everything else self._placement.stack(self.group)
         stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
         following = recovery.plan_ahead(state).of(self.group) if state.step + 1 < job.steps else ()
-        self._crew.begin(state.step, dataset, state.plan.of(self.group), stack, following)
-        self._rank.say_seconds(self._pace.begin())
+        return Needs(state.plan.of(self.group), stack, following)
 
     def _compute(self) -> None:
         """As many microbatches as the group computes at a time."""
@@ -313,6 +317,7 @@ class Leader:
         view, result = self._committed_under, self._rank.result
         self._history.record(
             "step",
+            later=True,  # crew.end_step decides when
             step=result.step,
             loss=result.loss,
             microbatches=result.microbatches,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 
+import torch
+
+from megatron_ft.engines.base import TAIL, Engine
+
 WORTH_S = 0.02
 """Nobody balances microbatches that take less: they are all said to take as long."""
 
@@ -44,3 +48,25 @@ class Pace:
         """The step was interrupted: what it takes now says nothing of this group."""
         if self._ranks > 1:
             self._count = 0
+
+
+class Slots:
+    """The numbers that travel with bucket 0, one of each group. Views are kept: making one takes longer than using it."""
+
+    def __init__(self, engine: Engine, group: int) -> None:
+        self._engine, self._group = engine, group
+        self._own = self._all = torch.empty(0)
+
+    def say(self, number: float) -> None:
+        """Into this group's slot of the step that has just begun."""
+        bucket = self._engine.local(0)
+        if self._own._base is not bucket:
+            self._own = bucket[-TAIL - self._engine.slots + self._group]
+        self._own.fill_(number)
+
+    def read(self) -> list[float]:
+        """What all groups have said, once bucket 0 is reduced."""
+        bucket = self._engine.reduced(0)
+        if self._all._base is not bucket:
+            self._all = bucket[-TAIL - self._engine.slots : -TAIL]
+        return self._all.tolist()

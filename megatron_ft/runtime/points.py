@@ -1,8 +1,8 @@
 """Named points of a step at which a fault can be injected into a live rank.
 
-Unarmed, a point costs a comparison or two and a step one ``stat``. A rank is armed in two ways. At launch, by the
-environment variable ``MEGATRON_FT_HOLD`` (a JSON list of holds). While it runs, by its *mailbox*, a file of *orders* that
-the injector (``faults.execute``) writes and the rank looks at when a step begins.
+Unarmed, a point costs a comparison or two, and a ``stat`` fifty times a second. A rank is armed in two ways. At launch,
+by the environment variable ``MEGATRON_FT_HOLD`` (a JSON list of holds). While it runs, by its *mailbox*, a file of
+*orders* that the injector (``faults.execute``) writes and the rank looks at when a step begins, unless it has just done so.
 
 A *hold* freezes the rank: it sends itself SIGSTOP, all its threads freeze in that instant, sockets open, collectives in
 flight; the injector sees the stopped process and sends the real signal. All other orders are what only the process can do
@@ -47,6 +47,7 @@ ACTIONS = ("hold", "exception", "oom", "gil", "slow", "nan", "bitflip")
 _CORRUPTIONS = ("nan", "bitflip")
 _LOOKS = ("begin", "finish")
 """The points at which the mailbox is looked at."""
+LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Points:
         ]
         self._mailbox = None if run_dir is None else os.fspath(mailbox(run_dir, group, position))
         self._seen: tuple[int, int] | None = None
+        self._looked = float("-inf")
         self._done: set[str] = set()
         self._slow: _Slow | None = None
         self._armed = bool(self._orders)
@@ -203,6 +205,10 @@ class Points:
 
     def _look(self) -> None:
         """Take in what the mailbox holds now, if it is another one than at the last look."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
         try:
             status = os.stat(self._mailbox)
             seen = (status.st_ino, status.st_mtime_ns)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from megatron_ft.core import detector
 from megatron_ft.core.protocol import Broke, Missed
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
-from megatron_ft.engines.base import TAIL, Engine, Ready, StepResult
+from megatron_ft.engines.base import Engine, Ready, StepResult
 from megatron_ft.errors import FTError
 from megatron_ft.runtime import transfer
 from megatron_ft.runtime.agreement import Agreement
@@ -32,12 +32,26 @@ from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.finite import NonFinite
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Inner
+from megatron_ft.runtime.pace import Slots
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.reduction import Reduction
 from megatron_ft.runtime.shared import SharedGradients
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View
+
+_LONG_S = 0.01
+"""After a step that takes less, nothing is loaded ahead, and the record is written not always, but about as often as this:
+either would cost such a step more than it is worth."""
+
+
+class Needs(NamedTuple):
+    """The microbatches of a group: its own in a step, those of the shards it hosts, and its own in the next step, if
+    nobody dies or joins meanwhile."""
+
+    own: Sequence[Microbatch]
+    stack: Sequence[Microbatch]
+    following: Sequence[Microbatch]
 
 
 class Rank:
@@ -57,12 +71,14 @@ class Rank:
         self.result: StepResult | None = None
         self.carried: Mapping[str, Any] = {}
         self.collected = 0.0
+        self._began = self._written = 0.0
         self.lost_because = ""
         self._config, self._settings = env.config, env.config.fault_tolerance
         self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
         self._connector = Connector(env, agreement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
         self._engine: Engine | None = None
+        self._slots: Slots | None = None
         self._reduction: Reduction | None = None
         self._shared: SharedGradients | None = None
         self._outer: Communicator | None = None
@@ -79,7 +95,7 @@ class Rank:
 
     def attach(self, engine: Engine) -> None:
         """Before the first step."""
-        self._engine = engine
+        self._engine, self._slots = engine, Slots(engine, self.group)
         self._shared = None if self.inner is None else SharedGradients(engine, self.inner)
         settings = self._settings
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
@@ -124,17 +140,15 @@ class Rank:
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        step: int,
-        dataset: Dataset,
-        own: Sequence[Microbatch],
-        stack: Sequence[Microbatch],
-        following: Sequence[Microbatch],
-    ) -> None:
-        """A step starts; the microbatches are what the group needs, may need, and will need in the next step."""
+    def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
+        """A step starts."""
+        now = time.monotonic()
+        short, self._began = now - self._began < _LONG_S, now
         self._engine.begin_step()
-        self._prefetcher.begin(dataset, self._part(own), self._part(stack), self._part(following))
+        if short:
+            self._prefetcher.rest(dataset, step)
+        else:
+            self._prefetcher.begin(dataset, *map(self._part, needs()))
         self.points.reach("begin", step)
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
@@ -165,14 +179,11 @@ class Rank:
 
     def say_seconds(self, seconds: float) -> None:
         """After :meth:`begin`: what a microbatch has taken this group in the step before, for everybody to know."""
-        self._slots(self._engine.local(0))[self.group] = seconds
+        self._slots.say(seconds)
 
     def measured(self) -> dict[int, float]:
         """What all groups have said, once bucket 0 is reduced and before the update: seconds, of those that computed."""
-        return {group: seconds for group, seconds in enumerate(self._slots(self._engine.reduced(0)).tolist()) if seconds}
-
-    def _slots(self, bucket: torch.Tensor) -> torch.Tensor:
-        return bucket[bucket.numel() - TAIL - self._engine.slots : bucket.numel() - TAIL]
+        return {group: seconds for group, seconds in enumerate(self._slots.read()) if seconds}
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
@@ -193,6 +204,7 @@ class Rank:
 
     def close_epoch(self) -> None:
         """Nothing of the present epoch finishes here any more."""
+        self._write_down()
         with self._lock:
             outer, self._outer = self._outer, None
         if outer is not None:
@@ -204,10 +216,10 @@ class Rank:
 
         Raises ``Broken``; where the group has several ranks, after all of them have ended what they were at.
         """
-        self.timeline.write(step, self._outer.epoch)
+        self.timeline.assign(step, self._outer.epoch)
         with self.timeline.span("reduce"):
             if self._shared is None:
-                self._reduction.reduce(self._outer, step, buckets, done)
+                self._reduction.reduce(self._outer, step, buckets, done, self._meanwhile)
             else:
                 self._reduce_together(step, buckets, done)
 
@@ -216,7 +228,7 @@ class Rank:
         self.collected = time.monotonic()
         final: set[Bucket] = set()
         try:
-            self._reduction.reduce(self._outer, step, self._shared.mine(buckets), final.add)
+            self._reduction.reduce(self._outer, step, self._shared.mine(buckets), final.add, self._meanwhile)
         except Broken as error:
             self._say_broken(error)
         flags = torch.tensor([bucket in final for bucket in buckets], dtype=torch.int64)
@@ -307,8 +319,20 @@ class Rank:
 
     def end_step(self, epoch: int) -> None:
         """The step is committed and recorded. Raises ``RunStopped`` when the run must not go on after it."""
-        self.timeline.write(self.result.step, epoch)
+        self.timeline.assign(self.result.step, epoch)
+        if time.monotonic() - self._began > _LONG_S:
+            self._write_down()  # at once: the next chance may be minutes away
         self._nonfinite.check(self.result, self._engine)
+
+    def _meanwhile(self) -> None:
+        """What is done while reductions are on their way."""
+        if time.monotonic() - self._written > _LONG_S:
+            self._write_down()
+
+    def _write_down(self) -> None:
+        self._written = time.monotonic()
+        self.timeline.write()
+        self.history.write()
 
     def share_state(self) -> None:
         """Make the other ranks of the group stand where its leader stands."""
@@ -332,6 +356,7 @@ class Rank:
     def close(self) -> None:
         """No step follows."""
         self._prefetcher.close()
+        self._write_down()
 
 
 @contextmanager

@@ -75,9 +75,16 @@ class Reduction:
         return ready
 
     def reduce(
-        self, outer: Communicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
+        self,
+        outer: Communicator,
+        step: int,
+        buckets: Sequence[Bucket],
+        done: Callable[[Bucket], None],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Sum ``buckets`` over the members; ``done`` is called with each when its completion has been seen, in order.
+
+        ``meanwhile`` is called when all are on their way.
 
         Raises ``Broken`` with ``outer`` aborted; :meth:`drop` has to be called before anything else is asked for.
         """
@@ -87,6 +94,7 @@ class Reduction:
             for bucket in buckets:
                 if bucket not in self._started:
                     self._start(outer, step, bucket)
+            meanwhile()
             for bucket in buckets:
                 self._finish(bucket)
                 done(bucket)

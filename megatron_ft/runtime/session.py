@@ -79,7 +79,8 @@ class Session:
         self._total, self._entered, self._leaving = 0, False, ""
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
         self._store.check_begun()
-        patience_s = env.config.fault_tolerance.detector.collective_timeout_s
+        self._settings = env.config.fault_tolerance
+        patience_s = self._settings.detector.collective_timeout_s
         agreement = Agreement(self._store, env.group, patience_s)
         first = agreement.view(0)
         if first is None:
@@ -113,7 +114,7 @@ class Session:
             optimizer,
             loss_fn,
             scheduler=scheduler,
-            bucket_mb=self.config.fault_tolerance.bucket_mb,
+            bucket_mb=None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
             gradient_clipping=self.config.gradient_clipping,
             slots=self.config.groups,
         )
@@ -130,7 +131,7 @@ class Session:
             samples_per_microbatch=self.config.samples_per_microbatch,
             groups=self.config.groups,
             microbatches_per_group=self.config.microbatches_per_group,
-            seed=self.config.fault_tolerance.seed,
+            seed=self._settings.seed,
         )
 
     def steps(self, total: int) -> Iterator[int]:
@@ -187,7 +188,7 @@ class Session:
         Args:
             groups: name -> ``torch.distributed`` process group.
         """
-        return self._inside.watch(groups, timeout_s or self.config.fault_tolerance.detector.collective_timeout_s)
+        return self._inside.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
 
     # --- what goes on behind it ---------------------------------------------------------------------------------------
 

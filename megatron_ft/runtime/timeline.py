@@ -5,26 +5,37 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
+class Span:
+    """A block that is measured. (As a generator it would take three times as long, several times a step.)"""
+
+    def __init__(self, phase: str, add: Callable[[str, float, float], None]) -> None:
+        self._phase, self._add = phase, add
+
+    def __enter__(self) -> None:
+        self._start = time.time()
+
+    def __exit__(self, *raised: object) -> None:
+        self._add(self._phase, round(self._start, 6), round(time.time(), 6))
+
+
 class Timeline:
-    """Collects spans in memory; the session writes them before the reduction and after the update of a step."""
+    """Collects spans in memory. They are assigned to a step before its reduction and after its update, and written when
+    there is time."""
 
     def __init__(self, run_dir: Path, group: int, position: int) -> None:
         self._path = os.fspath(run_dir / "timeline" / f"g{group}.p{position}.jsonl")
+        self._fd: int | None = None
         self._spans: list[tuple[str, float, float]] = []
+        self._assigned: list[dict[str, object]] = []
 
-    @contextmanager
-    def span(self, phase: str) -> Iterator[None]:
+    def span(self, phase: str) -> Span:
         """Measure a block, whether it succeeds or not."""
-        start = time.time()
-        try:
-            yield
-        finally:
-            self._add(phase, round(start, 6), round(time.time(), 6))
+        return Span(phase, self._add)
 
     def _add(self, phase: str, start: float, end: float) -> None:
         """Waiting consists of many short looks; what follows within a few of them is one span."""
@@ -32,15 +43,26 @@ class Timeline:
             start = self._spans.pop()[1]
         self._spans.append((phase, start, end))
 
-    def write(self, step: int, epoch: int) -> None:
-        """Append the spans of ``step``. Pictures are not worth stopping for: a full disk loses them, nothing else."""
-        line = json.dumps({"step": step, "epoch": epoch, "spans": self._spans}) + "\n"
+    def assign(self, step: int, epoch: int) -> None:
+        """What was collected since the last time belongs to ``step``."""
+        self._assigned.append({"step": step, "epoch": epoch, "spans": self._spans})
         self._spans = []
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(fd, line.encode())
-            finally:
-                os.close(fd)
-        except OSError:
+
+    def write(self) -> None:
+        """Append what was assigned. Pictures are not worth stopping for: a full disk loses them, nothing else."""
+        if not self._assigned:
             return
+        lines = "".join(json.dumps(line) + "\n" for line in self._assigned)
+        self._assigned = []
+        try:
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.write(self._fd, lines.encode())
+        except OSError:
+            self._close()  # a file system that is back may not know the old descriptor any more
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)

@@ -23,7 +23,7 @@ from megatron_ft.errors import ConfigError
         ({"fault_tolerance": {"min_groups": 0}}, ["min_groups is 0", ">= 1"]),
         ({"fault_tolerance": {"min_groups": True}}, ["min_groups is True", "whole number"]),
         ({"fault_tolerance": {"bucket_mb": -1}}, ["bucket_mb is -1", "> 0"]),
-        ({"fault_tolerance": {"bucket_mb": "big"}}, ["'big'", "number"]),
+        ({"fault_tolerance": {"bucket_mb": "big"}}, ["'big'", '"auto" or a number > 0']),
         ({"fault_tolerance": {"reduce_dtype": "fp16"}}, ["reduce_dtype", "'fp16'", "fp32, bf16"]),
         ({"fault_tolerance": {"overlap": 1}}, ["overlap is 1", "bool"]),
         ({"fault_tolerance": []}, ["fault_tolerance is []", "object"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -212,3 +214,12 @@ def test_fault_injection_reaches_what_is_reduced():
         loss.fill_(3.0)
     local = engine.local(0)
     assert set(local[:-2].tolist()) == {2.0} and local[-2:].tolist() == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(("layers", "buckets"), [(1, 1), (8, 8), (32, 8)])
+def test_without_a_size_gradients_are_cut_into_a_few_buckets(layers, buckets):
+    """Layers of 1 MiB each: a bucket holds at least one."""
+    layer = nn.Linear(512, 512, bias=False)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
+    engine = TorchNativeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    assert engine.num_buckets == buckets

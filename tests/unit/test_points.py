@@ -43,6 +43,11 @@ def injected(run_dir: Path) -> list[str]:
     return [line["fault"] for line in history.read(run_dir) if line["event"] == "inject"]
 
 
+@pytest.fixture(autouse=True)
+def looks_always(monkeypatch):
+    monkeypatch.setattr(points, "LOOK_EVERY_S", 0.0)
+
+
 @pytest.fixture
 def rank(tmp_path) -> Points:
     return Points(0, [], run_dir=tmp_path)

@@ -233,3 +233,16 @@ def test_any_history_of_asking_gets_the_right_samples_within_the_bound(data):
         prefetcher.close()
         prefetcher._thread.join(PATIENCE_S)
     assert not prefetcher._thread.is_alive()
+
+
+def test_a_step_that_is_too_short_for_it_loads_nothing_and_keeps_what_is_its_own(prefetcher):
+    dataset = Dataset()
+    prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
+    prefetcher.get(OWN[0])
+    until_held(prefetcher, *OWN[1:], *REST, *NEXT)
+    calls = len(dataset.calls)
+    prefetcher.rest(dataset, 1)
+    assert set(prefetcher._held) == set(NEXT), "what was left of step 0 is dropped"
+    assert prefetcher.get(NEXT[0]) == (f"samples of {NEXT[0]}", True)
+    assert prefetcher.get(shard(1, 3)[0]) == (f"samples of {shard(1, 3)[0]}", False)
+    assert len(dataset.calls) == calls + 1
