@@ -153,6 +153,8 @@ class RunConfig:
     samples_per_microbatch: int = 1
     microbatches_per_group: int = 1
     gradient_clipping: float = 0.0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """The other settings of the file, as they are there: those of DeepSpeed."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
 
     @property
@@ -218,6 +220,7 @@ def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) ->
         samples_per_microbatch=samples,
         microbatches_per_group=per_group,
         gradient_clipping=float(clipping),
+        engine={key: value for key, value in raw.items() if key in IGNORED_ENGINE_KEYS},
         fault_tolerance=section,
     )
     placement = placement_of(run)

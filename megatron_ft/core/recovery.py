@@ -127,6 +127,11 @@ def next_action(state: GroupState) -> Action:
     return Reduce(state.step, state.unfinished)
 
 
+def awaited(state: GroupState) -> AwaitView | None:
+    """What can be looked for between two instructions of a pipeline, while the training thread goes on computing."""
+    return AwaitView(state.view.epoch, _unreported(state)) if state.reported and not state.stopped else None
+
+
 def _compute(state: GroupState) -> Compute:
     microbatch = state.todo[0]
     return Compute(microbatch, patch=microbatch in state.plan.patched)

@@ -11,9 +11,10 @@ what an engine raises ends its group, and the others take its microbatches over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +31,15 @@ Progress = Callable[[str], None]
 Ready = Callable[[Bucket], None]
 """Called by an engine inside a backward pass when nothing more of the microbatch will be added to a bucket. The thread may
 be autograd's, the training thread waits for it."""
+
+
+def manual_seed(seed: int) -> None:
+    """Of all devices' random numbers.
+
+    Without an accelerator ``torch.manual_seed`` does the same, and formats three stack traces for backends that are not
+    there: half of what a small step costs.
+    """
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
 
 
 @dataclass(frozen=True)
@@ -99,3 +109,58 @@ class Engine(Protocol):
 
     def fingerprint(self) -> tuple[float, str]:
         """L2 norm of all parameters, and the sha256 of their bytes."""
+
+
+class Control(Protocol):
+    """Short messages (a few whole numbers) between two ranks of a group, while they compute together."""
+
+    def tell(self, position: int, words: Sequence[int]) -> None:
+        """Never waits."""
+
+    def heard(self, position: int) -> tuple[int, ...] | None:
+        """The next message, if one is there."""
+
+    def hear(self, position: int) -> tuple[int, ...]:
+        """The next message; waits for it."""
+
+
+class Listed(NamedTuple):
+    """A microbatch to compute; ``patch``: another group had it before."""
+
+    microbatch: Microbatch
+    patch: bool
+
+
+class Work(Protocol):
+    """What a rank needs of its session while the ranks of its group compute microbatches together."""
+
+    def listed(self) -> Sequence[Listed]:
+        """Position 0 only: the group's, in order; those that it has taken over come on top, at any time."""
+
+    def batch(self, microbatch: Microbatch) -> Any:
+        """Its samples."""
+
+    def seed(self, microbatch: Microbatch) -> int:
+        """Random choices follow it."""
+
+    def span(self, kind: str, listed: Listed) -> AbstractContextManager[None]:
+        """Around each pass, ``forward`` or ``backward``: for the timeline, and for fault injection."""
+
+    def computed(self, microbatch: Microbatch) -> None:
+        """Its backward pass has ended here."""
+
+
+class JointEngine(Engine, Protocol):
+    """An engine whose ranks compute every microbatch together (pipeline, tensor parallelism): each has its own parameters,
+    and so buckets of its own. ``compute`` is not used."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank needs samples."""
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """Positions with which this rank needs a line (:class:`Control`); they need one with it as well."""
+
+    def flush(self, control: Control, work: Work) -> None:
+        """Forward and backward of everything that is listed, until nothing is left; all ranks of the group call it."""

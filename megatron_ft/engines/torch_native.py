@@ -19,56 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ft.engines.base import TAIL, Progress, Ready, StepResult
+from megatron_ft.engines.base import Progress, Ready, StepResult, manual_seed
+from megatron_ft.engines.buckets import Bucket as GradientBucket
+from megatron_ft.engines.buckets import Buckets
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket, Microbatch
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 """(model, batch) -> scalar loss, the mean over the microbatch."""
 
-_CLIP_EPSILON = 1e-6
-"""What torch adds to the norm before it divides the limit by it."""
-
 _REPLACED = (
     "a gradient was replaced during a microbatch (zero_grad or a hook in loss_fn?); leave .grad to the engine: it keeps the "
     "gradients until the step is committed"
 )
-
-
-class _Bucket:
-    """Some parameters, their local gradient and its reduction. Both flat, fp32, [elements + slots + TAIL]."""
-
-    def __init__(self, parameters: list[nn.Parameter], slots: int) -> None:
-        self.parameters = parameters
-        self.elements = sum(parameter.numel() for parameter in parameters)
-        self.local = torch.zeros(self.elements + slots + TAIL, dtype=torch.float32, device=parameters[0].device)
-        self.local_views = self._views(self.local)
-        self.loss, self.count = self.local[-TAIL:]
-        self.replace_reduced()
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        views, offset = [], 0
-        for parameter in self.parameters:
-            views.append(flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
-        return views
-
-    def begin_step(self) -> None:
-        self.local.zero_()
-        self.sum, self.sum_views = self.reduced, self.reduced_views
-        self.point_gradients_at(self.local_views)
-
-    def keep_local(self) -> None:
-        self.sum, self.sum_views = self.local, self.local_views
-
-    def replace_reduced(self) -> None:
-        self.reduced = torch.zeros_like(self.local)
-        self.reduced_views = self._views(self.reduced)
-        self.sum, self.sum_views = self.reduced, self.reduced_views
-
-    def point_gradients_at(self, views: list[torch.Tensor]) -> None:
-        for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.grad = view
 
 
 class _Arrivals:
@@ -78,7 +41,7 @@ class _Arrivals:
     look complete too early. So nobody is told anything before one whole backward pass has shown that there are none.
     """
 
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
         self._buckets = buckets
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._told: set[Bucket] = set()
@@ -128,8 +91,7 @@ class TorchNativeEngine:
         optimizer: any ``torch.optim.Optimizer`` over the model's parameters; do not call it yourself.
         loss_fn: (model, batch) -> scalar mean loss of one microbatch.
         scheduler: optional learning-rate scheduler, stepped once per committed step.
-        bucket_mb: largest bucket in MiB; a single larger parameter gets a bucket of its own. None: an eighth of the
-            gradients, but 1 to 25: of many buckets more are done when a group is lost, few large ones are faster.
+        bucket_mb: largest bucket in MiB; None: ``engines.buckets.Buckets`` decides.
         gradient_clipping: clip to this global norm; 0 turns clipping off.
         slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
 
@@ -152,13 +114,9 @@ class TorchNativeEngine:
         self._clipping = gradient_clipping
         self._parameters = _trainable(model)
         _check_optimizer(optimizer, self._parameters)
-        filled = _fill_buckets(self._parameters, bucket_mb)
         self.slots = slots
-        self._buckets = [_Bucket(group, slots if number == 0 else 0) for number, group in enumerate(filled)]
+        self._buckets = Buckets(self._parameters, bucket_mb, slots)
         self._arrivals = _Arrivals(self._buckets)
-        # Without an accelerator torch.manual_seed does the same, and formats three stack traces for backends that are not
-        # there: half of what a small step costs.
-        self._seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
     @property
     def num_buckets(self) -> int:
@@ -167,17 +125,15 @@ class TorchNativeEngine:
     def begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.begin_step()
+            bucket.point_gradients_at(bucket.local_views)
 
     def compute(
         self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
     ) -> None:
-        self._seed(seed)
+        manual_seed(seed)
         progress("forward")
         loss = self.loss_fn(self.model, batch)
-        value = loss.detach()
-        for bucket in self._buckets:  # before backward: it may send the bucket
-            bucket.loss.add_(value)
-            bucket.count.add_(1)
+        self._buckets.count(loss)  # before backward: it may send a bucket
         progress("backward")
         with self._arrivals.watch(ready):
             loss.backward()
@@ -198,42 +154,27 @@ class TorchNativeEngine:
 
     def local_gradients(self) -> Sequence[torch.Tensor]:
         """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
-        return [bucket.local[: bucket.elements] for bucket in self._buckets]
+        return self._buckets.gradients()
 
     def local_losses(self) -> Sequence[torch.Tensor]:
         """The sum of losses that each bucket carries, as views of one element."""
-        return [bucket.local[-TAIL:-1] for bucket in self._buckets]
+        return self._buckets.losses()
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        losses, counts = zip(*(bucket.sum[-TAIL:].tolist() for bucket in self._buckets), strict=True)
-        assert set(counts) == {microbatches}, f"step {step}: buckets hold {counts} microbatches, not {microbatches}"
+        loss = self._buckets.check(step, microbatches)
         for bucket in self._buckets:
             bucket.point_gradients_at(bucket.sum_views)
-        norm = self._average(microbatches)
+        norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters])) / microbatches
+        self._buckets.average(microbatches, norm, self._clipping)
         progress("update")
         if isfinite(norm):
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepResult(step, losses[0] / microbatches, microbatches, norm)
-
-    def _average(self, microbatches: int) -> float:
-        """Make means of the sums and clip them, in one pass; returns the means' norm before clipping.
-
-        Clips as ``torch.nn.utils.clip_grad_norm_`` does to means. Each pass over the gradients that is left out pays for
-        half of the copy that reductions need (``runtime.reduction``).
-        """
-        norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters])) / microbatches
-        clipped = self._clipping / (norm + _CLIP_EPSILON)
-        for bucket in self._buckets:
-            if self._clipping and clipped < 1:
-                bucket.sum.mul_(clipped / microbatches)
-            else:
-                bucket.sum.div_(microbatches)
-        return norm
+        return StepResult(step, loss / microbatches, microbatches, norm)
 
     def local_finite(self) -> bool:
-        return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
+        return self._buckets.local_finite()
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -276,18 +217,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
                     f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's; "
                     f"build it from model.parameters() of the model you pass"
                 )
-
-
-def _fill_buckets(parameters: list[nn.Parameter], bucket_mb: float | None) -> list[list[nn.Parameter]]:
-    """Consecutive parameters, last layer first: the order in which backward finishes them."""
-    total_mb = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
-    limit = (bucket_mb or min(max(total_mb / 8, 1.0), 25.0)) * 2**20 / 4
-    buckets: list[list[nn.Parameter]] = []
-    filled = 0.0
-    for parameter in reversed(parameters):
-        if not buckets or filled + parameter.numel() > limit or buckets[-1][0].device != parameter.device:
-            buckets.append([])
-            filled = 0.0
-        buckets[-1].append(parameter)
-        filled += parameter.numel()
-    return buckets

@@ -16,9 +16,6 @@ elsewhere. The buffer of a failed in-place all-reduce is partly overwritten.
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_ft.runtime import sockets
 
 _POLL_S = 0.0005
 _GRACE_S = 0.1
@@ -62,17 +61,17 @@ class Communicator:
     ) -> None:
         self.epoch = epoch
         self.members = tuple(sorted(members))
-        self._sockets: dict[int, int] = {}
+        self._sockets: sockets.Sockets = {}
         self._aborted = threading.Event()
         self._group: Any = None
         self._started: list[Work] = []
         if len(self.members) > 1:
-            before = _open_sockets()
+            before = sockets.opened()
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._group = dist.ProcessGroupGloo(rendezvous, self.members.index(me), len(self.members), options)
-            self._sockets = _connected({fd: i for fd, i in _open_sockets().items() if before.get(fd) != i})
+            self._sockets = sockets.connected_since(before)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start summing ``tensor`` in place over the members."""
@@ -93,8 +92,7 @@ class Communicator:
     def abort(self) -> None:
         """Make every pending and future operation fail, here and at the peers. Any thread, any number of times."""
         self._aborted.set()
-        for fd, inode in self._sockets.items():
-            _shutdown(fd, inode)
+        sockets.shut_down(self._sockets)
 
     def close(self) -> None:
         """Abort, and give back memory, threads and sockets, at once or when the last operation has ended."""
@@ -203,39 +201,3 @@ def _from(root: int) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _open_sockets() -> dict[int, int]:
-    """fd -> inode of every socket of this process. The inode tells a socket from a later one on the same fd."""
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.fstat(int(name))
-        except OSError:
-            continue  # closed since the listing
-        if stat.S_ISSOCK(status.st_mode):
-            found[int(name)] = status.st_ino
-    return found
-
-
-def _connected(sockets: dict[int, int]) -> dict[int, int]:
-    """Those with a peer. Shutting down gloo's listener instead would stop its event loop."""
-    found: dict[int, int] = {}
-    for fd, inode in sockets.items():
-        try:
-            with socket.socket(fileno=os.dup(fd)) as duplicate:
-                duplicate.getpeername()
-        except OSError:
-            continue
-        found[fd] = inode
-    return found
-
-
-def _shutdown(fd: int, inode: int) -> None:
-    try:
-        if os.fstat(fd).st_ino != inode:
-            return
-        with socket.socket(fileno=os.dup(fd)) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # already closed, or the peer was faster

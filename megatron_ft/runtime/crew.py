@@ -1,7 +1,8 @@
 """The ranks of one group as its leader sees them: what it asks for, all of them do, itself included.
 
 With one rank per group there is nobody to tell, and every method is a call of :class:`~megatron_ft.runtime.rank.Rank`.
-With several, the ranks share the group's microbatches: each computes whole ones, as many at a time as there are ranks.
+With several, the ranks share the group's microbatches: each computes whole ones, as many at a time as there are ranks; or
+they compute all of them together (``engines.base.JointEngine``).
 
 Raises ``Lost`` anywhere when a rank of the group is gone.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.base import Ready, StepResult
+from megatron_ft.engines.base import Listed, Ready, StepResult
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.rank import Needs, Rank
 from megatron_ft.types import Bucket, Microbatch, View
@@ -27,9 +28,12 @@ class Crew:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.width = rank.size
+        self._deferred: list[tuple[str, dict[str, Any]]] | None = None
 
     def _order(self, name: str, **fields: Any) -> None:
-        if self.rank.inner is not None:
+        if self._deferred is not None:  # nobody listens during a flush
+            self._deferred.append((name, fields))
+        elif self.rank.inner is not None:
             self.rank.inner.order(name, **fields)
 
     def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
@@ -46,6 +50,17 @@ class Crew:
         """
         self._order("compute", microbatches=microbatches, patched=patched, epoch=epoch)
         return self.rank.compute(microbatches[0], patched[0], ahead)
+
+    def flush(
+        self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]
+    ) -> None:
+        """All ranks compute what is listed together. What they are ordered meanwhile they hear after it."""
+        self._order("flush")
+        self._deferred = []
+        self.rank.flush(listed, finished)
+        deferred, self._deferred = self._deferred, None
+        for name, fields in deferred:
+            self._order(name, **fields)
 
     def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
         """Raises ``Broken`` when the epoch is over."""

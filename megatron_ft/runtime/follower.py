@@ -73,6 +73,8 @@ class Follower:
                 if rank.position < len(fields["microbatches"]):
                     rank.pulse.enter("working")
                     self._compute(**fields)
+            case "flush":
+                rank.flush(lambda: (), lambda microbatch, prefetched: None)
             case "connect":
                 self._connect(View.from_json(fields["view"]), fields["step"])
             case "reduce":

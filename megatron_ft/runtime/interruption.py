@@ -48,10 +48,14 @@ class Interruptions:
 
     def computed(self, microbatch: Microbatch, patch: bool, prefetched: bool, seconds: float) -> None:
         """A microbatch was computed; ``prefetched`` says that its samples were in memory when they were needed."""
-        if self._open is not None:
-            self._open.computing_s += seconds
+        self.computing(seconds)
         if patch:
             self._taken_over[microbatch] = prefetched
+
+    def computing(self, seconds: float) -> None:
+        """So much of the time since an interruption was noticed was spent computing."""
+        if self._open is not None:
+            self._open.computing_s += seconds
 
     def resumed(self, state: GroupState) -> None:
         """The interrupted step goes on; say what it cost."""

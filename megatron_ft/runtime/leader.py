@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ft.config import RunConfig
 from megatron_ft.core import detector, recovery
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.base import StepResult
+from megatron_ft.engines.base import Listed, StepResult
 from megatron_ft.errors import GroupLeft, RunStopped
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken
@@ -225,7 +225,10 @@ class Leader:
         return Needs(state.plan.of(self.group), stack, following)
 
     def _compute(self) -> None:
-        """As many microbatches as the group computes at a time."""
+        """As many microbatches as the group computes at a time: all of them, where its ranks compute together."""
+        if self._rank.joint:
+            self._flush()
+            return
         state = self._state
         microbatches = state.todo[: self._crew.width]
         patched = [microbatch in state.plan.patched for microbatch in microbatches]
@@ -237,6 +240,32 @@ class Leader:
         self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:
             self._feed(recovery.Computed(microbatch))
+
+    def _flush(self) -> None:
+        """Between any two instructions the news are heard; what this group takes over meanwhile joins the running flush."""
+        started = counted = time.monotonic()
+        listing: list[Listed] = []
+        ended: list[tuple[Microbatch, bool]] = []
+
+        def listed() -> Sequence[Listed]:
+            nonlocal counted
+            while ended:
+                microbatch, prefetched = ended.pop(0)
+                self._interruptions.computed(microbatch, microbatch in self._state.plan.patched, prefetched, 0.0)
+                self._feed(recovery.Computed(microbatch))
+            self._interruptions.computing(time.monotonic() - counted)
+            self._drain_verdicts()
+            if (awaited := recovery.awaited(self._state)) and not self._look(awaited.epoch, awaited.missing):
+                self._feed(recovery.Tick())
+            counted = time.monotonic()
+            known = {entry.microbatch for entry in listing}
+            patched = self._state.plan.patched
+            listing.extend(Listed(own, own in patched) for own in self._state.todo if own not in known)
+            return listing
+
+        self._crew.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
+        listed()
+        self._pace.computed(len(listing), time.monotonic() - started)
 
     def _update(self, step: int) -> None:
         before, self._measured = self._state.speeds.slow, self._rank.measured()
@@ -266,18 +295,22 @@ class Leader:
         self._feed(recovery.Transferred(view.epoch, speeds))
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
-        """Look once for what the agreement waits for: the next view, else reports."""
+        if not self._look(epoch, missing):
+            time.sleep(_POLL_S)
+            self._feed(recovery.Tick())
+
+    def _look(self, epoch: int, missing: tuple[int, ...]) -> bool:
+        """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
         standing = self._agreement.view(epoch + 1)
         if standing is not None:
             self._adopt(standing)
-            return
+            return True
         for group in missing:
             report = self._agreement.report(epoch, group)
             if report is not None:
                 self._feed(recovery.ReportSeen(report))
-                return
-        time.sleep(_POLL_S)
-        self._feed(recovery.Tick())
+                return True
+        return False
 
     # --- interruptions ------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ group (``Lost``). News may come before what they concern: they are kept, and loo
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,8 +23,8 @@ from megatron_ft.core import detector
 from megatron_ft.core.protocol import Broke, Missed
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
-from megatron_ft.engines.base import Engine, Ready, StepResult
-from megatron_ft.errors import FTError
+from megatron_ft.engines.base import Engine, JointEngine, Listed, Ready, StepResult
+from megatron_ft.errors import EngineError, FTError
 from megatron_ft.runtime import transfer
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken, Communicator
@@ -31,18 +32,23 @@ from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.finite import NonFinite
 from megatron_ft.runtime.history import History
-from megatron_ft.runtime.inner import Inner
+from megatron_ft.runtime.inner import Inner, Lost
+from megatron_ft.runtime.joint import JointWork, broken_inside, lost_inside
+from megatron_ft.runtime.lines import Lines
 from megatron_ft.runtime.pace import Slots
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.reduction import Reduction
-from megatron_ft.runtime.shared import SharedGradients
+from megatron_ft.runtime.shared import OwnGradients, SharedGradients
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View
 
 _LONG_S = 0.01
 """After a step that takes less, nothing is loaded ahead, and the record is written not always, but about as often as this:
 either would cost such a step more than it is worth."""
+
+
+T = TypeVar("T")
 
 
 class Needs(NamedTuple):
@@ -73,14 +79,16 @@ class Rank:
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""
-        self._config, self._settings = env.config, env.config.fault_tolerance
+        self._env, self._config, self._settings = env, env.config, env.config.fault_tolerance
         self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
         self._connector = Connector(env, agreement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
-        self._engine: Engine | None = None
+        self.engine: Engine | JointEngine | None = None
         self._slots: Slots | None = None
         self._reduction: Reduction | None = None
-        self._shared: SharedGradients | None = None
+        self._shared: SharedGradients | OwnGradients | None = None
+        self._lines: Lines | None = None
+        self.joint = False
         self._outer: Communicator | None = None
         self._view: View | None = None
         self._heard: list[detector.Verdict] = []
@@ -95,15 +103,32 @@ class Rank:
 
     def attach(self, engine: Engine) -> None:
         """Before the first step."""
-        self._engine, self._slots = engine, Slots(engine, self.group)
-        self._shared = None if self.inner is None else SharedGradients(engine, self.inner)
+        self.engine, self._slots = engine, Slots(engine, self.group)
+        self.joint = hasattr(engine, "flush")
         settings = self._settings
+        if self.joint:
+            if settings.nonfinite == "recompute":
+                raise EngineError(
+                    'fault_tolerance.nonfinite is "recompute", which looks at gradients after each microbatch; a pipeline '
+                    'has complete ones only after a flush: use "skip" or "stop"'
+                )
+            lines = Lines.build(self._env, self.agreement, engine.peers, lambda: bool(self.lost_because))
+            self._lines = lines
+            if self.lost_because:
+                lines.abort()
+        if self.inner is not None:
+            self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
-        self._reduction = Reduction(self._shared or engine, self.points, dtype=settings.reduce_dtype, overlap=overlap)
+        self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
     @property
     def num_buckets(self) -> int:
-        return self._engine.num_buckets
+        """Of the whole group."""
+        return self._gradients.num_buckets
+
+    @property
+    def _gradients(self) -> Engine | SharedGradients | OwnGradients:
+        return self._shared or self.engine
 
     # --- news, in the watcher's thread --------------------------------------------------------------------------------
 
@@ -120,9 +145,9 @@ class Rank:
     def lose(self, reason: str) -> None:
         """Another rank of this group is gone: nothing that this one waits for will come."""
         self.lost_because = self.lost_because or reason
-        inner = self.inner
-        if inner is not None:
-            inner.abort()
+        for means in (self.inner, self._lines):
+            if means is not None:
+                means.abort()
         with self._lock:
             if self._outer is not None:
                 self._outer.abort()
@@ -144,7 +169,7 @@ class Rank:
         """A step starts."""
         now = time.monotonic()
         short, self._began = now - self._began < _LONG_S, now
-        self._engine.begin_step()
+        self.engine.begin_step()
         if short:
             self._prefetcher.rest(dataset, step)
         else:
@@ -152,7 +177,28 @@ class Rank:
         self.points.reach("begin", step)
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """What this rank loads of them."""
+        if self.joint:
+            return microbatches if self.engine.loads else ()
         return microbatches[self.position :: self.size]
+
+    def flush(
+        self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]
+    ) -> None:
+        """Compute what is listed, jointly with the other ranks of the group; ``finished`` is told each microbatch when it
+        is, and whether its samples were in memory. Both are used at position 0 only."""
+        self._inside(lambda: self.engine.flush(self._lines, JointWork(self, self._settings.seed, listed, finished)))
+
+    def samples(self, microbatch: Microbatch) -> tuple[Any, bool]:
+        """Of a microbatch, and whether they were in memory."""
+        return self._prefetcher.get(microbatch)
+
+    def _inside(self, operation: Callable[[], T]) -> T:
+        """Something in which the engine talks to the other ranks of the group."""
+        if self.inner is None:
+            return operation()
+        with lost_inside(lambda: self.lost_because):
+            return operation()
 
     def compute(self, microbatch: Microbatch, patch: bool, ahead: Ready | None = None) -> tuple[bool, float]:
         """Forward and backward of one; whether its samples were in memory, and the seconds it took."""
@@ -160,12 +206,12 @@ class Rank:
         if patch:
             self.points.reach("patch", step)
         started = time.monotonic()
-        with self.timeline.span("patch" if patch else "compute"), blame(microbatch):
+        with self.timeline.span("patch" if patch else "compute"), self.blame(microbatch):
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self._settings.seed, microbatch)
-            self._engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
-            self.points.corrupt(step, self._engine)
-            self._nonfinite.computed(microbatch, self._engine, self._members() > self._settings.min_groups)
+            self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
+            self.points.corrupt(step, self.engine)
+            self._nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
         self.pulse.advance()
         return prefetched, time.monotonic() - started
 
@@ -280,28 +326,28 @@ class Rank:
                 continue
             if self.group == view.final[bucket]:
                 for group in lacking:
-                    outer.send(self._engine.reduced(bucket), group, bucket).wait()
+                    outer.send(self._gradients.reduced(bucket), group, bucket).wait()
             elif self.group in lacking:
                 self._receive_bucket(bucket, view.final[bucket])
         return received
 
     def _receive_bucket(self, bucket: Bucket, owner: int) -> None:
         try:
-            self._outer.receive(self._engine.reduced(bucket), owner, bucket).wait()
+            self._outer.receive(self._gradients.reduced(bucket), owner, bucket).wait()
         except Broken:
-            self._engine.replace_reduced(bucket)  # whatever may still arrive there
+            self._gradients.replace_reduced(bucket)  # whatever may still arrive there
             raise
 
     def _full_state(self) -> Mapping[str, Any]:
         result = self.result
         return {
             "carried": self.carried,
-            "engine": self._engine.state(),
+            "engine": self.engine.state(),
             "result": None if result is None else [result.step, result.loss, result.microbatches, result.gradient_norm],
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        self._engine.load_state(state["engine"])
+        self.engine.load_state(state["engine"])
         self.carried = state["carried"]
         if state["result"] is not None:
             self.result = StepResult(*state["result"])
@@ -311,8 +357,8 @@ class Rank:
     def update(self, step: int) -> StepResult:
         """Commit the step here."""
         with self.timeline.span("update"):
-            self.result = self._engine.update(
-                step, self._config.microbatches, lambda point: self.points.reach(point, step)
+            self.result = self._inside(
+                lambda: self.engine.update(step, self._config.microbatches, lambda point: self.points.reach(point, step))
             )
         self.pulse.advance()
         return self.result
@@ -322,7 +368,7 @@ class Rank:
         self.timeline.assign(self.result.step, epoch)
         if time.monotonic() - self._began > _LONG_S:
             self._write_down()  # at once: the next chance may be minutes away
-        self._nonfinite.check(self.result, self._engine)
+        self._nonfinite.check(self.result, self.engine)
 
     def _meanwhile(self) -> None:
         """What is done while reductions are on their way."""
@@ -335,7 +381,9 @@ class Rank:
         self.history.write()
 
     def share_state(self) -> None:
-        """Make the other ranks of the group stand where its leader stands."""
+        """Make the other ranks of the group stand where its leader stands, if they hold the same model."""
+        if self.joint:
+            return
         if self.position == 0:
             for position in range(1, self.size):
                 self.inner.hand_over(lambda peer, to=position: transfer.send_state(peer, self._full_state(), to))
@@ -344,7 +392,9 @@ class Rank:
 
     def fingerprint(self) -> tuple[float, str]:
         """L2 norm and sha256 of the parameters. Raises ``AssertionError`` where the group's ranks do not agree on them."""
-        norm, sha256 = self._engine.fingerprint()
+        norm, sha256 = self.engine.fingerprint()
+        if self.joint and self.inner is not None:
+            return self._combined(norm, sha256)
         if self.inner is not None:
             said = torch.tensor(list(bytes.fromhex(sha256)), dtype=torch.uint8)
             self.inner.share(said, 0)
@@ -353,23 +403,34 @@ class Rank:
             assert alike, f"rank {self.position} of group {self.group} has parameters {sha256}, rank 0 {leader}"
         return norm, sha256
 
+    def _combined(self, norm: float, sha256: str) -> tuple[float, str]:
+        """Of the whole model, from each rank's part of it."""
+        square = torch.tensor([norm**2], dtype=torch.float64)
+        digests = torch.zeros(self.size, len(sha256) // 2, dtype=torch.uint8)
+        digests[self.position] = torch.tensor(list(bytes.fromhex(sha256)), dtype=torch.uint8)
+        self.inner.sum(square, digests)
+        return float(square) ** 0.5, hashlib.sha256(bytes(digests.flatten().tolist())).hexdigest()
+
     def close(self) -> None:
         """No step follows."""
         self._prefetcher.close()
         self._write_down()
 
 
-@contextmanager
-def blame(microbatch: Microbatch) -> Iterator[None]:
-    """An exception that ends this rank says what it was computing: if that kills another group too, the run has to stop."""
-    try:
-        yield
-    except FTError:
-        raise
-    except Exception as error:
-        error.add_note(f"megatron_ft: while computing microbatch {microbatch}")
-        error.microbatch = str(microbatch)
-        raise
+    @contextmanager
+    def blame(self, microbatch: Microbatch) -> Iterator[None]:
+        """An exception that ends this rank says what it was computing: if that kills another group too, the run has to
+        stop. What broke because another rank of the group is gone is not the microbatch's fault."""
+        try:
+            yield
+        except (FTError, Lost):
+            raise
+        except Exception as error:
+            if self.lost_because or broken_inside(error):
+                raise
+            error.add_note(f"megatron_ft: while computing microbatch {microbatch}")
+            error.microbatch = str(microbatch)
+            raise
 
 
 def _takes_back(verdict: Missed, earlier: detector.Verdict) -> bool:

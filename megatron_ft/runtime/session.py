@@ -8,12 +8,13 @@ verdict on: to the rank, which unblocks the training thread at once, and to the 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -38,6 +39,10 @@ from megatron_ft.runtime.released import Census, wait_for_return
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.runtime.watchdog import Watchdog
 from megatron_ft.runtime.watcher import Watcher
+from megatron_ft.runtime.world import World
+
+if TYPE_CHECKING:
+    from megatron_ft.engines.deepspeed.engine import DeepSpeedPipeline
 
 _STORE_TIMEOUT_S = 10.0
 
@@ -77,11 +82,12 @@ class Session:
         self.config = env.config
         self.group, self.position = env.group, env.position
         self._total, self._entered, self._leaving = 0, False, ""
+        self._world: World | None = None
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
         self._store.check_begun()
         self._settings = env.config.fault_tolerance
         patience_s = self._settings.detector.collective_timeout_s
-        agreement = Agreement(self._store, env.group, patience_s)
+        agreement = self._agreement = Agreement(self._store, env.group, patience_s)
         first = agreement.view(0)
         if first is None:
             raise StoreError(f"control store {env.store} knows no view of run {env.run_id}; start it again")
@@ -118,6 +124,35 @@ class Session:
             gradient_clipping=self.config.gradient_clipping,
             slots=self.config.groups,
         )
+
+    def init_distributed(self, backend: str | None = None) -> None:
+        """Instead of ``deepspeed.init_distributed`` or ``torch.distributed.init_process_group``: the world is this group.
+
+        Call it before anything is built that needs process groups. ``backend``: by default nccl with GPUs, else gloo.
+        """
+        if self._world is None:
+            with self._until_lost():
+                self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
+        if "deepspeed" in sys.modules:
+            from megatron_ft.engines.deepspeed import build
+
+            build.init_communication()
+
+    def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline:
+        """Make an engine of a DeepSpeed ``PipelineModule``; in place of ``deepspeed.initialize``.
+
+        Args:
+            model: built after :meth:`init_distributed`.
+            options: ``optimizer``, ``model_parameters``, ``lr_scheduler`` as ``deepspeed.initialize`` takes them. The rest
+                comes from the run's config.
+
+        Raises ``EngineError`` for what cannot be made fault-tolerant, with the reason.
+        """
+        from megatron_ft.engines.deepspeed import build
+
+        self.init_distributed()
+        with self._until_lost(), self._world.made_here(self.env.store):
+            return build.pipeline(model, self.config, slots=self.config.groups, **options)
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
         """The samples of every microbatch id, from a directory that ``megatron-ft prepare`` made.
@@ -198,6 +233,8 @@ class Session:
         if self._rank.size > 1 and isinstance(verdict, Died) and verdict.group == self.group:
             self._rank.lose(verdict.reason)
             self._inside.abort()
+            if self._world is not None:
+                self._world.cut()
         self._rank.hear(verdict)
         self._part.hear(verdict)
 

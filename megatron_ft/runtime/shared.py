@@ -1,13 +1,16 @@
-"""The gradients of a group whose ranks share its microbatches: each rank has a part, and one of them reduces the sum.
+"""The gradients of a group of several ranks: which of them reduces which bucket between the groups.
 
-A bucket is summed inside the group first; then its *owner*, a rank that depends on the bucket's number only, sums it over
-the groups at its position, and shares the result with the other ranks of its group. So all positions carry the same load
-between groups. It stands between ``runtime.reduction`` and an engine, and costs one more buffer of the gradients' size.
+Where the ranks share the group's microbatches each has a part of every bucket. It is summed inside the group first; then its
+*owner*, a rank that depends on the bucket's number only, sums it over the groups at its position, and shares the result with
+the other ranks of its group. So all positions carry the same load between groups. It stands between ``runtime.reduction``
+and an engine, and costs one more buffer of the gradients' size.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -21,6 +24,7 @@ class SharedGradients:
 
     def __init__(self, engine: Engine, inner: Inner) -> None:
         self._engine, self._inner, self.slots = engine, inner, engine.slots
+        self.num_buckets = engine.num_buckets
         self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
 
     def owner(self, bucket: Bucket) -> int:
@@ -49,3 +53,45 @@ class SharedGradients:
 
     def replace_reduced(self, bucket: Bucket) -> None:
         self._engine.replace_reduced(bucket)
+
+
+class OwnGradients:
+    """Ranks that compute together (pipeline, tensor parallelism) have parameters, and so buckets, of their own: numbered one
+    rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
+
+    def __init__(self, engine: Engine, inner: Inner) -> None:
+        self._engine, self.slots = engine, engine.slots
+        counts = torch.zeros(inner.size, dtype=torch.int64)
+        counts[inner.position] = engine.num_buckets
+        inner.sum(counts)
+        self._ends = list(accumulate(counts.tolist()))
+        self._position = inner.position
+        self._first = self._ends[inner.position] - engine.num_buckets
+
+    @property
+    def num_buckets(self) -> int:
+        return self._ends[-1]
+
+    def owner(self, bucket: Bucket) -> int:
+        return bisect_right(self._ends, bucket)
+
+    def mine(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        return [bucket for bucket in buckets if self.owner(bucket) == self._position]
+
+    def collect(self, buckets: Sequence[Bucket]) -> None:
+        """Nothing: what a rank has computed is in its buckets already."""
+
+    def spread(self, bucket: Bucket) -> None:
+        """Nothing: nobody else needs it."""
+
+    def local(self, bucket: Bucket) -> torch.Tensor:
+        return self._engine.local(bucket - self._first)
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        return self._engine.reduced(bucket - self._first)
+
+    def keep_local(self, bucket: Bucket) -> None:
+        self._engine.keep_local(bucket - self._first)
+
+    def replace_reduced(self, bucket: Bucket) -> None:
+        self._engine.replace_reduced(bucket - self._first)

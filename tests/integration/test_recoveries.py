@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.runtime import communicator as communicator_module
+from megatron_ft.runtime import sockets as sockets_module
 from megatron_ft.runtime.communicator import Broken, Communicator
 
 MEMBERS, RECOVERIES, SETTLED = 3, 200, 40
@@ -104,7 +105,7 @@ def meet(store: dist.Store, name: str) -> None:
 def usage() -> dict[str, float]:
     communicator_module._sweep()
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is no leak
-    sockets = len(communicator_module._open_sockets())
+    sockets = len(sockets_module.opened())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "sockets": sockets,

@@ -1,0 +1,129 @@
+"""From a run's config and a user's model to a group's DeepSpeed engine; what cannot be made fault-tolerant is refused here.
+
+What DeepSpeed would do between replicas is switched off in the config that it gets: a group knows of no other replica, its
+gradient accumulation is one (the list of microbatches differs from step to step), and clipping needs the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ft.config import AUTO, RunConfig
+from megatron_ft.errors import EngineError
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+try:
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.config import DeepSpeedConfig
+except ImportError as error:
+    raise EngineError(f"DeepSpeed cannot be imported ({error}); install it: pip install 'megatron_ft[deepspeed]'") from None
+
+# With gloo DeepSpeed compiles an all-reduce through shared memory at its first use, for most of a minute, and waits in it
+# without a timeout. A group that loses a rank would never come out of it.
+deepspeed.ops.__compatible_ops__ = {}
+
+from megatron_ft.engines.deepspeed.engine import DeepSpeedPipeline  # noqa: E402
+from megatron_ft.engines.deepspeed.pipeline import FlushingEngine  # noqa: E402
+
+_OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance")
+
+
+def pipeline(
+    model: nn.Module,
+    run: RunConfig,
+    *,
+    slots: int,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+) -> DeepSpeedPipeline:
+    """See ``Session.deepspeed``."""
+    if not isinstance(model, PipelineModule):
+        raise EngineError(
+            f"session.deepspeed got a {type(model).__name__}; give it a deepspeed.pipe.PipelineModule (one stage is enough)"
+        )
+    _check_topology(model, run)
+    model.seed_layers = False  # in training it would make dropout depend on how many microbatches a rank has computed
+    config = group_config(run)
+    engine = FlushingEngine(
+        args=None,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters or [p for p in model.parameters() if p.requires_grad],
+        lr_scheduler=lr_scheduler,
+        mpu=model.mpu(),
+        dist_init_required=False,
+        config=config,
+        config_class=DeepSpeedConfig(config, model.mpu()),
+    )
+    bucket_mb = run.fault_tolerance.bucket_mb
+    return DeepSpeedPipeline(
+        engine,
+        bucket_mb=None if bucket_mb == AUTO else bucket_mb,
+        gradient_clipping=run.gradient_clipping,
+        slots=slots,
+    )
+
+
+def init_communication() -> None:
+    """DeepSpeed uses the process groups of ``torch.distributed``, which is initialised already."""
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_init_required=False)
+
+
+def group_config(run: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed gets: the user's config, for one group. Raises ``EngineError``."""
+    given = run.engine
+    zero = given.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
+    refuse = [
+        (stage not in (0, 1), f"zero_optimization.stage is {stage}", "a pipeline splits the model already: use 0 or 1"),
+        (_offloads(zero), "zero_optimization offloads", "gradients are reduced between groups where they are: leave it out"),
+        (_on(given, "fp16"), "fp16 is enabled", "its loss scale would differ between groups: use bf16"),
+        (_on(given, "amp"), "amp is enabled", "use bf16"),
+        (_on(given, "elasticity"), "elasticity is enabled", "it changes the world's size itself: megatron_ft does that"),
+        (_on(given, "compression_training"), "compression_training is set", "leave it out"),
+    ]
+    for wrong, what, remedy in refuse:
+        if wrong:
+            raise EngineError(f"the run's config: {what}, which megatron_ft does not support; {remedy}")
+    config = {key: value for key, value in given.items() if key not in _OURS}
+    config |= {"train_micro_batch_size_per_gpu": run.samples_per_microbatch, "gradient_accumulation_steps": 1}
+    config.setdefault("steps_per_print", 2**31)
+    # Each slice sends whole activations to the same slice of the next stage: DeepSpeed's way to send parts of them needs
+    # collectives inside the stage, at moments that its own schedule fixes.
+    config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
+    if _on(given, "bf16"):
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
+    return config
+
+
+def _check_topology(model: PipelineModule, run: RunConfig) -> None:
+    topology = model.topology()
+    axes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
+    if axes.get("data", 1) > 1:
+        raise EngineError(
+            f"the model's topology has data parallelism {axes['data']} inside a group of {run.ranks_per_group} ranks; the "
+            f"groups are the data parallelism: make stages x slices {run.ranks_per_group}, or start with --ranks-per-group "
+            f"{run.ranks_per_group // axes['data']}"
+        )
+
+
+def _on(config: Mapping[str, Any], key: str) -> bool:
+    section = config.get(key)
+    return bool(section.get("enabled", key == "compression_training") if isinstance(section, Mapping) else section)
+
+
+def _offloads(zero: Any) -> bool:
+    if not isinstance(zero, Mapping):
+        return False
+    devices = [zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    return any(device != "none" for device in devices) or bool(zero.get("cpu_offload"))

@@ -1,0 +1,195 @@
+"""The ``JointEngine`` port on DeepSpeed's ``PipelineEngine``: pipeline and tensor parallelism inside a group.
+
+Every rank holds the parameters of its stage and slice, and buckets of their gradients. DeepSpeed computes; what it would do
+between replicas (reduce, clip, count loss) is done here, over all groups. Its optimizer wrapper and learning-rate scheduler
+make the update.
+
+A parameter may be in several ranks of a group: replicated over the slices of a stage, or tied between stages. Replicas get
+the same gradient in every slice. The copies of a tied parameter get different parts of it; these are summed when the step is
+committed, after the sum over the groups, so that a bucket can be reduced as often as needed.
+
+Failures it assumes: any rank of the group may vanish; a collective inside the group raises ``RuntimeError`` then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+
+from megatron_ft.engines.base import Control, Progress, Ready, StepResult, Work
+from megatron_ft.engines.buckets import Buckets
+from megatron_ft.engines.deepspeed.optimizers import adapter, load_optimizer_state, optimizer_state
+from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
+from megatron_ft.types import Bucket, Microbatch
+
+_SHARDED = ("tensor_model_parallel", "model_parallel")
+"""Attributes by which Megatron and DeepSpeed mark a parameter of which each slice has another part."""
+
+
+class DeepSpeedPipeline:
+    """Made by ``Session.deepspeed``.
+
+    Args:
+        engine: the group's, not used for anything else.
+        bucket_mb: largest bucket in MiB; None: ``engines.buckets.Buckets`` decides.
+        gradient_clipping: clip to this norm of the whole model's gradient; 0 turns clipping off.
+        slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
+    """
+
+    def __init__(
+        self, engine: FlushingEngine, *, bucket_mb: float | None = None, gradient_clipping: float = 0.0, slots: int = 0
+    ) -> None:
+        self.engine, self.slots = engine, slots
+        self._clipping = gradient_clipping
+        self._parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        self._buckets = Buckets(self._parameters, bucket_mb, slots)
+        self._optimizer = adapter(engine.optimizer, self._buckets)
+        self._tied = engine.module.get_tied_weights_and_groups()
+        self._counted = self._unique()
+
+    @property
+    def loads(self) -> bool:
+        return self.engine.is_first_stage() or self.engine.is_last_stage()
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self.engine.layout.peers
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def begin_step(self) -> None:
+        for bucket in self._buckets:
+            bucket.begin_step()
+        self._optimizer.begin_step()
+
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
+        raise AssertionError("the ranks of a pipeline compute together: flush")
+
+    def flush(self, control: Control, work: Work) -> None:
+        counted = _Counted(work)
+        losses = self.engine.flush(control, counted)
+        self._optimizer.collect()
+        for bucket in self._buckets:
+            bucket.count.add_(counted.microbatches)
+            if losses is not None:
+                bucket.loss.add_(losses)
+
+    def local(self, bucket: Bucket) -> torch.Tensor:
+        return self._buckets[bucket].local
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        return self._buckets[bucket].sum
+
+    def keep_local(self, bucket: Bucket) -> None:
+        self._buckets[bucket].keep_local()
+
+    def replace_reduced(self, bucket: Bucket) -> None:
+        self._buckets[bucket].replace_reduced()
+
+    def local_gradients(self) -> Sequence[torch.Tensor]:
+        return self._buckets.gradients()
+
+    def local_losses(self) -> Sequence[torch.Tensor]:
+        return self._buckets.losses()
+
+    def local_finite(self) -> bool:
+        return self._buckets.local_finite()
+
+    def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
+        loss = self._buckets.check(step, microbatches)
+        self._sum_tied()
+        told = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        told[0] = sum(view.square().sum(dtype=torch.float64) for view in self._counted_views())
+        told[1] = loss if self.engine.layout.slice == 0 else 0.0  # only the last stage has one
+        dist.all_reduce(told)
+        norm, loss = sqrt(float(told[0])) / microbatches, float(told[1])
+        self._buckets.average(microbatches, norm, self._clipping)
+        progress("update")
+        if isfinite(norm):
+            self._optimizer.give()
+            self.engine._exec_schedule(_JustUpdate(1, self.engine.num_stages, self.engine.stage_id))
+        return StepResult(step, loss / microbatches, microbatches, norm)
+
+    def state(self) -> Mapping[str, Any]:
+        scheduler = self.engine.lr_scheduler
+        state = {
+            "module": dict(self.engine.module.state_dict()),
+            "optimizer": optimizer_state(self._optimizer),
+            "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
+        }
+        return state | ({"scheduler": scheduler.state_dict()} if scheduler is not None else {})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        own = self.engine.module.state_dict()
+        with torch.no_grad():  # in place: DeepSpeed's flat buffers hold the same memory
+            for name, value in state["module"].items():
+                own[name].copy_(value)
+        load_optimizer_state(self._optimizer, state["optimizer"])
+        self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps = state["counters"]
+        if "scheduler" in state:
+            self.engine.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def fingerprint(self) -> tuple[float, str]:
+        """Of this rank's parameters; the norm counts those that are in several ranks in one of them."""
+        digest, square = hashlib.sha256(), 0.0
+        for parameter in self._parameters:
+            values = parameter.detach().cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+            square += float(values.double().square().sum()) if parameter in self._counted else 0.0
+        return sqrt(square), digest.hexdigest()
+
+    def _unique(self) -> set[torch.nn.Parameter]:
+        """The parameters that this rank counts in norms: each is counted by one rank of the group."""
+        first_slice = self.engine.layout.slice == 0
+        elsewhere = {weight for weight, group in self._tied if dist.get_rank(group) > 0}
+        sharded = {p for p in self._parameters if any(getattr(p, name, False) for name in _SHARDED)}
+        return {p for p in self._parameters if p not in elsewhere and (first_slice or p in sharded)}
+
+    def _counted_views(self) -> list[torch.Tensor]:
+        return [
+            view
+            for bucket in self._buckets
+            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
+            if parameter in self._counted
+        ]
+
+    def _sum_tied(self) -> None:
+        views = {
+            parameter: view
+            for bucket in self._buckets
+            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
+        }
+        for weight, group in self._tied:
+            dist.all_reduce(views[weight], group=group)
+
+
+class _JustUpdate(schedule.PipeSchedule):
+    def num_pipe_buffers(self) -> int:
+        return 0
+
+    def steps(self):
+        yield [schedule.OptimizerStep()]
+
+
+class _Counted:
+    """A ``Work`` that counts what this rank has computed."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self.microbatches = work, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def computed(self, microbatch: Microbatch) -> None:
+        self.microbatches += 1
+        self._work.computed(microbatch)

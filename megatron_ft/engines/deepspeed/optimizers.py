@@ -1,0 +1,133 @@
+"""Where DeepSpeed's optimizers want a gradient, and where they leave it: one small adapter for each kind.
+
+DeepSpeed wraps the optimizer according to data types and ZeRO stage. Each wrapper accumulates in a place of its own. All
+that is needed of one: move what backward has left into the local buckets (:meth:`collect`), put the step's mean where
+``step`` looks for it (:meth:`give`), and hand over what it keeps between steps.
+
+Failures it assumes: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from megatron_ft.engines.buckets import Buckets
+from megatron_ft.errors import EngineError
+
+
+class InPlace:
+    """A torch optimizer of fp32 parameters: backward adds to ``.grad``, which is a view of the local bucket."""
+
+    def __init__(self, optimizer: Any, buckets: Buckets) -> None:
+        self.optimizer, self.buckets = optimizer, buckets
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The torch optimizer behind it."""
+        return self.optimizer
+
+    def begin_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.point_gradients_at(bucket.local_views)
+
+    def collect(self) -> None:
+        """After a flush."""
+
+    def give(self) -> None:
+        """Before the optimizer's step: ``Bucket.sum`` holds what it shall take."""
+        for bucket in self.buckets:
+            bucket.point_gradients_at(bucket.sum_views)
+
+    def masters(self) -> list[torch.Tensor]:
+        """What is kept between steps beside parameters and the torch optimizer's state."""
+        return []
+
+
+class Zero(InPlace):
+    """ZeRO-1 of fp32 parameters in a world without data parallelism: one partition holds everything."""
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+    def give(self) -> None:
+        means = {
+            parameter: view
+            for bucket in self.buckets
+            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
+        }
+        for number, parameters in enumerate(self.optimizer.params_in_partition):
+            self.optimizer.averaged_gradients[number] = [means[parameter] for parameter in parameters]
+        for parameter in means:
+            parameter.grad = None
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+
+class Bf16(InPlace):
+    """bf16 parameters with fp32 master weights: DeepSpeed accumulates in fp32 buffers of its own."""
+
+    def __init__(self, optimizer: BF16_Optimizer, buckets: Buckets) -> None:
+        super().__init__(optimizer, buckets)
+        self._places = {
+            parameter: (number, index)
+            for number, parameters in enumerate(optimizer.bf16_groups)
+            for index, parameter in enumerate(parameters)
+        }
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+    def begin_step(self) -> None:
+        self.optimizer.clear_hp_grads()
+        self.optimizer.clear_lp_grads()
+
+    def collect(self) -> None:
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.local_views, strict=True):
+                number, index = self._places[parameter]
+                if self.optimizer.fp32_groups_has_gradients[number][index]:
+                    view.add_(self.optimizer.fp32_groups_gradients[number][index].view_as(view))
+        self.optimizer.clear_hp_grads()
+
+    def give(self) -> None:
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True):
+                number, index = self._places[parameter]
+                self.optimizer.fp32_groups_gradients[number][index].view_as(view).copy_(view)
+                self.optimizer.fp32_groups_has_gradients[number][index] = True
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.optimizer.fp32_groups_flat_partition)
+
+
+def adapter(optimizer: Any, buckets: Buckets) -> InPlace:
+    """The one for what ``deepspeed`` has made of the user's optimizer. Raises ``EngineError`` for an unknown one."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return Bf16(optimizer, buckets)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return Zero(optimizer, buckets)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return InPlace(optimizer, buckets)
+    raise EngineError(
+        f"DeepSpeed's {type(optimizer).__name__} is not supported; use fp32, or bf16 with "
+        f'"data_types": {{"grad_accum_dtype": "fp32"}} and ZeRO stage 1'
+    )
+
+
+def optimizer_state(adapted: InPlace) -> Mapping[str, Any]:
+    return {"torch": adapted.inner.state_dict(), "masters": adapted.masters()}
+
+
+def load_optimizer_state(adapted: InPlace, state: Mapping[str, Any]) -> None:
+    adapted.inner.load_state_dict(state["torch"])
+    with torch.no_grad():
+        for mine, theirs in zip(adapted.masters(), state["masters"], strict=True):
+            mine.copy_(theirs)

@@ -1,0 +1,225 @@
+"""DeepSpeed's ``PipelineEngine`` over an explicit list of microbatches that may grow while the pipeline runs.
+
+A flush is one run of DeepSpeed's own instruction loop; ``_train_schedule`` is replaced by a schedule that decides at run
+time (``engines.flow``). Forward and backward passes are DeepSpeed's. What is exchanged between stages goes its own way: in
+DeepSpeed a stage sends when the schedule says that its neighbour receives, which holds only if both know the whole schedule
+beforehand. Here sends are never waited for, and the two directions have process groups of their own, so that no order in
+which two stages do things can block them (with NCCL, operations of one communicator run in one order).
+
+Failures it assumes: a neighbour that vanishes. Its process groups are aborted then (``runtime.inside``), and what waits in
+them raises ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from megatron_ft.engines.base import Control, Work, manual_seed
+from megatron_ft.engines.flow import Flow, Layout
+from megatron_ft.types import Microbatch
+
+_META = 64
+"""Numbers that describe what is sent: how many tensors, then dtype, number of axes and shape of each."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
+
+
+class Begin(schedule.BufferOpInstruction):
+    """A microbatch's forward pass begins: set its random numbers; load its samples where they are needed."""
+
+    def __init__(self, buffer_id: int, microbatch: Microbatch) -> None:
+        super().__init__(buffer_id, microbatch=microbatch)
+
+
+class FlushSchedule(schedule.PipeSchedule):
+    """Asks ``flow`` for each pass. DeepSpeed executes what is yielded before it asks for more."""
+
+    def __init__(self, layout: Layout, flow: Flow, work: Work) -> None:
+        super().__init__(micro_batches=1, stages=layout.stages, stage_id=layout.stage)
+        self._flow, self._work = flow, work
+
+    def num_pipe_buffers(self) -> int:
+        """As many microbatches are in flight at most (``core.pipeline``)."""
+        return self.stages - self.stage_id
+
+    def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
+        while (turn := self._flow.next()) is not None:
+            buffer = turn.index % self.num_pipe_buffers()
+            if turn.kind == "forward":
+                if not self.is_first_stage:
+                    yield [schedule.RecvActivation(buffer)]
+                with self._work.span("forward", turn.listed):
+                    yield [Begin(buffer, turn.listed.microbatch), schedule.ForwardPass(buffer)]
+                if not self.is_last_stage:
+                    yield [schedule.SendActivation(buffer)]
+            else:
+                if not self.is_last_stage:
+                    yield [schedule.RecvGrad(buffer)]
+                with self._work.span("backward", turn.listed):
+                    yield [schedule.BackwardPass(buffer)]
+                if not self.is_first_stage:
+                    yield [schedule.SendGrad(buffer)]
+                self._work.computed(turn.listed.microbatch)
+
+
+class Neighbours:
+    """Tensors to and from the stages before and after this one, in the same slice. Sends are not waited for."""
+
+    def __init__(self, grid: Any, device: torch.device) -> None:
+        self._device = device
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._shapes: dict[str, list[tuple[torch.dtype, list[int]]]] = {}
+        self._described: set[str] = set()
+        self._next, self._before = (
+            grid.stage_to_global(stage) if 0 <= stage < grid.pipe_parallel_size else None
+            for stage in (grid.stage_id + 1, grid.stage_id - 1)
+        )
+        self.groups = self._make_groups(grid)
+
+    def _make_groups(self, grid: Any) -> dict[str, dist.ProcessGroup]:
+        """One for each pair of stages and direction; all ranks of the world make all of them, in one order."""
+        mine: dict[str, dist.ProcessGroup] = {}
+        for column in grid.pipe_groups:
+            for before, after in zip(column, column[1:], strict=False):
+                for kind in ("activations", "gradients"):
+                    group = dist.new_group([before, after])
+                    if grid.global_rank == before:
+                        mine[f"{kind}/next"] = group
+                    elif grid.global_rank == after:
+                        mine[f"{kind}/before"] = group
+        return mine
+
+    def send_activations(self, tensors: Sequence[torch.Tensor], describe: bool) -> None:
+        self._send("activations/next", self._next, tensors, describe)
+
+    def send_gradients(self, tensors: Sequence[torch.Tensor], describe: bool) -> None:
+        self._send("gradients/before", self._before, tensors, describe)
+
+    def receive_activations(self, described: bool) -> list[torch.Tensor]:
+        return self._receive("activations/before", self._before, described)
+
+    def receive_gradients(self, described: bool) -> list[torch.Tensor]:
+        return self._receive("gradients/next", self._next, described)
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _send(self, way: str, to: int, tensors: Sequence[torch.Tensor], describe: bool) -> None:
+        group = self.groups[way]
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        if describe or way not in self._described:
+            self._described.add(way)
+            tensors = [_describe(tensors).to(self._device), *tensors]
+        for tensor in tensors:
+            tensor = tensor.detach().contiguous()
+            tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no booleans
+            self._sent.append((dist.isend(tensor, to, group=group), tensor))
+
+    def _receive(self, way: str, source: int, described: bool) -> list[torch.Tensor]:
+        group = self.groups[way]
+        if described or way not in self._shapes:
+            meta = torch.zeros(_META, dtype=torch.int64, device=self._device)
+            dist.irecv(meta, source, group=group).wait()
+            self._shapes[way] = _described(meta.tolist())
+        received = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in self._shapes[way]]
+        # Posted together: they come in this order.
+        raw = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in received]
+        for work in [dist.irecv(tensor, source, group=group) for tensor in raw]:
+            work.wait()
+        return received
+
+
+class FlushingEngine(PipelineEngine):
+    """A group's ``PipelineEngine``. It never reduces or updates by itself: :meth:`flush` adds to the gradients, and the
+    adapter (``engines.deepspeed.engine``) does the rest."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layout = Layout(
+            self.stage_id, self.num_stages, self.grid.get_slice_parallel_rank(), self.grid.get_slice_parallel_world_size()
+        )
+        self.neighbours = Neighbours(self.grid, self.device)
+        self._work: Work | None = None
+
+    def flush(self, control: Control, work: Work) -> torch.Tensor | None:
+        """Forward and backward of what is listed; the sum of the losses, at the last stage."""
+        self._work = work
+        self.module.train()
+        self.total_loss, self._compute_loss = None, True
+        self._exec_schedule(FlushSchedule(self.layout, Flow(self.layout, control, work), work))
+        self.neighbours.settle()
+        return self.total_loss
+
+    # --- what is done otherwise than in DeepSpeed; the map holds functions, so overriding a method would not be enough -----
+
+    def _exec_begin(self, buffer_id: int, microbatch: Microbatch) -> None:
+        # The same in all slices of a stage (they drop from the same activations), another one in each stage.
+        manual_seed((self._work.seed(microbatch) + self.stage_id) % 2**63)
+        if not self.is_first_stage() and not self.is_last_stage():
+            return
+        batch = self._work.batch(microbatch)
+        if isinstance(batch, Mapping):
+            batch = batch["input_ids"], batch["labels"]
+        self._next_batch = lambda: batch
+        try:
+            self._exec_load_micro_batch(buffer_id)
+        finally:
+            del self._next_batch
+
+    def _exec_send_activations_on(self, buffer_id: int) -> None:
+        self.neighbours.send_activations(_listed(self.pipe_buffers["outputs"][buffer_id]), self.dynamic_shape)
+
+    def _exec_receive_activations(self, buffer_id: int) -> None:
+        received = self.neighbours.receive_activations(self.dynamic_shape)
+        for tensor in received:
+            tensor.requires_grad = tensor.is_floating_point()
+        self.pipe_buffers["inputs"][buffer_id] = received[0] if len(received) == 1 else tuple(received)
+
+    def _exec_send_gradients_back(self, buffer_id: int) -> None:
+        inputs, self.pipe_buffers["inputs"][buffer_id] = self.pipe_buffers["inputs"][buffer_id], None
+        floating = [tensor for tensor in _listed(inputs) if tensor.is_floating_point()]
+        gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in floating]
+        self.neighbours.send_gradients(gradients, self.dynamic_shape)
+
+    def _exec_receive_gradients(self, buffer_id: int) -> None:
+        received = self.neighbours.receive_gradients(self.dynamic_shape)
+        self.grad_layer = received[0] if torch.is_tensor(self.pipe_buffers["outputs"][buffer_id]) else received
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        Begin: _exec_begin,
+        schedule.SendActivation: _exec_send_activations_on,
+        schedule.RecvActivation: _exec_receive_activations,
+        schedule.SendGrad: _exec_send_gradients_back,
+        schedule.RecvGrad: _exec_receive_gradients,
+    }
+
+
+def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if torch.is_tensor(tensors) else list(tensors)
+
+
+def _describe(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    assert len(numbers) <= _META, f"{len(tensors)} tensors between two stages are too many to describe"
+    return torch.tensor(numbers + [0] * (_META - len(numbers)), dtype=torch.int64)
+
+
+def _described(numbers: Sequence[int]) -> list[tuple[torch.dtype, list[int]]]:
+    count, *rest = numbers
+    found = []
+    for _ in range(count):
+        dtype, axes = rest[:2]
+        found.append((_DTYPES[dtype], list(rest[2 : 2 + axes])))
+        rest = rest[2 + axes :]
+    return found

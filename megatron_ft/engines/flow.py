@@ -1,0 +1,142 @@
+"""What each rank of a pipeline does next in one flush, when the list of microbatches may grow while it runs.
+
+The order is ``core.pipeline``'s. It looks at nothing but how much a stage has done and how many microbatches there are, so
+a stage has to know two things more: which microbatch comes next, and whether it may be the last one. Both come from the
+stage before it, ahead of the activations: ``FORWARD`` with the microbatch and the length of the list as known there, and
+``END`` when the first stage is through. The first stage asks its session before each instruction, and so microbatches that
+were lost elsewhere join the running flush as long as it has a backward pass to do.
+
+No stage waits for another one in a circle, whenever it learns of a longer list: nobody waits before a message is sent
+(tensors are sent in the background too); activations are waited for after the word for them, which is sent when the stage
+before begins with them; and a gradient comes because the next stage, too, waits for nothing else than words, activations
+that are on their way, and gradients, which the last stage computes itself.
+
+With tensor parallelism the first rank of a stage decides and tells the others: the moment at which a word arrives must not
+make two of them do different things.
+
+Failures it assumes: a rank that vanishes; ``control`` raises then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_ft.core import pipeline
+from megatron_ft.core.pipeline import Progress
+from megatron_ft.engines.base import Control, Listed, Work
+from megatron_ft.types import Microbatch
+
+_END, _FORWARD, _BACKWARD = 0, 1, 2
+_KINDS = {_FORWARD: "forward", _BACKWARD: "backward"}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+
+
+class Layout(NamedTuple):
+    """``stage`` of ``stages``, and ``slice`` of ``slices`` (tensor parallelism). Positions count slices first."""
+
+    stage: int
+    stages: int
+    slice: int = 0
+    slices: int = 1
+
+    @property
+    def head(self) -> int:
+        """The position that decides for its stage."""
+        return self.stage * self.slices
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The positions with which words are exchanged."""
+        if self.slice:
+            return (self.head,)
+        heads = [self.head + step * self.slices for step in (-1, 1) if 0 <= self.stage + step < self.stages]
+        return (*heads, *range(self.head + 1, self.head + self.slices))
+
+
+class Pass(NamedTuple):
+    """One thing to do: ``kind`` is forward or backward, ``index`` counts the microbatches of the flush."""
+
+    kind: str
+    index: int
+    listed: Listed
+
+
+class Flow:
+    """One rank's side of one flush. Call :meth:`next`, do it, call it again."""
+
+    def __init__(self, layout: Layout, control: Control, work: Work) -> None:
+        self._layout, self._control, self._work = layout, control, work
+        self._listed: list[Listed] = []
+        self._done = Progress()
+        self._count, self._ended = 0, False
+
+    def next(self) -> Pass | None:
+        """None when the flush is over, everywhere before this stage too."""
+        layout = self._layout
+        if layout.slice:
+            return self._obey()
+        found = self._first() if layout.stage == 0 else self._later()
+        self._tell_slices(found)
+        self._tell_next(found)
+        if found is not None:
+            forward = found.kind == "forward"
+            self._done = Progress(self._done.forwards + forward, self._done.backwards + (not forward))
+        return found
+
+    def _first(self) -> Pass | None:
+        listed = self._work.listed()
+        assert list(listed[: len(self._listed)]) == self._listed, "what was listed has moved"
+        self._listed, self._count = list(listed), len(listed)
+        return self._decide()
+
+    def _later(self) -> Pass | None:
+        before, layout = self._layout.head - self._layout.slices, self._layout
+        while not self._ended and (word := self._control.heard(before)) is not None:
+            self._hear(word)
+        while not self._ended:
+            room = self._done.forwards - self._done.backwards < layout.stages - layout.stage
+            waits = room and self._done.forwards == len(self._listed) and self._done.forwards < self._count
+            idle = self._done.backwards == len(self._listed)
+            if not waits and not idle:
+                break
+            self._hear(self._control.hear(before))
+        return self._decide()
+
+    def _decide(self) -> Pass | None:
+        layout = self._layout
+        instruction = pipeline.next_instruction(layout.stage, layout.stages, self._done, len(self._listed))
+        if instruction is None:
+            return None
+        return Pass(instruction.kind, instruction.index, self._listed[instruction.index])
+
+    def _hear(self, word: tuple[int, ...]) -> None:
+        kind, self._count, *rest = word
+        if kind == _END:
+            self._ended = True
+        else:
+            self._listed.append(_parse(rest))
+
+    def _tell_next(self, found: Pass | None) -> None:
+        """The next stage's head."""
+        layout = self._layout
+        if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
+            return
+        words = (_END,) if found is None else (_FORWARD, self._count, found.listed.patch, *found.listed.microbatch)
+        self._control.tell(layout.head + layout.slices, words)
+
+    def _tell_slices(self, found: Pass | None) -> None:
+        words = (_END,)
+        if found is not None:
+            words = (_NUMBERS[found.kind], found.index, found.listed.patch, *found.listed.microbatch)
+        for other in range(self._layout.head + 1, self._layout.head + self._layout.slices):
+            self._control.tell(other, words)
+
+    def _obey(self) -> Pass | None:
+        kind, index, *rest = self._control.hear(self._layout.head)
+        return None if kind == _END else Pass(_KINDS[kind], index, _parse(rest))
+
+
+def _parse(words: Sequence[int]) -> Listed:
+    patch, step, shard, index = words[:4]
+    return Listed(Microbatch(step, shard, index), bool(patch))

@@ -1,0 +1,59 @@
+"""The sockets of this process: which ones were opened meanwhile, and to cut them.
+
+gloo cannot be told to give up an operation. What works is to shut its connections down: operations in them fail within
+milliseconds, here and at the peers. It does not say which connections are its own, so they are found by comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Collection, Mapping
+
+Sockets = Mapping[int, int]
+"""fd -> inode. The inode tells a socket from a later one on the same fd."""
+
+
+def opened() -> Sockets:
+    """Every socket of this process."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # closed since the listing
+        if stat.S_ISSOCK(status.st_mode):
+            found[int(name)] = status.st_ino
+    return found
+
+
+def connected_since(before: Sockets, except_to: Collection[int] = ()) -> Sockets:
+    """Those with a peer that were not there before, but for those whose peer's port is one of ``except_to``.
+
+    Without the listening ones: to shut down gloo's would stop its event loop.
+    """
+    found: dict[int, int] = {}
+    for fd, inode in opened().items():
+        if before.get(fd) == inode:
+            continue
+        try:
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                peer = duplicate.getpeername()
+        except OSError:
+            continue
+        if not (isinstance(peer, tuple) and peer[1] in except_to):
+            found[fd] = inode
+    return found
+
+
+def shut_down(sockets: Sockets) -> None:
+    """Any thread, any number of times."""
+    for fd, inode in sockets.items():
+        try:
+            if os.fstat(fd).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # already closed, or the peer was faster
