@@ -12,7 +12,6 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from layers import ByColumns, ByRows, Slices
 from torch import nn
 
-
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
