@@ -133,12 +133,12 @@ def await_held(run: Run, group: int, position: int = 0) -> int:
     return inject.pid_of(run.directory, group, position)
 
 
-def changed_script(path: Path, change: str) -> Path:
+def changed_script(path: Path, change: str, script: Path = SCRIPT) -> Path:
     """The training script, run after some lines of its own, which may import what they like and replace parts of it."""
     start_it = f"""
 import runpy, sys
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+sys.path.insert(0, {str(script.parent)!r})
+runpy.run_path({str(script)!r}, run_name="__main__")
 """
     path.write_text(change + start_it)
     return path
