@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +64,8 @@ class Run:
         assert not found, "\n".join([*found, output, *map(str, self.history), self.logs()])
 
 
-def write_config(path: Path, **changes) -> Path:
-    """The config of the test job; ``changes`` replace keys of the fault_tolerance section."""
+def write_config(path: Path, engine: Mapping[str, object] | None = None, **changes) -> Path:
+    """The config of the test job; ``changes`` replace keys of the fault_tolerance section, ``engine`` adds others."""
     section = {"bucket_mb": 0.1, **changes}
     path.write_text(
         json.dumps(
@@ -74,6 +74,7 @@ def write_config(path: Path, **changes) -> Path:
                 "gradient_accumulation_steps": PER_GROUP,
                 "gradient_clipping": 1.0,
                 "fault_tolerance": section,
+                **(engine or {}),
             }
         )
     )

@@ -61,6 +61,10 @@ class Engine(Protocol):
         """How many gradient buckets there are; the same in every group."""
 
     @property
+    def alike(self) -> bool:
+        """Whether all ranks of a group hold the same state. If not, the engine has made them start alike by itself."""
+
+    @property
     def slots(self) -> int:
         """How many numbers bucket 0 carries between its gradients and its tail."""
 

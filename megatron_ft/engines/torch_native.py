@@ -118,6 +118,8 @@ class TorchNativeEngine:
         self._buckets = Buckets(self._parameters, bucket_mb, slots)
         self._arrivals = _Arrivals(self._buckets)
 
+    alike = True
+
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)

@@ -381,8 +381,8 @@ class Rank:
         self.history.write()
 
     def share_state(self) -> None:
-        """Make the other ranks of the group stand where its leader stands, if they hold the same model."""
-        if self.joint:
+        """Make the other ranks of the group stand where its leader stands, where all hold the same."""
+        if not self.engine.alike:
             return
         if self.position == 0:
             for position in range(1, self.size):

@@ -42,7 +42,7 @@ from megatron_ft.runtime.watcher import Watcher
 from megatron_ft.runtime.world import World
 
 if TYPE_CHECKING:
-    from megatron_ft.engines.deepspeed.engine import DeepSpeedPipeline
+    from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
 
 _STORE_TIMEOUT_S = 10.0
 
@@ -138,13 +138,13 @@ class Session:
 
             build.init_communication()
 
-    def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline:
-        """Make an engine of a DeepSpeed ``PipelineModule``; in place of ``deepspeed.initialize``.
+    def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline | DeepSpeedData:
+        """Make an engine with DeepSpeed; in place of ``deepspeed.initialize``.
 
         Args:
-            model: built after :meth:`init_distributed`.
-            options: ``optimizer``, ``model_parameters``, ``lr_scheduler`` as ``deepspeed.initialize`` takes them. The rest
-                comes from the run's config.
+            model: a ``PipelineModule``, built after :meth:`init_distributed`; or any module, with ``loss_fn``.
+            options: ``loss_fn``: (engine, batch) -> mean loss of one microbatch; ``optimizer``, ``model_parameters``,
+                ``lr_scheduler`` as ``deepspeed.initialize`` takes them. The rest comes from the run's config.
 
         Raises ``EngineError`` for what cannot be made fault-tolerant, with the reason.
         """
@@ -152,7 +152,7 @@ class Session:
 
         self.init_distributed()
         with self._until_lost(), self._world.made_here(self.env.store):
-            return build.pipeline(model, self.config, slots=self.config.groups, **options)
+            return build.build(model, self.config, slots=self.config.groups, **options)
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
         """The samples of every microbatch id, from a directory that ``megatron-ft prepare`` made.

@@ -146,3 +146,45 @@ def single_process(data_dir, steps: int) -> tuple[list[float], float]:
         scheduler.step()
         losses.append(total / 8)
     return losses, float(sum(parameter.detach().double().square().sum() for parameter in parameters)) ** 0.5
+
+
+PLAIN = """
+from megatron_ft.runtime.session import Session
+import deepspeed
+
+def wrap(self, model, optimizer, loss_fn, scheduler):
+    return self.deepspeed(model, loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=scheduler)
+
+Session.wrap = wrap
+"""
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory, data_dir) -> support.Run:
+    """The example in plain PyTorch, two groups of one rank."""
+    run = support.start(tmp_path_factory.mktemp("native") / "run", data_dir, groups=2)
+    run.check()
+    return run
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2)])
+def test_a_plain_engine_trains_what_plain_pytorch_does(tmp_path, data_dir, native, stage, ranks):
+    """With its data-parallel ranks inside the group, one of which is killed."""
+    script = support.changed_script(tmp_path / "train.py", PLAIN)
+    holds = [Hold(1, 3, "backward", position=ranks - 1)]
+    config = {"zero_optimization": {"stage": stage}}
+    extra = ["--ranks-per-group", ranks]
+    run = support.start(tmp_path / "run", data_dir, holds, script=script, groups=2, extra=extra, engine=config)
+    run.strike(*holds)
+    run.check(native)
+
+
+def test_bf16_keeps_the_step_too(tmp_path, data_dir):
+    """The same run with a kill, to bf16's precision."""
+    bf16 = {"engine": {"bf16": {"enabled": True}}}
+    alone = start(tmp_path / "alone", data_dir, **bf16)
+    alone.check()
+    holds = [Hold(1, 2, "backward", position=1)]
+    run = start(tmp_path / "run", data_dir, holds, **bf16)
+    run.strike(*holds)
+    run.check(alone)

@@ -287,9 +287,9 @@ def _(patch):
 @mutation("a slow group gives away a microbatch that nobody takes")
 def _(patch):
     def by_time(*arguments):
-        found = BY_TIME(*arguments)
+        found, reason = BY_TIME(*arguments)
         largest = max(found, key=lambda group: len(found[group].get(group, ())))
-        return {**found, largest: {**found[largest], largest: found[largest].get(largest, [0])[1:]}}
+        return {**found, largest: {**found[largest], largest: found[largest].get(largest, [0])[1:]}}, reason
 
     patch.setattr(scheduler, "_by_time", by_time)
 

@@ -7,7 +7,7 @@ gradient accumulation is one (the list of microbatches differs from step to step
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ try:
     import deepspeed.ops
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
 except ImportError as error:
     raise EngineError(f"DeepSpeed cannot be imported ({error}); install it: pip install 'megatron_ft[deepspeed]'") from None
 
@@ -29,47 +30,52 @@ except ImportError as error:
 # without a timeout. A group that loses a rank would never come out of it.
 deepspeed.ops.__compatible_ops__ = {}
 
-from megatron_ft.engines.deepspeed.engine import DeepSpeedPipeline  # noqa: E402
+from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline  # noqa: E402
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine  # noqa: E402
 
 _OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance")
 
 
-def pipeline(
+def build(
     model: nn.Module,
     run: RunConfig,
     *,
     slots: int,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
-) -> DeepSpeedPipeline:
+) -> DeepSpeedPipeline | DeepSpeedData:
     """See ``Session.deepspeed``."""
-    if not isinstance(model, PipelineModule):
-        raise EngineError(
-            f"session.deepspeed got a {type(model).__name__}; give it a deepspeed.pipe.PipelineModule (one stage is enough)"
-        )
-    _check_topology(model, run)
-    model.seed_layers = False  # in training it would make dropout depend on how many microbatches a rank has computed
-    config = group_config(run)
-    engine = FlushingEngine(
-        args=None,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters or [p for p in model.parameters() if p.requires_grad],
-        lr_scheduler=lr_scheduler,
-        mpu=model.mpu(),
-        dist_init_required=False,
-        config=config,
-        config_class=DeepSpeedConfig(config, model.mpu()),
-    )
     bucket_mb = run.fault_tolerance.bucket_mb
-    return DeepSpeedPipeline(
-        engine,
-        bucket_mb=None if bucket_mb == AUTO else bucket_mb,
-        gradient_clipping=run.gradient_clipping,
-        slots=slots,
-    )
+    settings = {
+        "bucket_mb": None if bucket_mb == AUTO else bucket_mb,
+        "gradient_clipping": run.gradient_clipping,
+        "slots": slots,
+    }
+    given = {
+        "args": None,
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters or [p for p in model.parameters() if p.requires_grad],
+        "lr_scheduler": lr_scheduler,
+        "dist_init_required": False,
+    }
+    if isinstance(model, PipelineModule):
+        if loss_fn is not None:
+            raise EngineError("a PipelineModule has its loss_fn already; leave it out in session.deepspeed")
+        _check_topology(model, run)
+        model.seed_layers = False  # in training it would make dropout depend on how many microbatches a rank has computed
+        config = group_config(run, pipelined=True)
+        given |= {"mpu": model.mpu(), "config": config, "config_class": DeepSpeedConfig(config, model.mpu())}
+        return DeepSpeedPipeline(FlushingEngine(**given), **settings)
+    if loss_fn is None:
+        raise EngineError("session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule")
+    config = group_config(run, pipelined=False)
+    engine = DeepSpeedEngine(**given, config=config, config_class=DeepSpeedConfig(config, None))
+    engine.enable_backward_allreduce = False  # gradients are summed in the group, and between groups, by megatron_ft
+    engine.set_gradient_accumulation_boundary(False)
+    return DeepSpeedData(engine, loss_fn, **settings)
 
 
 def init_communication() -> None:
@@ -78,13 +84,14 @@ def init_communication() -> None:
         deepspeed.init_distributed(dist_init_required=False)
 
 
-def group_config(run: RunConfig) -> dict[str, Any]:
+def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
     """What DeepSpeed gets: the user's config, for one group. Raises ``EngineError``."""
     given = run.engine
     zero = given.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     refuse = [
-        (stage not in (0, 1), f"zero_optimization.stage is {stage}", "a pipeline splits the model already: use 0 or 1"),
+        (stage == 3, "zero_optimization.stage is 3", "split the model by a pipeline, or use stage 1 or 2"),
+        (pipelined and stage == 2, "zero_optimization.stage is 2 in a pipeline", "use 0 or 1"),
         (_offloads(zero), "zero_optimization offloads", "gradients are reduced between groups where they are: leave it out"),
         (_on(given, "fp16"), "fp16 is enabled", "its loss scale would differ between groups: use bf16"),
         (_on(given, "amp"), "amp is enabled", "use bf16"),
@@ -100,9 +107,12 @@ def group_config(run: RunConfig) -> dict[str, Any]:
     # Each slice sends whole activations to the same slice of the next stage: DeepSpeed's way to send parts of them needs
     # collectives inside the stage, at moments that its own schedule fixes.
     config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
-    if _on(given, "bf16"):
-        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    if stage == 2 or _on(given, "bf16"):
+        # Every rank keeps the whole local gradient, because a reduction is repeated from it: there is nothing left that
+        # stage 2 could split. bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
         config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
+    if _on(given, "bf16"):
+        config["data_types"] = {"grad_accum_dtype": "fp32", **given.get("data_types", {})}
     return config
 
 

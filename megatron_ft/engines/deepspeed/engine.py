@@ -1,28 +1,33 @@
-"""The ``JointEngine`` port on DeepSpeed's ``PipelineEngine``: pipeline and tensor parallelism inside a group.
+"""The engine ports on DeepSpeed's engines.
 
-Every rank holds the parameters of its stage and slice, and buckets of their gradients. DeepSpeed computes; what it would do
-between replicas (reduce, clip, count loss) is done here, over all groups. Its optimizer wrapper and learning-rate scheduler
-make the update.
+DeepSpeed computes; what it would do between replicas (reduce, clip, count loss) is done here, over all groups. Its optimizer
+wrapper and learning-rate scheduler make the update.
 
-A parameter may be in several ranks of a group: replicated over the slices of a stage, or tied between stages. Replicas get
-the same gradient in every slice. The copies of a tied parameter get different parts of it; these are summed when the step is
-committed, after the sum over the groups, so that a bucket can be reduced as often as needed.
+:class:`DeepSpeedPipeline`: pipeline and tensor parallelism inside a group. Every rank holds the parameters of its stage and
+slice, and buckets of their gradients. A parameter may be in several ranks of a group: replicated over the slices of a stage,
+or tied between stages. Replicas get the same gradient in every slice. The copies of a tied parameter get different parts of
+it; these are summed when the step is committed, after the sum over the groups, so that a bucket can be reduced as often as
+needed.
 
-Failures it assumes: any rank of the group may vanish; a collective inside the group raises ``RuntimeError`` then.
+:class:`DeepSpeedData`: every rank holds the whole model and computes microbatches of its own; ZeRO splits the optimizer's
+state over the ranks of the group.
+
+Failures they assume: any rank of the group may vanish; a collective inside the group raises ``RuntimeError`` then.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
-from megatron_ft.engines.base import Control, Progress, Ready, StepResult, Work
+from megatron_ft.engines.base import Control, Progress, Ready, StepResult, Work, manual_seed
 from megatron_ft.engines.buckets import Buckets
 from megatron_ft.engines.deepspeed.optimizers import adapter, load_optimizer_state, optimizer_state
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
@@ -32,8 +37,8 @@ _SHARDED = ("tensor_model_parallel", "model_parallel")
 """Attributes by which Megatron and DeepSpeed mark a parameter of which each slice has another part."""
 
 
-class DeepSpeedPipeline:
-    """Made by ``Session.deepspeed``.
+class _Adapter:
+    """What both have in common.
 
     Args:
         engine: the group's, not used for anything else.
@@ -43,23 +48,16 @@ class DeepSpeedPipeline:
     """
 
     def __init__(
-        self, engine: FlushingEngine, *, bucket_mb: float | None = None, gradient_clipping: float = 0.0, slots: int = 0
+        self, engine: DeepSpeedEngine, *, bucket_mb: float | None = None, gradient_clipping: float = 0.0, slots: int = 0
     ) -> None:
         self.engine, self.slots = engine, slots
         self._clipping = gradient_clipping
         self._parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
         self._buckets = Buckets(self._parameters, bucket_mb, slots)
         self._optimizer = adapter(engine.optimizer, self._buckets)
-        self._tied = engine.module.get_tied_weights_and_groups()
-        self._counted = self._unique()
 
-    @property
-    def loads(self) -> bool:
-        return self.engine.is_first_stage() or self.engine.is_last_stage()
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return self.engine.layout.peers
+    alike = False
+    """Each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
 
     @property
     def num_buckets(self) -> int:
@@ -69,20 +67,6 @@ class DeepSpeedPipeline:
         for bucket in self._buckets:
             bucket.begin_step()
         self._optimizer.begin_step()
-
-    def compute(
-        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
-    ) -> None:
-        raise AssertionError("the ranks of a pipeline compute together: flush")
-
-    def flush(self, control: Control, work: Work) -> None:
-        counted = _Counted(work)
-        losses = self.engine.flush(control, counted)
-        self._optimizer.collect()
-        for bucket in self._buckets:
-            bucket.count.add_(counted.microbatches)
-            if losses is not None:
-                bucket.loss.add_(losses)
 
     def local(self, bucket: Bucket) -> torch.Tensor:
         return self._buckets[bucket].local
@@ -106,32 +90,32 @@ class DeepSpeedPipeline:
         return self._buckets.local_finite()
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        loss = self._buckets.check(step, microbatches)
-        self._sum_tied()
-        told = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        told[0] = sum(view.square().sum(dtype=torch.float64) for view in self._counted_views())
-        told[1] = loss if self.engine.layout.slice == 0 else 0.0  # only the last stage has one
-        dist.all_reduce(told)
-        norm, loss = sqrt(float(told[0])) / microbatches, float(told[1])
+        loss, norm = self._loss_and_norm(self._buckets.check(step, microbatches))
+        loss, norm = loss / microbatches, norm / microbatches
         self._buckets.average(microbatches, norm, self._clipping)
         progress("update")
         if isfinite(norm):
             self._optimizer.give()
-            self.engine._exec_schedule(_JustUpdate(1, self.engine.num_stages, self.engine.stage_id))
-        return StepResult(step, loss / microbatches, microbatches, norm)
+            # What ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep come to at the end of an accumulation.
+            self.engine._take_model_step({})
+        return StepResult(step, loss, microbatches, norm)
+
+    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
+        """Of the step's sums; ``loss`` is what this rank's buckets hold."""
+        raise NotImplementedError
 
     def state(self) -> Mapping[str, Any]:
         scheduler = self.engine.lr_scheduler
         state = {
-            "module": dict(self.engine.module.state_dict()),
+            "module": dict(nn.Module.state_dict(self.engine.module)),
             "optimizer": optimizer_state(self._optimizer),
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
         return state | ({"scheduler": scheduler.state_dict()} if scheduler is not None else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        own = self.engine.module.state_dict()
-        with torch.no_grad():  # in place: DeepSpeed's flat buffers hold the same memory
+        own = nn.Module.state_dict(self.engine.module)
+        with torch.no_grad():  # in place: DeepSpeed's flat buffers are the same memory
             for name, value in state["module"].items():
                 own[name].copy_(value)
         load_optimizer_state(self._optimizer, state["optimizer"])
@@ -145,40 +129,100 @@ class DeepSpeedPipeline:
         for parameter in self._parameters:
             values = parameter.detach().cpu().contiguous()
             digest.update(values.view(torch.uint8).numpy().tobytes())
-            square += float(values.double().square().sum()) if parameter in self._counted else 0.0
+            square += float(values.double().square().sum()) if self._counts(parameter) else 0.0
         return sqrt(square), digest.hexdigest()
 
-    def _unique(self) -> set[torch.nn.Parameter]:
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts it in norms."""
+        return True
+
+
+class DeepSpeedPipeline(_Adapter):
+    """A ``JointEngine``; made by ``Session.deepspeed``."""
+
+    engine: FlushingEngine
+
+    def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
+        super().__init__(engine, **settings)
+        self._tied = engine.module.get_tied_weights_and_groups()
+        self._counted = self._unique()
+
+    @property
+    def loads(self) -> bool:
+        return self.engine.is_first_stage() or self.engine.is_last_stage()
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return self.engine.layout.peers
+
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
+        raise AssertionError("the ranks of a pipeline compute together: flush")
+
+    def flush(self, control: Control, work: Work) -> None:
+        counted = _Counted(work)
+        losses = self.engine.flush(control, counted)
+        self._optimizer.collect()
+        for bucket in self._buckets:
+            bucket.count.add_(counted.microbatches)
+            if losses is not None:
+                bucket.loss.add_(losses)
+
+    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
+        self._sum_tied()
+        told = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        told[0] = loss if self.engine.layout.slice == 0 else 0.0  # only the last stage has one
+        told[1] = sum(view.square().sum(dtype=torch.float64) for view in self._views(self._counted))
+        dist.all_reduce(told)
+        return float(told[0]), sqrt(float(told[1]))
+
+    def _unique(self) -> set[nn.Parameter]:
         """The parameters that this rank counts in norms: each is counted by one rank of the group."""
         first_slice = self.engine.layout.slice == 0
         elsewhere = {weight for weight, group in self._tied if dist.get_rank(group) > 0}
         sharded = {p for p in self._parameters if any(getattr(p, name, False) for name in _SHARDED)}
         return {p for p in self._parameters if p not in elsewhere and (first_slice or p in sharded)}
 
-    def _counted_views(self) -> list[torch.Tensor]:
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._counted
+
+    def _sum_tied(self) -> None:
+        for weight, group in self._tied:
+            (view,) = self._views({weight})
+            dist.all_reduce(view, group=group)
+
+    def _views(self, parameters: set[nn.Parameter]) -> list[torch.Tensor]:
+        """Of the step's sums."""
         return [
             view
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
-            if parameter in self._counted
+            if parameter in parameters
         ]
 
-    def _sum_tied(self) -> None:
-        views = {
-            parameter: view
-            for bucket in self._buckets
-            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
-        }
-        for weight, group in self._tied:
-            dist.all_reduce(views[weight], group=group)
 
+class DeepSpeedData(_Adapter):
+    """An ``Engine``; made by ``Session.deepspeed``. ``loss_fn``: (engine, batch) -> mean loss of one microbatch."""
 
-class _JustUpdate(schedule.PipeSchedule):
-    def num_pipe_buffers(self) -> int:
-        return 0
+    def __init__(self, engine: DeepSpeedEngine, loss_fn: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
+        super().__init__(engine, **settings)
+        self.loss_fn = loss_fn
 
-    def steps(self):
-        yield [schedule.OptimizerStep()]
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
+        manual_seed(seed)
+        progress("forward")
+        loss = self.loss_fn(self.engine, batch)
+        progress("backward")
+        self.engine.backward(loss)
+        self._buckets.count(loss)
+        self._optimizer.collect()
+
+    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
+        views = [view for bucket in self._buckets for view in bucket.sum_views]
+        return loss, float(torch.nn.utils.get_total_norm(views))
 
 
 class _Counted:

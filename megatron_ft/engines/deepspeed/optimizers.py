@@ -49,22 +49,29 @@ class InPlace:
 
 
 class Zero(InPlace):
-    """ZeRO-1 of fp32 parameters in a world without data parallelism: one partition holds everything."""
+    """ZeRO-1 of fp32 parameters: every rank has the whole gradient, and takes its partition of the optimizer's state on."""
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         return self.optimizer.optimizer
 
     def give(self) -> None:
-        means = {
-            parameter: view
-            for bucket in self.buckets
-            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
-        }
-        for number, parameters in enumerate(self.optimizer.params_in_partition):
-            self.optimizer.averaged_gradients[number] = [means[parameter] for parameter in parameters]
-        for parameter in means:
-            parameter.grad = None
+        super().give()
+        zero = self.optimizer
+        for number, parameters in enumerate(zero.params_in_partition):
+            zero.all_grad_tensors[number] = [parameter.grad for parameter in parameters]
+            zero.averaged_gradients[number] = zero.get_flat_partition(
+                parameters,
+                zero.first_offset[number],
+                zero.partition_size[number],
+                dtype=torch.float32,
+                device=self.buckets[0].local.device,
+                param_group_idx=number,
+                return_tensor_list=True,
+            )
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
