@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_ft" / "__init__.py").read_text())[1]
 
 TRACK = ["tensorboard>=2.15", "wandb>=0.16"]
+DEEPSPEED = ["deepspeed==0.19.8"]  # its pipeline engine is used beyond what is documented: pinned
 
 setup(
     name="megatron_ft",
@@ -33,10 +34,10 @@ setup(
         "rich>=13.7",
     ],
     extras_require={
-        "deepspeed": ["deepspeed==0.19.8"],
+        "deepspeed": DEEPSPEED,
         "plan": ["pyyaml>=6.0"],  # for clusters described in YAML; JSON and flags need nothing
         "sim": [],  # nothing beyond the base install
         "track": TRACK,
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6", *TRACK],
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6", *TRACK, *DEEPSPEED],
     },
 )

@@ -8,9 +8,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ft import __version__
 from megatron_ft.errors import FTError
+
+if TYPE_CHECKING:
+    from megatron_ft.launch.forkserver import ForkServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,12 +168,28 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
+    parser.add_argument("--preload", type=_names, default=(), metavar="NAMES", help="modules imported once for all ranks")
+    parser.add_argument("--no-preload", action="store_true", help="each rank imports torch by itself, nothing is forked")
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs="*", help="its arguments, after --")
     parser.set_defaults(run=_launch)
 
 
 def _launch(options: argparse.Namespace) -> int:
+    from megatron_ft.launch import forkserver
+
+    forks = None
+    if not options.no_preload:  # before torch is imported here: both take as long
+        here = max(1, options.groups // max(1, options.hosts)) * options.ranks_per_group
+        forks = forkserver.ForkServer(forkserver.common_environment(here), options.preload)
+    try:
+        return _launch_from(options, forks)
+    finally:
+        if forks is not None:
+            forks.close()
+
+
+def _launch_from(options: argparse.Namespace, forks: ForkServer | None) -> int:
     from megatron_ft.launch.agent import Agent, LaunchOptions
     from megatron_ft.report import follow, tracker
 
@@ -190,7 +210,8 @@ def _launch(options: argparse.Namespace) -> int:
             job_id=options.job_id,
             track=options.track,
             overwrite=options.overwrite,
-        )
+        ),
+        forks,
     )
     done = threading.Event()
 

@@ -1,7 +1,7 @@
 """Find the processes of a run and signal nothing else: ranks that ``ranks.json`` lists, their agent, and its store.
 
-The file may be old and a pid somebody else's by now. A rank of the run was started by an agent (its command line), for
-this run, group and position (its environment, which nobody can change later), and not after the file says. A signal goes
+The file may be old and a pid somebody else's by now. A rank of the run began at the very moment that the list says (clock
+ticks since boot), and was started by its parent, an agent (its environment, which nobody can change later). A signal goes
 through a file descriptor of the process that was looked at, so nothing can take its pid in between.
 
 Failures it assumes: any process can end at any moment; then there is nobody to signal, which is an answer, not an error.
@@ -13,15 +13,11 @@ import json
 import os
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ft.runtime.points import start_of
-
-_TOLERANCE_S = 10.0
-"""Between the start the agent wrote down and the kernel's: their clocks differ, and a busy agent writes late."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +72,13 @@ class Rank(Process):
 
 def ranks(run_dir: Path) -> list[Rank]:
     """All ranks of the run that live on this host; none when the run has not started or is over."""
-    return _living(run_dir, _listed(run_dir))
+    return _living(_listed(run_dir))
 
 
 def find(run_dir: Path, group: int, position: int = 0) -> Rank | None:
     """One living rank; None when it is not there (yet, or any more)."""
     entries = [e for e in _listed(run_dir) if (e["group"], e["position"]) == (group, position)]
-    return next(iter(_living(run_dir, entries)), None)
+    return next(iter(_living(entries)), None)
 
 
 def agent(run_dir: Path) -> Process | None:
@@ -90,8 +86,7 @@ def agent(run_dir: Path) -> Process | None:
     for rank in ranks(run_dir):
         try:
             parent = int(_stat(rank.pid)[1])
-            if _environment(rank.pid).get("MEGATRON_FT_AGENT_PID") == str(parent):
-                return Process(parent, start_of(parent))
+            return Process(parent, start_of(parent))
         except OSError:
             continue
     return None
@@ -116,28 +111,21 @@ def _listed(run_dir: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _living(run_dir: Path, entries: list[dict[str, Any]]) -> list[Rank]:
-    run_id = _run_id(run_dir) if entries else None
-    found = (_verified(entry, run_id) for entry in entries)
+def _living(entries: list[dict[str, Any]]) -> list[Rank]:
+    found = map(_verified, entries)
     return [rank for rank in found if rank is not None]
 
 
-def _verified(entry: dict[str, Any], run_id: str | None) -> Rank | None:
+def _verified(entry: dict[str, Any]) -> Rank | None:
     pid, group, position = entry["pid"], entry["group"], entry["position"]
     if not _is_here(entry.get("host")):
         return None
     try:
-        start = start_of(pid)
-        if b"megatron_ft.launch.bootstrap" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return None
-        environment = _environment(pid)
-        if _started(start) > entry["started"] + _TOLERANCE_S or start_of(pid) != start:
-            return None
+        start, parent = start_of(pid), _stat(pid)[1]
+        agent = _environment(pid).get("MEGATRON_FT_AGENT_PID")
     except OSError:
         return None
-    found = [environment.get(f"MEGATRON_FT_{name}") for name in ("RUN_ID", "GROUP", "POSITION")]
-    mine = found == [run_id or found[0], str(group), str(position)]
-    return Rank(pid, start, group, position) if mine else None
+    return Rank(pid, start, group, position) if start == entry["start"] and agent == parent else None
 
 
 def _is_here(host: str | None) -> bool:
@@ -145,21 +133,9 @@ def _is_here(host: str | None) -> bool:
     return host is None or host.partition("(")[0] == socket.gethostname()
 
 
-def _run_id(run_dir: Path) -> str | None:
-    try:
-        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def _environment(pid: int) -> dict[str, str]:
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-def _started(ticks: int) -> float:
-    """Clock ticks since boot as unix seconds."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _state(pid: int) -> str:

@@ -14,18 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.errors import GroupLeft, LaunchError
-from megatron_ft.launch import bootstrap, hosts, monitor, record, voice
+from megatron_ft.launch import bootstrap, forkserver, hosts, monitor, record, voice
 from megatron_ft.runtime import history, pulse, store, watchdog
 from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.runtime.points import start_of
 from megatron_ft.types import Exit
 
 _GRACE_S = 10.0
@@ -67,7 +68,8 @@ def launch(options: LaunchOptions) -> int:
 class _Rank:
     group: int
     position: int
-    process: subprocess.Popen
+    process: subprocess.Popen | forkserver.Forked
+    start: int
     started: float
     log: Path
     error: Path
@@ -84,9 +86,12 @@ class _Rank:
 
 
 class Agent:
-    """One run on one node. The checks are in the constructor; :meth:`run` starts processes."""
+    """One run on one node. The checks are in the constructor; :meth:`run` starts processes.
 
-    def __init__(self, options: LaunchOptions) -> None:
+    Ranks are forked from ``forks``; without it, each is an interpreter of its own.
+    """
+
+    def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
         self._options = options
         self._config = config_module.load(
             options.config, groups=options.groups, ranks_per_group=options.ranks_per_group
@@ -116,6 +121,7 @@ class Agent:
         self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
         self._exits: list[tuple[_Rank, Exit]] = []
         self._signalled: signal.Signals | None = None
+        self._forks = forks
         self._tracker: subprocess.Popen | None = None
         self._tracker_starts = 0
         self._complained = False
@@ -137,11 +143,13 @@ class Agent:
             for group in self._hosts.groups:
                 for position in range(self._config.ranks_per_group):
                     self._ranks.append(self._start_rank(group, position))
+            self._end_forks()  # until ranks are started again, nobody needs it any more
             self._write_ranks()
             self._start_tracker()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
         finally:
+            self._end_forks()
             self._end_all()
             code = self._conclude()
             self._end_tracker()
@@ -156,23 +164,43 @@ class Agent:
         log, error = self._run_dir / "logs" / f"{name}.log", self._run_dir / "logs" / f"{name}.error"
         where = (self._hosts.store_address, self._hosts.place.address)
         env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config).to_env()
-        threads = max(1, (os.cpu_count() or 1) // (len(self._hosts.groups) * self._config.ranks_per_group))
-        defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
-        defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
         beats = self._pulses / name
         pulse.create(beats)
         own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
-        command = [sys.executable, "-m", "megatron_ft.launch.bootstrap", str(self._options.script)]
+        # Which device of this host is its own; groups may share a host.
+        own["LOCAL_RANK"] = str(self._hosts.groups.index(group) * self._config.ranks_per_group + position)
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, *self._options.arguments],
-                env={**defaults, **self._nccl, **os.environ, **env, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C on the terminal reaches the agent alone
-            )
-        return _Rank(group, position, process, time.time(), log, error, monitor.Watched(process.pid, beats))
+            common = forkserver.common_environment(len(self._hosts.groups) * self._config.ranks_per_group)
+            process = self._start_process({**self._nccl, **common, **env, **own}, output)
+        start = start_of(process.pid)
+        return _Rank(group, position, process, start, time.time(), log, error, monitor.Watched(process.pid, beats))
+
+    def _start_process(self, env: Mapping[str, str], output: BinaryIO) -> subprocess.Popen | forkserver.Forked:
+        """Forked, or if that cannot be done, an interpreter of its own."""
+        arguments = [str(self._options.script), *self._options.arguments]
+        if self._forks is not None:
+            try:
+                return self._forks.start(arguments, env, output)
+            except forkserver.NotForked as error:
+                print(f"megatron_ft: {error}; every rank imports torch by itself", file=sys.stderr, flush=True)
+                self._end_forks()
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.launch.bootstrap", *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C on the terminal reaches the agent alone
+        )
+
+    def _end_forks(self) -> None:
+        forks, self._forks = self._forks, None
+        if forks is not None:
+            forks.close()
+
+    def _reap_strays(self) -> None:
+        known = {rank.process.pid for rank in self._ranks} | self._hosts.pids()
+        forkserver.reap_strays(known | ({self._tracker.pid} if self._tracker is not None else set()))
 
     def _supervise(self, wakeup: _Wakeup) -> None:
         """Until no rank is left: report deaths, forward signals, give up on those that are outside of the ended run."""
@@ -185,6 +213,7 @@ class Agent:
             for rank in self._living():
                 if rank.process.poll() is not None:
                     self._buried(rank)
+            self._reap_strays()
             self._hosts.look_after_store()
             self._look()
             self._listen()
@@ -353,6 +382,7 @@ class Agent:
                 "position": rank.position,
                 "pid": rank.process.pid,
                 "host": self._hosts.name(),
+                "start": rank.start,
                 "started": round(rank.started, 6),
             }
             for rank in self._living()

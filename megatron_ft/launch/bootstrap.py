@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import FTError
-from megatron_ft.launch import lifeline
+from megatron_ft.launch import forkserver, lifeline
+from megatron_ft.launch.forkserver import AGENT_VARIABLE
 
-AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 ERROR_VARIABLE = "MEGATRON_FT_ERROR_FILE"
 
 
 def main() -> None:
+    if sys.argv[1:2] == [forkserver.SERVE]:
+        forkserver.serve(sys.argv[2:])  # what returns is a rank
     agent = os.environ.get(AGENT_VARIABLE)
     lifeline.end_with(int(agent) if agent else None)  # an orphan would train on with nobody to report its death
     sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)

@@ -118,6 +118,10 @@ class Hosts:
         if self._keeper is not None:
             self._keeper.look()
 
+    def pids(self) -> set[int]:
+        """Of the processes that are started and waited for here."""
+        return set() if self._keeper is None else {self._keeper.pid}
+
     def _boot_store(self, timeout_s: float) -> store.ControlStore:
         return store.ControlStore(self.store_address, f"{_BOOT}-{self.place.job}", timeout_s)
 

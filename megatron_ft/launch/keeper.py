@@ -48,21 +48,21 @@ class Keeper:
         self._listener = store.listen(bind, port)
         name = f"[{bind}]" if ":" in bind else bind
         self.address = f"{name}:{self._listener.getsockname()[1]}"
-        self._pid = self._start()
+        self.pid = self._start()
 
     def look(self) -> None:
         """Start another keeper if this one has died: somebody has killed it, it does not end by itself."""
-        ended, status = os.waitpid(self._pid, os.WNOHANG)
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
             why = _ended_with(os.waitstatus_to_exitcode(status))
-            _say(f"the keeper of the control store (pid {self._pid}) {why}, and took the store along; another is started")
-            self._pid = self._start()
+            _say(f"the keeper of the control store (pid {self.pid}) {why}, and took the store along; another is started")
+            self.pid = self._start()
 
     def close(self) -> None:
         """End it, and the store with it."""
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
-            os.waitpid(self._pid, 0)
+            os.kill(self.pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+            os.waitpid(self.pid, 0)
         self._listener.close()
         with contextlib.suppress(OSError):
             (self._run_dir / record.STORE).unlink(missing_ok=True)

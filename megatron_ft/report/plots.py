@@ -21,21 +21,31 @@ from megatron_ft.report.record import Failure, RunRecord
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = {
     "compute": "#56B4E9",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
     "reduce": "#009E73",
     "patch": "#E69F00",
+    "patch_forward": "#E69F00",
+    "patch_backward": "#A66F00",
     "recover": "#D55E00",
     "update": "#CC79A7",
     "dead": "#3A3A3A",
 }
 NAMES = {
     "compute": "computing",
+    "forward": "forward",
+    "backward": "backward",
     "reduce": "reducing",
     "patch": "patching",
+    "patch_forward": "patching, forward",
+    "patch_backward": "patching, backward",
     "recover": "recovering",
     "update": "updating",
     "dead": "dead",
 }
 _ZOOMS = 4
+_MOST_ROWS = 48
+"""With more ranks only the first of each group is shown."""
 _BEFORE = 1.5
 """Step durations shown before a fault, so that a normal step is there to compare with."""
 
@@ -116,9 +126,10 @@ def _difference(axes: Axes, record: RunRecord, reference: RunRecord) -> None:
 
 
 def timeline_plot(record: RunRecord, path: Path) -> None:
-    """One row per group over wall time: the whole run, then a closer look at each interruption."""
+    """One row per rank over wall time: the whole run, then a closer look at each interruption."""
     zooms = _interruptions(record)[:_ZOOMS]
-    height = 0.9 + 0.32 * record.groups
+    rows = _rows(record)
+    height = 0.9 + (0.32 if len(rows) == record.groups else 0.2) * len(rows)
     figure, axes = plt.subplots(1 + len(zooms), 1, figsize=(10, (1 + len(zooms)) * height + 0.8), squeeze=False)
     zero, end = _extent(record)
     _draw(axes[0][0], record, zero, zero, end)
@@ -127,10 +138,17 @@ def timeline_plot(record: RunRecord, path: Path) -> None:
         _draw(row[0], record, zero, start, stop)
         row[0].set_title(title, loc="left", fontsize=9)
     axes[-1][0].set_xlabel("seconds since the first step began")
-    handles = [Patch(color=colour, label=NAMES[phase]) for phase, colour in COLOURS.items()]
+    seen = {span.phase for row in rows for span in record.timeline[row]} | {"dead"}
+    handles = [Patch(color=colour, label=NAMES[phase]) for phase, colour in COLOURS.items() if phase in seen]
     figure.legend(handles=handles, loc="upper center", ncols=len(handles), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
     _save(figure, path)
+
+
+def _rows(record: RunRecord) -> list[tuple[int, int]]:
+    """Which ranks are shown, (group, position), from top to bottom."""
+    everybody = list(record.timeline)
+    return everybody if len(everybody) <= _MOST_ROWS else [row for row in everybody if row[1] == 0]
 
 
 def _extent(record: RunRecord) -> tuple[float, float]:
@@ -165,22 +183,24 @@ def _died(record: RunRecord, failure: Failure) -> float:
 
 
 def _draw(axes: Axes, record: RunRecord, zero: float, start: float, stop: float) -> None:
-    for group, spans in record.timeline.items():
+    rows = _rows(record)
+    for row, rank in enumerate(rows):
         by_phase: dict[str, list[tuple[float, float]]] = {}
-        for span in spans:
+        for span in record.timeline[rank]:
             if span.end >= start and span.start <= stop:
                 by_phase.setdefault(span.phase, []).append((span.start - zero, span.end - span.start))
         for phase, bars in by_phase.items():
-            axes.broken_barh(bars, (group - 0.4, 0.8), color=COLOURS[phase], linewidth=0)
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[phase], linewidth=0)
     for failure in record.failures:
         died = _died(record, failure)
-        if died < stop:
-            axes.broken_barh(
-                [(died - zero, stop - died)], (failure.fault["group"] - 0.4, 0.8), color=COLOURS["dead"], linewidth=0
-            )
+        for row, (group, _) in enumerate(rows):
+            if died < stop and group == failure.fault["group"]:
+                axes.broken_barh([(died - zero, stop - died)], (row - 0.4, 0.8), color=COLOURS["dead"], linewidth=0)
     axes.set_xlim(start - zero, stop - zero)
-    axes.set_ylim(record.groups - 0.5, -0.5)
-    axes.set_yticks(range(record.groups), [f"group {group}" for group in range(record.groups)], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    alone = len(rows) == record.groups
+    names = [f"group {group}" if alone else f"group {group}, rank {position}" for group, position in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8 if alone else 6)
     axes.tick_params(axis="x", labelsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -140,15 +140,15 @@ class RunRecord:
         )
 
     @cached_property
-    def timeline(self) -> dict[int, list[Span]]:
-        """Spans of each group's first rank, in order."""
-        spans: dict[int, list[Span]] = {group: [] for group in range(self.groups)}
-        for group in spans:
-            path = self.run_dir / "timeline" / f"g{group}.p0.jsonl"
-            if path.exists():
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    spans[group] += _spans(line)
-        return spans
+    def timeline(self) -> dict[tuple[int, int], list[Span]]:
+        """(group, position) -> what that rank did, in order. Position 0 is there for every group."""
+        spans: dict[tuple[int, int], list[Span]] = {(group, 0): [] for group in range(self.groups)}
+        for path in (self.run_dir / "timeline").glob("g*.p*.jsonl"):
+            group, position = (int(part[1:]) for part in path.stem.split("."))
+            own = spans.setdefault((group, position), [])
+            for line in path.read_text(encoding="utf-8").splitlines():
+                own += _spans(line)
+        return dict(sorted(spans.items()))
 
 
 def _json_or(path: Path, otherwise: Any) -> Any:

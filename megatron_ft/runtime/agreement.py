@@ -29,6 +29,10 @@ class Agreement:
         self._mine: dict[str, Any] = {}
         self._said: list[tuple[detector.Signal, str]] = []
 
+    def clone(self) -> Agreement:
+        """For another thread, on a connection of its own; what is said through it is not remembered."""
+        return Agreement(self._store.clone(), self._group, self._patience_s)
+
     def view(self, epoch: int) -> View | None:
         """The view that stands for ``epoch``, if one does."""
         raw = self._ask(lambda: self._store.get(f"view/{epoch}"))

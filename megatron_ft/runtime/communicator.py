@@ -95,14 +95,13 @@ class Communicator:
         sockets.shut_down(self._sockets)
 
     def close(self) -> None:
-        """Abort, and give back memory, threads and sockets, at once or when the last operation has ended."""
+        """Abort. Memory, threads and sockets are given back by the next :func:`sweep` after the last operation has ended."""
         self.abort()
         deadline = time.monotonic() + _GRACE_S
         while not all(work.settled() for work in self._started) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        _abandoned.append((self._group, self._started))
+        _closed.append((self._group, self._started))
         self._group, self._started = None, []
-        _sweep()
 
     def _start(self, operation: Callable[[Any], Any], kind: type[Work]) -> Work:
         if self._aborted.is_set():
@@ -183,14 +182,14 @@ class PointToPoint(Work):
         return self._thread is None or not self._thread.is_alive()
 
 
-_abandoned: list[tuple[Any, list[Work]]] = []
-"""Process groups that could not be destroyed yet, with their started operations."""
+_closed: list[tuple[Any, list[Work]]] = []
+"""Process groups that are not destroyed yet, with their started operations."""
 
 
-def _sweep() -> bool:
-    """Destroy the abandoned process groups whose operations have all ended; True when none is left."""
-    _abandoned[:] = [entry for entry in _abandoned if not all(work.settled() for work in entry[1])]
-    return not _abandoned
+def sweep() -> None:
+    """Destroy the closed process groups whose operations have all ended."""
+    if _closed:
+        _closed[:] = [entry for entry in _closed if not all(work.settled() for work in entry[1])]
 
 
 def _from(root: int) -> Any:

@@ -1,7 +1,8 @@
 """Build a communicator together with everybody in it, without ever getting stuck in it.
 
 gloo's constructor waits for peers that may have died since it was agreed to build one. So the members of a view first meet
-on the control store, and every construction runs in a thread that is abandoned when news make it pointless.
+on the control store, and all of it runs in a thread that is abandoned when news make it pointless. Meanwhile the training
+thread computes what the group has taken over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from megatron_ft.errors import StoreError
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken, Communicator
 from megatron_ft.runtime.environment import RankEnvironment
@@ -24,29 +26,33 @@ class Connector:
 
     def __init__(self, env: RankEnvironment, agreement: Agreement) -> None:
         self._env, self._agreement = env, agreement
+        self._elsewhere = agreement.clone()
         self._build: Build | None = None
 
+    def begin(self, view: View) -> None:
+        """Build the communicator of ``view`` at this position in the background."""
+        if self._build is not None and self._build.epoch == view.epoch:
+            return
+        if self._build is not None:
+            self._build.give_up()
+        env, store = self._env, self._elsewhere
+        self._agreement.say(self._ready(view, env.group), True)
+        timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
+        name = f"outer/{view.epoch}/{env.position}"
+        ready = lambda: all(store.get(self._ready(view, group)) is not None for group in view.live)  # noqa: E731
+        self._build = Build(env, store, name, env.group, view.live, view.epoch, timeout_s, ready)
+
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
-        """The communicator of ``view`` at this position, or None when ``interrupted`` became true first (ask again if it
-        still matters).
+        """The communicator of ``view``, or None when ``interrupted`` became true first (ask again if it still matters).
 
         Raises ``Broken`` when it cannot be built.
         """
-        self._agreement.say(self._ready(view, self._env.group), True)
-        if not wait_for(lambda: self._all_ready(view), interrupted):
-            return None
-        if self._build is None or self._build.epoch != view.epoch:
-            env, name = self._env, f"outer/{view.epoch}/{self._env.position}"
-            timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
-            self._build = Build(env, self._agreement, name, env.group, view.live, view.epoch, timeout_s)
+        self.begin(view)
         build = self._build
         if not wait_for(build.over, interrupted):
             return None
         self._build = None
         return build.result()
-
-    def _all_ready(self, view: View) -> bool:
-        return all(self._agreement.get(self._ready(view, group)) is not None for group in view.live)
 
     def _ready(self, view: View, group: int) -> str:
         return f"ready/{view.epoch}/{group}.{self._env.position}"
@@ -65,7 +71,7 @@ def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> 
 
 
 class Build:
-    """One construction in a thread of its own; ``name`` is used by no other one."""
+    """One construction in a thread of its own; ``name`` is used by no other one. It begins when ``ready`` is true."""
 
     def __init__(
         self,
@@ -76,29 +82,39 @@ class Build:
         members: Sequence[int],
         epoch: int,
         timeout_s: float,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.epoch = epoch
-        self._name = name
-        self._deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+        self._name, self._ready, self._agreement = name, ready, agreement
+        self._deadline = float("inf")
+        self._given_up = False
         self._made: Communicator | None = None
         self._error: Exception | None = None
-        arguments = (agreement.rendezvous(name), me, members, epoch, timeout_s, env.address)
+        arguments = (me, members, epoch, timeout_s, env.address)
         self._thread = threading.Thread(target=self._run, args=arguments, name="megatron_ft-connect", daemon=True)
         self._thread.start()
 
     def _run(self, *arguments: object) -> None:
         try:
-            self._made = Communicator(*arguments)
-        except RuntimeError as error:
+            if wait_for(self._ready, lambda: self._given_up):
+                self._deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+                self._made = Communicator(self._agreement.rendezvous(self._name), *arguments)
+        except (RuntimeError, StoreError) as error:
             self._error = error.with_traceback(None)
+
+    def give_up(self) -> None:
+        """Nobody wants it any more."""
+        self._given_up = True
 
     def over(self) -> bool:
         return not self._thread.is_alive() or time.monotonic() > self._deadline
 
     def result(self) -> Communicator:
-        """Raises ``Broken`` when there is none."""
+        """Raises ``Broken`` when there is none, ``StoreError`` when the control store did not answer for too long."""
         if self._made is not None:
             return self._made
+        if isinstance(self._error, StoreError):
+            raise self._error
         raise Broken(f"communicator {self._name} could not be built: {self._why()}")
 
     def _why(self) -> str:

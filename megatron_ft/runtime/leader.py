@@ -341,6 +341,7 @@ class Leader:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)
             self._interruptions.adopted(view)
+            self._rank.prepare(view, self._state.step)
         self._feed(recovery.ViewSeen(view))  # last: if the view is outdated already, the next one is adopted in there
 
     def _record_view(self, view: View) -> None:

@@ -27,7 +27,7 @@ from megatron_ft.engines.base import Engine, JointEngine, Listed, Ready, StepRes
 from megatron_ft.errors import EngineError, FTError
 from megatron_ft.runtime import transfer
 from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.communicator import Broken, Communicator
+from megatron_ft.runtime.communicator import Broken, Communicator, sweep
 from megatron_ft.runtime.connect import Connector
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.finite import NonFinite
@@ -233,6 +233,11 @@ class Rank:
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
+    def prepare(self, view: View, step: int) -> None:
+        """Begin to build the communicator of ``view``, beside whatever has to be computed before it is needed."""
+        self.points.reach("connect", step)
+        self._connector.begin(view)
+
     def connect(self, view: View, step: int, interrupted: Callable[[], bool]) -> bool:
         """Build the communicator of ``view``; False when ``interrupted`` became true first. Raises ``Broken``."""
         if self._view == view and self._outer is not None:  # built before another rank of the group was interrupted
@@ -372,6 +377,7 @@ class Rank:
 
     def _meanwhile(self) -> None:
         """What is done while reductions are on their way."""
+        sweep()  # destroying a process group takes 10 ms and more: not in the middle of a recovery
         if time.monotonic() - self._written > _LONG_S:
             self._write_down()
 

@@ -26,7 +26,7 @@ def start(directory, data_dir, holds=(), *, stages=2, slices=1, own=(), **option
         directory,
         data_dir,
         holds,
-        extra=["--ranks-per-group", stages * slices],
+        extra=["--ranks-per-group", stages * slices, "--preload", "deepspeed"],
         own=["--stages", stages, "--slices", slices, *own],
         **{"steps": STEPS, "script": SCRIPT, "groups": 2, **options},
     )
@@ -173,7 +173,7 @@ def test_a_plain_engine_trains_what_plain_pytorch_does(tmp_path, data_dir, nativ
     script = support.changed_script(tmp_path / "train.py", PLAIN)
     holds = [Hold(1, 3, "backward", position=ranks - 1)]
     config = {"zero_optimization": {"stage": stage}}
-    extra = ["--ranks-per-group", ranks]
+    extra = ["--ranks-per-group", ranks, "--preload", "deepspeed"]
     run = support.start(tmp_path / "run", data_dir, holds, script=script, groups=2, extra=extra, engine=config)
     run.strike(*holds)
     run.check(native)

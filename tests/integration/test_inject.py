@@ -237,9 +237,9 @@ def bystander():
     process.communicate()
 
 
-def listed(run_dir, pid: int, started: float = 2e9, **more: str) -> None:
+def listed(run_dir, pid: int, later: int = 0, **more: str) -> None:
     (run_dir / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 1, "ranks_per_group": 1}))
-    entry = {"group": 0, "position": 0, "pid": pid, "started": started, **more}
+    entry = {"group": 0, "position": 0, "pid": pid, "start": points.start_of(pid) + later, **more}
     (run_dir / "ranks.json").write_text(json.dumps([entry]))
 
 
@@ -253,28 +253,27 @@ def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
     "changes, found",
     [
         ({}, True),
-        ({"MEGATRON_FT_RUN_ID": "other"}, False),
-        ({"MEGATRON_FT_GROUP": "1"}, False),
-        ({"started": 1e9}, False),
+        ({"MEGATRON_FT_AGENT_PID": "1"}, False),
+        ({"later": 1}, False),
+        ({"later": -1}, False),
         ({"host": f"{socket.gethostname()}(10.99.0.2)"}, True),
         ({"host": f"{socket.gethostname()}2"}, False),
     ],
-    ids=["it is", "of another run", "another group", "later than the file says", "one of hosts of one name", "elsewhere"],
+    ids=["it is", "somebody else's child", "earlier than the file says", "later", "one of hosts of one name", "elsewhere"],
 )
 def test_a_rank_is_known_by_what_it_was_started_as(tmp_path, changes, found):
-    """The bystander looks like a rank to everybody who only reads its command line."""
-    own = {"MEGATRON_FT_RUN_ID": "abc", "MEGATRON_FT_GROUP": "0", "MEGATRON_FT_POSITION": "0"}
-    started, host = changes.pop("started", None), changes.pop("host", socket.gethostname())
+    own = {"MEGATRON_FT_AGENT_PID": str(os.getpid())}
+    later, host = changes.pop("later", 0), changes.pop("host", socket.gethostname())
     code = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "megatron_ft.launch.bootstrap"],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **own, **changes},
     )
     try:
         process.stdout.read(1)
-        listed(tmp_path, process.pid, started or 4e9, host=host)
+        listed(tmp_path, process.pid, later, host=host)
         assert bool(processes.ranks(tmp_path)) is found
     finally:
         process.kill()

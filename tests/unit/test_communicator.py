@@ -88,7 +88,8 @@ def test_an_abort_ends_everything_that_is_pending_at_all_survivors(late):
         assert all(ending.result(timeout=30) for ending in endings)
     for outer in outers:
         outer.close()
-    assert communicator_module._sweep()
+    communicator_module.sweep()
+    assert not communicator_module._closed
 
 
 def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeypatch):
@@ -97,10 +98,11 @@ def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeyp
             return False
 
     stuck = (None, [Never()])
-    monkeypatch.setattr(communicator_module, "_abandoned", [stuck])
+    monkeypatch.setattr(communicator_module, "_closed", [stuck])
     monkeypatch.setattr(communicator_module.time, "sleep", lambda _: pytest.fail("it waited"))
     Communicator(None, 0, [0], 0, 60.0).close()
-    assert communicator_module._abandoned == [stuck]
+    communicator_module.sweep()
+    assert communicator_module._closed == [stuck]
 
 
 def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
@@ -171,7 +173,8 @@ def test_a_receive_from_a_silent_peer_ends_with_an_abort():
 def test_closing_gives_everything_back():
     for outer in build(3):
         outer.close()
-    assert communicator_module._sweep()
+    communicator_module.sweep()
+    assert not communicator_module._closed
 
 
 def test_nothing_starts_after_an_abort():

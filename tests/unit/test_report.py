@@ -150,11 +150,14 @@ def test_a_directory_without_a_record_is_named(tmp_path):
 
 def test_pictures_are_drawn(run_dir):
     record = RunRecord.load(run_dir)
-    assert [span.phase for span in record.timeline[1]] == ["compute", "reduce", "patch"]
+    assert [span.phase for span in record.timeline[1, 0]] == ["compute", "reduce", "patch"]
     plots.loss_plot(record, record, run_dir / "loss.png")
     plots.loss_plot(record, None, run_dir / "alone.png")
     plots.timeline_plot(record, run_dir / "timeline.png")
-    for name in ("loss.png", "alone.png", "timeline.png"):
+    spans = [["forward", 1.0, 1.5], ["backward", 1.5, 2.0], ["patch_forward", 2.2, 2.3], ["patch_backward", 2.3, 2.4]]
+    (run_dir / "timeline" / "g0.p1.jsonl").write_text(json.dumps({"step": 2, "epoch": 0, "spans": spans}))
+    plots.timeline_plot(RunRecord.load(run_dir), run_dir / "stages.png")
+    for name in ("loss.png", "alone.png", "timeline.png", "stages.png"):
         content = (run_dir / name).read_bytes()
         assert content.startswith(b"\x89PNG") and len(content) > 5000
 

@@ -213,8 +213,9 @@ def _sockets_to(peer: tuple[str, int]) -> dict[int, int]:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                host, port = duplicate.getpeername()[:2]
-            if (host.removeprefix("::ffff:"), port) == peer:
+                found_peer = duplicate.getpeername()
+            # A socket of the Unix domain has a name, or none, instead of an address.
+            if isinstance(found_peer, tuple) and (found_peer[0].removeprefix("::ffff:"), found_peer[1]) == peer:
                 found[int(name)] = os.fstat(int(name)).st_ino
     return found
 

@@ -1,0 +1,212 @@
+"""Ranks are forked from a process that has imported torch already, instead of each importing it by itself.
+
+A rank starts in milliseconds then: when a run begins, when a lost one comes back, and with eight on a node that would all
+read the same files from a slow file system. The server does nothing else than to import and to fork; it has one thread and
+has not touched a device. A rank forked from it is the agent's child (the agent is a subreaper: the kernel lets it adopt), so
+everything between the two is as if the agent had started it itself: it is waited for, and it ends with the agent.
+
+Failures it assumes: the server cannot be started, or dies: the agent starts the rank as an interpreter of its own then.
+Ranks that were forked already need it no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_ft.launch import lifeline
+
+PRELOAD = ("torch", "numpy", "megatron_ft.runtime.session")
+SERVE = "--serve-forks"
+AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
+_PR_SET_CHILD_SUBREAPER = 36
+_LENGTH = struct.Struct("=q")
+"""Before a request its length, and the pid that is the answer."""
+_START_S = 120.0
+"""Importing takes that long on the slowest of file systems."""
+
+
+class NotForked(Exception):
+    """The server cannot be used, with the reason. An event: the rank is started otherwise."""
+
+
+class Forked:
+    """A process that the server forked and the agent has adopted; the part of ``subprocess.Popen`` that is needed here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int:
+        return self._reap(0)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:  # else the pid may be somebody else's
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def common_environment(ranks: int) -> dict[str, str]:
+    """What all ranks of a host have in common; torch looks at some of it when it is imported. ``ranks``: on this host."""
+    threads = max(1, (os.cpu_count() or 1) // max(1, ranks))
+    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
+    defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
+    return {**defaults, **os.environ}
+
+
+class ForkServer:
+    """The agent's end. It can be made before the agent has imported torch itself: both take as long.
+
+    Args:
+        environment: of the server.
+        modules: imported beside :data:`PRELOAD`.
+    """
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close
+        self._end, theirs = socket.socketpair()
+        self._end.settimeout(_START_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_ft.launch.bootstrap", SERVE, str(theirs.fileno()), *modules],
+                env={**environment, AGENT_VARIABLE: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> Forked:
+        """Run ``launch.bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
+        request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
+        try:
+            socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno()])
+            self._end.sendall(request)
+            answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._failed(f"does not answer ({error})") from None
+        if len(answer) < _LENGTH.size:
+            raise self._failed("has ended")
+        return Forked(*_LENGTH.unpack(answer))
+
+    def _failed(self, how: str) -> NotForked:
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip().splitlines()
+        return NotForked(f"the process that ranks are forked from {how}" + (f": {said[-1]}" if said else ""))
+
+    def close(self) -> None:
+        """No rank is started any more."""
+        self._end.close()
+        self._process.kill()
+        self._process.wait()
+        self._said.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+
+def reap_strays(known: set[int]) -> None:
+    """A subreaper has to bury what its ranks leave behind when they die. ``known``: pids that are waited for elsewhere."""
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None and found.si_pid not in known:
+                os.waitpid(found.si_pid, 0)
+                continue
+        return
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """The server's process; returns in every forked rank, with its arguments in ``sys.argv``."""
+    agent = os.getppid()
+    lifeline.end_with(agent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, *modules = arguments
+    end = socket.socket(fileno=int(descriptor))
+    for module in (*PRELOAD, *modules):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is shared with the ranks stays shared: their collectors do not write to it
+    while True:
+        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 1)
+        if not length:
+            os._exit(0)
+        request = end.recv(*_LENGTH.unpack(length), socket.MSG_WAITALL)
+        if not _fork(end, agent):
+            break
+        os.close(*descriptors)
+    end.close()
+    _become(json.loads(request), *descriptors)
+
+
+def _fork(end: socket.socket, agent: int) -> bool:
+    """Fork a rank that the agent adopts, and tell the agent its pid. False in the rank."""
+    told, tell = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(tell)
+        os.waitpid(between, 0)  # from now on the rank is the agent's child
+        end.sendall(os.read(told, _LENGTH.size))
+        os.close(told)
+        return True
+    os.close(told)
+    middle = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.write(tell, _LENGTH.pack(pid))
+        os._exit(0)
+    os.close(tell)
+    while os.getppid() == middle:
+        time.sleep(0.0002)
+    if os.getppid() != agent:
+        os._exit(1)  # it has died meanwhile
+    return False
+
+
+def _become(asked: Mapping[str, Any], output: int) -> None:
+    """What a new interpreter would have been given."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = [str(Path(__file__).with_name("bootstrap.py")), *asked["arguments"]]
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()

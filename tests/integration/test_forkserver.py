@@ -1,0 +1,98 @@
+"""Ranks that are forked: children of the agent like any others, with what a new interpreter would have been given."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.faults import processes
+from megatron_ft.launch import forkserver
+from megatron_ft.runtime.points import start_of
+from tests.stores import await_
+
+SAY = """
+import json, os, sys, torch
+from pathlib import Path
+said = {"pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "arguments": sys.argv, "own": os.environ["OWN"],
+        "left": "LEFT" in os.environ, "imported": "torch" in sys.modules, "stdin": sys.stdin.read()}
+Path(sys.argv[1]).write_text(json.dumps(said))
+print("to the log")
+if len(sys.argv) > 2:
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = forkserver.ForkServer({**os.environ, "LEFT": "to the server"}, ["fractions"])
+    yield made
+    made.close()
+    ctypes.CDLL(None).prctl(36, 0)  # whoever becomes an orphan in another test is not this process's child
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    path = tmp_path / "say.py"
+    path.write_text(SAY)
+    return path
+
+
+def environment(agent: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "LEFT"}
+    return {**kept, "OWN": "of this rank", forkserver.AGENT_VARIABLE: str(agent)}
+
+
+def test_a_forked_rank_is_a_child_with_an_environment_arguments_and_output_of_its_own(tmp_path, server, script):
+    with (tmp_path / "log").open("wb") as output:
+        ranks = [
+            server.start([str(script), str(tmp_path / f"said.{number}")], environment(os.getpid()), output)
+            for number in range(3)
+        ]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    for number, rank in enumerate(ranks):
+        said = json.loads((tmp_path / f"said.{number}").read_text())
+        assert (said["pid"], said["parent"], said["session"]) == (rank.pid, os.getpid(), rank.pid)
+        assert said["arguments"] == [str(script), str(tmp_path / f"said.{number}")]
+        assert (said["own"], said["left"], said["imported"], said["stdin"]) == ("of this rank", False, True, "")
+    assert (tmp_path / "log").read_text() == 3 * "to the log\n"
+
+
+def test_its_death_is_seen_like_any_childs(tmp_path, server, script):
+    with (tmp_path / "log").open("wb") as output:
+        rank = server.start([str(script), str(tmp_path / "said"), "9"], environment(os.getpid()), output)
+    assert rank.wait() == rank.poll() == -signal.SIGKILL
+    rank.kill()  # nobody
+
+
+AGENT = """
+import os, sys, time
+from megatron_ft.launch import forkserver
+server = forkserver.ForkServer(os.environ)
+own = {**os.environ, forkserver.AGENT_VARIABLE: str(os.getpid())}
+print(server.start([sys.argv[1]], own, open(os.devnull, "wb")).pid, server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_its_agent(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text("import time; time.sleep(600)")
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], stdout=subprocess.PIPE, text=True)
+    started = [processes.Process(pid, start_of(pid)) for pid in map(int, agent.stdout.readline().split())]
+    agent.kill()
+    agent.communicate()
+    await_(lambda: not any(process.lives for process in started), "rank and server have ended with the agent")
+
+
+def test_a_server_that_is_gone_is_told(tmp_path, script):
+    server = forkserver.ForkServer(os.environ, ["no_such_module"])
+    with (tmp_path / "log").open("wb") as output, pytest.raises(forkserver.NotForked, match="no_such_module"):
+        server.start([str(script)], environment(os.getpid()), output)
+    server.close()

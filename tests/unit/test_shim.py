@@ -1,0 +1,67 @@
+"""What becomes of another launcher's environment."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.launch import shim
+
+DEEPSPEED = {
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "2",
+    "LOCAL_SIZE": "4",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def options(**changes) -> argparse.Namespace:
+    known = {"ranks_per_group": 2, "run_dir": "runs/a", "config": None, "overwrite": False, "script": "train.py"}
+    return argparse.Namespace(**{**known, "arguments": ["--deepspeed_config", "ds.json", "--steps", "3"], **changes})
+
+
+def test_deepspeeds_launcher_on_two_hosts():
+    found = shim.find(DEEPSPEED)
+    assert (found.launcher, found.hosts, found.host, found.local_rank) == ("deepspeed", 2, 1, 0)
+    assert " ".join(shim.command(found, options())) == (
+        "launch --groups 4 --ranks-per-group 2 --config ds.json --run-dir runs/a --hosts 2 --host-rank 1 "
+        "--store node0:29500 train.py -- --deepspeed_config ds.json --steps 3"
+    )
+
+
+def test_torchrun_on_one_host_leaves_its_port_alone():
+    found = shim.find(TORCHRUN)
+    assert (found.launcher, found.port, found.local_rank) == ("torchrun", 29501, 2)
+    words = shim.command(found, options(arguments=["--deepspeed_config=x.json"], overwrite=True))
+    assert "--hosts" not in words and "--overwrite" in words and words[words.index("--config") + 1] == "x.json"
+
+
+@pytest.mark.parametrize(
+    ("env", "changes", "words"),
+    [
+        ({}, {}, ["neither CROSS_RANK nor TORCHELASTIC_RUN_ID", "megatron-ft launch"]),
+        ({**DEEPSPEED, "MASTER_ADDR": None}, {}, ["deepspeed", "without MASTER_ADDR"]),
+        (DEEPSPEED, {"ranks_per_group": 3}, ["8 ranks", "4 on this host", "3 (--ranks-per-group)"]),
+        (DEEPSPEED, {"arguments": []}, ["no config", "--deepspeed_config"]),
+    ],
+)
+def test_what_cannot_be_started_is_told(env, changes, words):
+    with pytest.raises(LaunchError) as error:
+        shim.command(shim.find({name: value for name, value in env.items() if value is not None}), options(**changes))
+    for word in words:
+        assert word in str(error.value)
