@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--deepspeed_config", help="for deepspeed's launcher; megatron-ft's has told")
     args = parser.parse_args()
 
     session = megatron_ft.init(seed=args.seed)  # ft

@@ -115,6 +115,11 @@ def main() -> int:
         return error.exit_code
     if found.local_rank:
         return 0
+    if found.launcher == "torchrun":
+        # Its own defaults, not the user's: with the first NCCL would end a rank instead of telling, the second is about its
+        # own store.
+        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE"):
+            os.environ.pop(name, None)
     from megatron_ft import cli
 
     print(f"megatron_ft: started by {found.launcher}, on host {found.host} of {found.hosts}", flush=True)

@@ -1,0 +1,50 @@
+"""Under launchers that end everything when one of their processes dies: they see the agent only; a rank's death is masked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.faults import checkers, inject
+from megatron_ft.runtime import history, points
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_accelerators", "4", "--master_port", "29641", "--module"],
+    "torchrun": ["torchrun", "--nproc-per-node", "4", "--master-port", "29651", "-m"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_dir, launcher):
+    command = LAUNCHERS[launcher]
+    if not (BIN / command[0]).exists():
+        pytest.skip(f"{command[0]} is not installed")
+    config = support.write_config(tmp_path / "ds.json", detector={"stopped_timeout_s": support.TIMEOUT_S})
+    hold = Hold(2, 2, "backward")
+    shim = ["megatron_ft.launch.shim", "--run-dir", tmp_path / "run", support.SCRIPT]
+    own = ["--data", data_dir, "--steps", "4", "--layers", "2", "--width", "64", "--seq-len", "32"]
+    process = subprocess.Popen(
+        [str(word) for word in (BIN / command[0], *command[1:], *shim, *own, "--deepspeed_config", config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=support.ROOT,
+        env={**os.environ, **points.to_env([hold]), "DS_ACCELERATOR": "cpu"},
+    )
+    try:
+        inject.strike(tmp_path / "run", [hold], support.TIMEOUT_S, lambda: process.poll() is None)
+        said, _ = process.communicate(timeout=support.TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert f"started by {launcher}, on host 0 of 1" in said
+    lines = history.read(tmp_path / "run")
+    assert not checkers.check_history(lines, 4 * support.PER_GROUP), said
+    assert [line["group"] for line in lines if line["event"] == "fault"] == [2]
