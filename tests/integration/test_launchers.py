@@ -1,4 +1,4 @@
-"""Under launchers that end everything when one of their processes dies: they see the agent only; a rank's death is masked."""
+"""Launchers that end everything when one of their processes dies see the agent only; a rank's death is masked under them."""
 
 from __future__ import annotations
 
