@@ -18,6 +18,7 @@ Failures they assume: any rank of the group may vanish; a collective inside the 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
@@ -37,7 +38,7 @@ _SHARDED = ("tensor_model_parallel", "model_parallel")
 """Attributes by which Megatron and DeepSpeed mark a parameter of which each slice has another part."""
 
 
-class _Adapter:
+class _Adapter(ABC):
     """What both have in common.
 
     Args:
@@ -100,9 +101,9 @@ class _Adapter:
             self.engine._take_model_step({})
         return StepResult(step, loss, microbatches, norm)
 
+    @abstractmethod
     def _loss_and_norm(self, loss: float) -> tuple[float, float]:
         """Of the step's sums; ``loss`` is what this rank's buckets hold."""
-        raise NotImplementedError
 
     def state(self) -> Mapping[str, Any]:
         scheduler = self.engine.lr_scheduler
