@@ -8,6 +8,7 @@ Failures it assumes: none. A reduction that is abandoned may still write into a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -79,13 +80,13 @@ class Buckets(Sequence[Bucket]):
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    def count(self, loss: torch.Tensor | None = None) -> None:
-        """One more microbatch is in every bucket, or will be at the end of its backward pass; with its loss, where known."""
+    def count(self, loss: torch.Tensor | None, microbatches: int = 1) -> None:
+        """So many more are in every bucket, or will be at the end of the backward pass; ``loss``: their sum, where known."""
         value = None if loss is None else loss.detach()
         for bucket in self._buckets:
             if value is not None:
                 bucket.loss.add_(value)
-            bucket.count.add_(1)
+            bucket.count.add_(microbatches)
 
     def check(self, step: int, microbatches: int) -> float:
         """The sum of the losses. Raises ``AssertionError`` unless every bucket holds that many microbatches."""
@@ -106,16 +107,57 @@ class Buckets(Sequence[Bucket]):
             else:
                 bucket.sum.div_(microbatches)
 
+
+class Bucketed:
+    """The part of the ``Engine`` port that follows from the buckets alone."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], bucket_mb: float | None, slots: int) -> None:
+        self._parameters = parameters
+        self._buckets = Buckets(parameters, bucket_mb, slots)
+
+    @property
+    def slots(self) -> int:
+        return self._buckets.slots
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def local(self, bucket: int) -> torch.Tensor:
+        return self._buckets[bucket].local
+
+    def reduced(self, bucket: int) -> torch.Tensor:
+        return self._buckets[bucket].sum
+
+    def keep_local(self, bucket: int) -> None:
+        self._buckets[bucket].keep_local()
+
+    def replace_reduced(self, bucket: int) -> None:
+        self._buckets[bucket].replace_reduced()
+
     def local_finite(self) -> bool:
         return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
 
-    def gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
         return [bucket.local[: bucket.elements] for bucket in self._buckets]
 
-    def losses(self) -> list[torch.Tensor]:
+    def local_losses(self) -> list[torch.Tensor]:
         """The sum of losses that each bucket carries, as views of one element."""
         return [bucket.local[-TAIL:-1] for bucket in self._buckets]
+
+    def fingerprint(self) -> tuple[float, str]:
+        """Of this rank's parameters; the norm is of those that :meth:`_counts`."""
+        digest, square = hashlib.sha256(), 0.0
+        for parameter in self._parameters:
+            values = parameter.detach().cpu().contiguous()
+            digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+            square += float(values.double().square().sum()) if self._counts(parameter) else 0.0
+        return square**0.5, digest.hexdigest()
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts it in norms: one that is in several ranks of a group is counted by one of them."""
+        return True
 
 
 def _fill(parameters: Sequence[nn.Parameter], bucket_mb: float | None) -> list[list[nn.Parameter]]:

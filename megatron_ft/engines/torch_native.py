@@ -9,7 +9,6 @@ refused with an ``EngineError``, which ends this group.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from torch import nn
 
 from megatron_ft.engines.base import Progress, Ready, StepResult, manual_seed
 from megatron_ft.engines.buckets import Bucket as GradientBucket
-from megatron_ft.engines.buckets import Buckets
+from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket, Microbatch
 
@@ -83,7 +82,7 @@ class _Arrivals:
             self._ready(number)
 
 
-class TorchNativeEngine:
+class TorchNativeEngine(Bucketed):
     """The :class:`~megatron_ft.engines.base.Engine` port on plain PyTorch.
 
     Args:
@@ -112,17 +111,12 @@ class TorchNativeEngine:
     ) -> None:
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
         self._clipping = gradient_clipping
-        self._parameters = _trainable(model)
-        _check_optimizer(optimizer, self._parameters)
-        self.slots = slots
-        self._buckets = Buckets(self._parameters, bucket_mb, slots)
+        parameters = _trainable(model)
+        _check_optimizer(optimizer, parameters)
+        super().__init__(parameters, bucket_mb, slots)
         self._arrivals = _Arrivals(self._buckets)
 
     alike = True
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
 
     def begin_step(self) -> None:
         for bucket in self._buckets:
@@ -142,26 +136,6 @@ class TorchNativeEngine:
         if any(bucket.parameters[0].grad is not bucket.local_views[0] for bucket in self._buckets):
             raise EngineError(_REPLACED)
 
-    def local(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].local
-
-    def reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].sum
-
-    def keep_local(self, bucket: Bucket) -> None:
-        self._buckets[bucket].keep_local()
-
-    def replace_reduced(self, bucket: Bucket) -> None:
-        self._buckets[bucket].replace_reduced()
-
-    def local_gradients(self) -> Sequence[torch.Tensor]:
-        """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
-        return self._buckets.gradients()
-
-    def local_losses(self) -> Sequence[torch.Tensor]:
-        """The sum of losses that each bucket carries, as views of one element."""
-        return self._buckets.losses()
-
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)
         for bucket in self._buckets:
@@ -175,9 +149,6 @@ class TorchNativeEngine:
                 self.scheduler.step()
         return StepResult(step, loss / microbatches, microbatches, norm)
 
-    def local_finite(self) -> bool:
-        return self._buckets.local_finite()
-
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return state | ({"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {})
@@ -187,14 +158,6 @@ class TorchNativeEngine:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-
-    def fingerprint(self) -> tuple[float, str]:
-        digest, square = hashlib.sha256(), 0.0
-        for parameter in self._parameters:
-            values = parameter.detach().cpu().contiguous()
-            digest.update(values.numpy().tobytes())
-            square += float(values.double().square().sum())
-        return square**0.5, digest.hexdigest()
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,6 @@ Ranks that were forked already need it no more.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -34,7 +33,6 @@ from megatron_ft.launch import lifeline
 PRELOAD = ("torch", "numpy", "megatron_ft.runtime.session")
 SERVE = "--serve-forks"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
-_PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("=q")
 """Before a request its length, and the pid that is the answer."""
 _START_S = 120.0
@@ -90,7 +88,7 @@ class ForkServer:
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        lifeline.adopt_orphans()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close
         self._end, theirs = socket.socketpair()
         self._end.settimeout(_START_S)

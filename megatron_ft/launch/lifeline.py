@@ -1,4 +1,4 @@
-"""Tie a process's life to that of the one that started it: the kernel ends it with its parent."""
+"""Who ends with whom, and whose child is who: what the kernel can be asked for with prctl(2)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def end_with(parent: int | None) -> None:
-    """From here on. ``parent``: who started this process, where that is known: it may have died before the call."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """The kernel ends this process with its parent, from here on. ``parent``: who started it, where that is known: it may
+    have died before the call."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Whose parent dies becomes a child of this process, if it descends from it."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)

@@ -120,10 +120,8 @@ def main() -> int:
         # own store.
         for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE"):
             os.environ.pop(name, None)
-    from megatron_ft import cli
-
     print(f"megatron_ft: started by {found.launcher}, on host {found.host} of {found.hosts}", flush=True)
-    return cli.main(words)
+    os.execv(sys.executable, [sys.executable, "-m", "megatron_ft.cli", *words])
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ class Connector:
         self._build = Build(env, store, name, env.group, view.live, view.epoch, timeout_s, ready)
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
-        """The communicator of ``view``, or None when ``interrupted`` became true first (ask again if it still matters).
+        """The communicator of ``view``, which was begun, or None when ``interrupted`` became true first (ask again if it
+        still matters).
 
         Raises ``Broken`` when it cannot be built.
         """
-        self.begin(view)
         build = self._build
         if not wait_for(build.over, interrupted):
             return None

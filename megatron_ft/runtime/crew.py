@@ -38,7 +38,9 @@ class Crew:
 
     def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
         if self.rank.inner is not None:
-            self._order("begin", step=step, needs=needs())
+            made = needs()
+            self._order("begin", step=step, needs=made)
+            needs = lambda: made  # noqa: E731
         self.rank.begin(step, dataset, needs)
 
     def compute(

@@ -21,8 +21,9 @@ from megatron_ft.runtime.communicator import Broken, Communicator
 from megatron_ft.runtime.connect import Build, wait_for
 from megatron_ft.runtime.environment import RankEnvironment
 
-_TIMEOUT_S = 30 * 86400.0
-"""Followers wait for orders for as long as the leader's script does something else. Who died is told by its agent."""
+ENDLESS_S = 30 * 86400.0
+"""Inside a group nobody is given up for silence: followers wait for orders for as long as the leader's script does something
+else, a stage for the one before it. Who died is told by its agent."""
 _SHORT = 1024
 """Bytes of an order that travels in one message, its length included."""
 _LENGTH = 8
@@ -42,7 +43,7 @@ class Inner:
     @classmethod
     def build(cls, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> Inner:
         """Meet the other ranks of the group. Raises :class:`Lost` when ``interrupted`` became true, or it cannot be done."""
-        build = Build(env, agreement, f"inner/{env.group}", env.position, range(env.config.ranks_per_group), 0, _TIMEOUT_S)
+        build = Build(env, agreement, f"inner/{env.group}", env.position, range(env.config.ranks_per_group), 0, ENDLESS_S)
         if not wait_for(build.over, interrupted):
             raise Lost("a rank of the group was gone before all of them had started")
         try:

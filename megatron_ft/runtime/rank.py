@@ -242,7 +242,7 @@ class Rank:
         """Build the communicator of ``view``; False when ``interrupted`` became true first. Raises ``Broken``."""
         if self._view == view and self._outer is not None:  # built before another rank of the group was interrupted
             return True
-        self.points.reach("connect", step)
+        self.prepare(view, step)
         outer = self._connector.connect(view, interrupted)
         if outer is None:
             return False

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 from collections.abc import Collection, Mapping
+from typing import Any
 
 Sockets = Mapping[int, int]
 """fd -> inode. The inode tells a socket from a later one on the same fd."""
@@ -18,7 +19,7 @@ Sockets = Mapping[int, int]
 def opened() -> Sockets:
     """Every socket of this process."""
     found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             status = os.fstat(int(name))
         except OSError:
@@ -35,16 +36,30 @@ def connected_since(before: Sockets, except_to: Collection[int] = ()) -> Sockets
     """
     found: dict[int, int] = {}
     for fd, inode in opened().items():
-        if before.get(fd) == inode:
-            continue
-        try:
-            with socket.socket(fileno=os.dup(fd)) as duplicate:
-                peer = duplicate.getpeername()
-        except OSError:
-            continue
-        if not (isinstance(peer, tuple) and peer[1] in except_to):
+        peer = _peer(fd) if before.get(fd) != inode else None
+        if peer is not None and not (isinstance(peer, tuple) and peer[1] in except_to):
             found[fd] = inode
     return found
+
+
+def connected_to(address: tuple[str, int]) -> Sockets:
+    """Those whose peer is there."""
+    found: dict[int, int] = {}
+    for fd, inode in opened().items():
+        peer = _peer(fd)
+        # A socket of the Unix domain has a name, or none, instead of an address.
+        if isinstance(peer, tuple) and (peer[0].removeprefix("::ffff:"), peer[1]) == address:
+            found[fd] = inode
+    return found
+
+
+def _peer(fd: int) -> Any:
+    """None where there is none."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            return duplicate.getpeername()
+    except OSError:
+        return None
 
 
 def shut_down(sockets: Sockets) -> None:

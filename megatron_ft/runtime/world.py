@@ -25,10 +25,8 @@ from megatron_ft.runtime import sockets
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.connect import wait_for
 from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.inner import Lost
+from megatron_ft.runtime.inner import ENDLESS_S, Lost
 
-_TIMEOUT = timedelta(days=30)
-"""Who died is told by its agent; a stage may wait long for the one before it."""
 _START_TIMEOUT = timedelta(minutes=10)
 
 
@@ -60,7 +58,7 @@ class World:
                 store=dist.PrefixStore("world", store),
                 rank=env.position,
                 world_size=env.config.ranks_per_group,
-                timeout=_TIMEOUT,
+                timeout=timedelta(seconds=ENDLESS_S),
             )
         return world
 

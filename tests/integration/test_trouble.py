@@ -38,8 +38,8 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
     """Record, logs and timeline all hit the limit; the run reaches its end with a death on the way."""
     hold = Hold(1, 5, "backward")
 
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+    def small_files() -> None:  # room for the config, whose paths are of any length, and for half of the rest
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1800, 1800))
 
     run = support.start(tmp_path / "run", data_dir, [hold], preexec_fn=small_files)
     run.strike(hold)

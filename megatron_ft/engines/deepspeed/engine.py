@@ -17,7 +17,6 @@ Failures they assume: any rank of the group may vanish; a collective inside the 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite, sqrt
@@ -29,16 +28,16 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from megatron_ft.engines.base import Control, Progress, Ready, StepResult, Work, manual_seed
-from megatron_ft.engines.buckets import Buckets
-from megatron_ft.engines.deepspeed.optimizers import adapter, load_optimizer_state, optimizer_state
+from megatron_ft.engines.buckets import Bucketed
+from megatron_ft.engines.deepspeed.optimizers import adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
-from megatron_ft.types import Bucket, Microbatch
+from megatron_ft.types import Microbatch
 
 _SHARDED = ("tensor_model_parallel", "model_parallel")
 """Attributes by which Megatron and DeepSpeed mark a parameter of which each slice has another part."""
 
 
-class _Adapter(ABC):
+class _Adapter(Bucketed, ABC):
     """What both have in common.
 
     Args:
@@ -51,44 +50,18 @@ class _Adapter(ABC):
     def __init__(
         self, engine: DeepSpeedEngine, *, bucket_mb: float | None = None, gradient_clipping: float = 0.0, slots: int = 0
     ) -> None:
-        self.engine, self.slots = engine, slots
+        super().__init__([p for p in engine.module.parameters() if p.requires_grad], bucket_mb, slots)
+        self.engine = engine
         self._clipping = gradient_clipping
-        self._parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        self._buckets = Buckets(self._parameters, bucket_mb, slots)
         self._optimizer = adapter(engine.optimizer, self._buckets)
 
     alike = False
     """Each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
-
     def begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.begin_step()
         self._optimizer.begin_step()
-
-    def local(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].local
-
-    def reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._buckets[bucket].sum
-
-    def keep_local(self, bucket: Bucket) -> None:
-        self._buckets[bucket].keep_local()
-
-    def replace_reduced(self, bucket: Bucket) -> None:
-        self._buckets[bucket].replace_reduced()
-
-    def local_gradients(self) -> Sequence[torch.Tensor]:
-        return self._buckets.gradients()
-
-    def local_losses(self) -> Sequence[torch.Tensor]:
-        return self._buckets.losses()
-
-    def local_finite(self) -> bool:
-        return self._buckets.local_finite()
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss, norm = self._loss_and_norm(self._buckets.check(step, microbatches))
@@ -109,7 +82,7 @@ class _Adapter(ABC):
         scheduler = self.engine.lr_scheduler
         state = {
             "module": dict(nn.Module.state_dict(self.engine.module)),
-            "optimizer": optimizer_state(self._optimizer),
+            "optimizer": self._optimizer.state(),
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
         return state | ({"scheduler": scheduler.state_dict()} if scheduler is not None else {})
@@ -119,23 +92,10 @@ class _Adapter(ABC):
         with torch.no_grad():  # in place: DeepSpeed's flat buffers are the same memory
             for name, value in state["module"].items():
                 own[name].copy_(value)
-        load_optimizer_state(self._optimizer, state["optimizer"])
+        self._optimizer.load_state(state["optimizer"])
         self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps = state["counters"]
         if "scheduler" in state:
             self.engine.lr_scheduler.load_state_dict(state["scheduler"])
-
-    def fingerprint(self) -> tuple[float, str]:
-        """Of this rank's parameters; the norm counts those that are in several ranks in one of them."""
-        digest, square = hashlib.sha256(), 0.0
-        for parameter in self._parameters:
-            values = parameter.detach().cpu().contiguous()
-            digest.update(values.view(torch.uint8).numpy().tobytes())
-            square += float(values.double().square().sum()) if self._counts(parameter) else 0.0
-        return sqrt(square), digest.hexdigest()
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts it in norms."""
-        return True
 
 
 class DeepSpeedPipeline(_Adapter):
@@ -162,13 +122,9 @@ class DeepSpeedPipeline(_Adapter):
         raise AssertionError("the ranks of a pipeline compute together: flush")
 
     def flush(self, control: Control, work: Work) -> None:
-        counted = _Counted(work)
-        losses = self.engine.flush(control, counted)
+        microbatches, losses = self.engine.flush(control, work)
         self._optimizer.collect()
-        for bucket in self._buckets:
-            bucket.count.add_(counted.microbatches)
-            if losses is not None:
-                bucket.loss.add_(losses)
+        self._buckets.count(losses, microbatches)
 
     def _loss_and_norm(self, loss: float) -> tuple[float, float]:
         self._sum_tied()
@@ -224,17 +180,3 @@ class DeepSpeedData(_Adapter):
     def _loss_and_norm(self, loss: float) -> tuple[float, float]:
         views = [view for bucket in self._buckets for view in bucket.sum_views]
         return loss, float(torch.nn.utils.get_total_norm(views))
-
-
-class _Counted:
-    """A ``Work`` that counts what this rank has computed."""
-
-    def __init__(self, work: Work) -> None:
-        self._work, self.microbatches = work, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def computed(self, microbatch: Microbatch) -> None:
-        self.microbatches += 1
-        self._work.computed(microbatch)

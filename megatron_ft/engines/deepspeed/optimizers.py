@@ -47,6 +47,15 @@ class InPlace:
         """What is kept between steps beside parameters and the torch optimizer's state."""
         return []
 
+    def state(self) -> Mapping[str, Any]:
+        return {"torch": self.inner.state_dict(), "masters": self.masters()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state["torch"])
+        with torch.no_grad():
+            for mine, theirs in zip(self.masters(), state["masters"], strict=True):
+                mine.copy_(theirs)
+
 
 class Zero(InPlace):
     """ZeRO-1 of fp32 parameters: every rank has the whole gradient, and takes its partition of the optimizer's state on."""
@@ -127,14 +136,3 @@ def adapter(optimizer: Any, buckets: Buckets) -> InPlace:
         f"DeepSpeed's {type(optimizer).__name__} is not supported; use fp32, or bf16 with "
         f'"data_types": {{"grad_accum_dtype": "fp32"}} and ZeRO stage 1'
     )
-
-
-def optimizer_state(adapted: InPlace) -> Mapping[str, Any]:
-    return {"torch": adapted.inner.state_dict(), "masters": adapted.masters()}
-
-
-def load_optimizer_state(adapted: InPlace, state: Mapping[str, Any]) -> None:
-    adapted.inner.load_state_dict(state["torch"])
-    with torch.no_grad():
-        for mine, theirs in zip(adapted.masters(), state["masters"], strict=True):
-            mine.copy_(theirs)

@@ -42,6 +42,7 @@ class FlushSchedule(schedule.PipeSchedule):
     def __init__(self, layout: Layout, flow: Flow, work: Work) -> None:
         super().__init__(micro_batches=1, stages=layout.stages, stage_id=layout.stage)
         self._flow, self._work = flow, work
+        self.computed = 0
 
     def num_pipe_buffers(self) -> int:
         """As many microbatches are in flight at most (``core.pipeline``)."""
@@ -64,6 +65,7 @@ class FlushSchedule(schedule.PipeSchedule):
                     yield [schedule.BackwardPass(buffer)]
                 if not self.is_first_stage:
                     yield [schedule.SendGrad(buffer)]
+                self.computed += 1
                 self._work.computed(turn.listed.microbatch)
 
 
@@ -149,14 +151,15 @@ class FlushingEngine(PipelineEngine):
         self.neighbours = Neighbours(self.grid, self.device)
         self._work: Work | None = None
 
-    def flush(self, control: Control, work: Work) -> torch.Tensor | None:
-        """Forward and backward of what is listed; the sum of the losses, at the last stage."""
+    def flush(self, control: Control, work: Work) -> tuple[int, torch.Tensor | None]:
+        """Forward and backward of what is listed: how many, and the sum of their losses, at the last stage."""
         self._work = work
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        self._exec_schedule(FlushSchedule(self.layout, Flow(self.layout, control, work), work))
+        passes = FlushSchedule(self.layout, Flow(self.layout, control, work), work)
+        self._exec_schedule(passes)
         self.neighbours.settle()
-        return self.total_loss
+        return passes.computed, self.total_loss
 
     # --- what is done otherwise than in DeepSpeed; the map holds functions, so overriding a method would not be enough -----
 

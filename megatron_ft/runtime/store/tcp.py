@@ -9,7 +9,6 @@ Failures it assumes: the server is killed (refused or reset at once), frozen, cu
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_ft.errors import LaunchError
+from megatron_ft.runtime import sockets
 from megatron_ft.runtime.store.guard import Guard, Overdue
 from megatron_ft.runtime.store.port import RETRY_PAUSE_S, StoreGone, StoreSilent, Verify
 
@@ -152,8 +152,8 @@ class _Client:
     def __init__(self, peer: tuple[str, int]) -> None:
         self.store: Any = None
         self._peer = peer
-        self._before = _sockets_to(peer)
-        self._own: dict[int, int] | None = None
+        self._before = sockets.connected_to(peer)
+        self._own: sockets.Sockets | None = None
 
     def connect(self, host: str, port: int, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
@@ -176,14 +176,10 @@ class _Client:
 
     def cut(self) -> None:
         """Shut the sockets down: the blocked call of an abandoned thread returns, and the thread ends."""
-        for fd, inode in (self._appeared() if self._own is None else self._own).items():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.fstat(fd).st_ino == inode:
-                    with socket.socket(fileno=os.dup(fd)) as duplicate:
-                        duplicate.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._appeared() if self._own is None else self._own)
 
-    def _appeared(self) -> dict[int, int]:
-        return {fd: inode for fd, inode in _sockets_to(self._peer).items() if self._before.get(fd) != inode}
+    def _appeared(self) -> sockets.Sockets:
+        return {fd: inode for fd, inode in sockets.connected_to(self._peer).items() if self._before.get(fd) != inode}
 
 
 def _connect(
@@ -203,21 +199,6 @@ def _connect(
     if verify is not None:
         verify(client.get)
     return client
-
-
-def _sockets_to(peer: tuple[str, int]) -> dict[int, int]:
-    """fd -> inode of this process's sockets connected to ``peer``. The inode tells a socket from a later one."""
-    found = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # closed meanwhile, no socket, or not connected
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                found_peer = duplicate.getpeername()
-            # A socket of the Unix domain has a name, or none, instead of an address.
-            if isinstance(found_peer, tuple) and (found_peer[0].removeprefix("::ffff:"), found_peer[1]) == peer:
-                found[int(name)] = os.fstat(int(name)).st_ino
-    return found
 
 
 def host(bind: str, port: int) -> tuple[Any, int]:
