@@ -9,7 +9,7 @@ RUN := runs/demo
 RUNS ?= 60
 SEED ?= 0
 
-.PHONY: help setup demo test test-system chaos lint bench clean
+.PHONY: help setup demo test test-system chaos deepspeed-kills lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,9 +36,9 @@ lint: setup
 	$(BIN)/ruff check .
 
 test: setup lint
-	$(BIN)/python -m pytest --ignore=tests/system
+	$(BIN)/python -m pytest --ignore=tests/system --durations=30
 
-# make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces); skipped with the reason where it is missing
+# make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh); skipped with the reason where it is missing
 test-system: setup
 	$(BIN)/python -m pytest tests/system
 
@@ -46,9 +46,15 @@ test-system: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED)
 
+# make deepspeed-kills  ranks of DeepSpeed pipelines killed at every moment of a flush
+deepspeed-kills: setup
+	$(BIN)/python -m tests.deepspeed_kills
+
 # make bench  the benchmarks; raw numbers go to benchmarks/results
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py --unblock
+	$(BIN)/python benchmarks/deepspeed_overhead.py
 	$(BIN)/python benchmarks/kill_to_commit.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/recovery.py --hogs 10

@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_ft" / "__init__.
 
 TRACK = ["tensorboard>=2.15", "wandb>=0.16"]
 DEEPSPEED = ["deepspeed==0.19.8"]  # its pipeline engine is used beyond what is documented: pinned
+TEST = ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6", "transformers>=4.56"]
 
 setup(
     name="megatron_ft",
@@ -38,6 +39,6 @@ setup(
         "plan": ["pyyaml>=6.0"],  # for clusters described in YAML; JSON and flags need nothing
         "sim": [],  # nothing beyond the base install
         "track": TRACK,
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6", *TRACK, *DEEPSPEED],
+        "dev": [*TEST, *TRACK, *DEEPSPEED],
     },
 )

@@ -14,6 +14,7 @@ from megatron_ft import __version__
 from megatron_ft.errors import FTError
 
 if TYPE_CHECKING:
+    from megatron_ft.config import RunConfig
     from megatron_ft.launch.forkserver import ForkServer
 
 
@@ -156,14 +157,15 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, required=True, help="replica groups to start with (N)")
-    parser.add_argument("--ranks-per-group", type=int, default=1, help="ranks that share a group's work (default: 1)")
+    parser.add_argument("--ranks-per-group", type=int, help="default: pipeline stages x slices of the config, else 1")
     parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON")
     parser.add_argument("--run-dir", type=Path, required=True, help="where the run record goes")
     parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")
     hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
-    hosts.add_argument("--hosts", type=int, default=1, metavar="H", help="how many (default: 1)")
-    hosts.add_argument("--host-rank", type=int, default=0, metavar="K", help="this one; host 0 has the control store")
+    hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: 1)")
+    hosts.add_argument("--host-rank", type=int, metavar="K", help="this one; host 0 has the control store")
     hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
     hosts.add_argument("--job-id", metavar="ID", help="with etcd: a new name, the same on all hosts")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
@@ -176,35 +178,58 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    from megatron_ft import config
     from megatron_ft.launch import forkserver
 
+    run = config.load(options.config, groups=options.groups, ranks_per_group=options.ranks_per_group)
+    if options.hostfile is not None:
+        _apply_hostfile(options, run)
     forks = None
     if not options.no_preload:  # before torch is imported here: both take as long
-        here = max(1, options.groups // max(1, options.hosts)) * options.ranks_per_group
+        here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
         forks = forkserver.ForkServer(forkserver.common_environment(here), options.preload)
     try:
-        return _launch_from(options, forks)
+        return _launch_from(options, run, forks)
     finally:
         if forks is not None:
             forks.close()
 
 
-def _launch_from(options: argparse.Namespace, forks: ForkServer | None) -> int:
+def _apply_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
+    """What a hostfile says in place of other options."""
+    from megatron_ft.config import EMBEDDED
+    from megatron_ft.errors import LaunchError
+    from megatron_ft.launch import hostfile
+
+    path = options.hostfile
+    if options.hosts is not None or options.store is not None:
+        raise LaunchError("--hostfile says what --hosts and --store say; leave these out")
+    found = hostfile.read(path)
+    hostfile.check(path, found, run)
+    options.hosts = len(found)
+    if options.host_rank is None:
+        options.host_rank = hostfile.own_rank(path, found)
+    if options.hosts > 1:
+        embedded = run.fault_tolerance.store == EMBEDDED
+        if embedded and not options.port:
+            raise LaunchError(f"--port is missing; it is a free port of {found[0].name}, for the control store")
+        options.store = f"{found[0].name}:{options.port}" if embedded else None
+
+
+def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
     from megatron_ft.launch.agent import Agent, LaunchOptions
     from megatron_ft.report import follow, tracker
 
     tracker.check_trackers(options.track)
     agent = Agent(
         LaunchOptions(
-            groups=options.groups,
-            ranks_per_group=options.ranks_per_group,
-            config=options.config,
+            config=run,
             run_dir=options.run_dir,
             script=options.script,
             arguments=options.arguments,
             port=options.port,
-            hosts=options.hosts,
-            host_rank=options.host_rank,
+            hosts=1 if options.hosts is None else options.hosts,
+            host_rank=options.host_rank or 0,
             store=options.store,
             address=options.address,
             job_id=options.job_id,

@@ -1,7 +1,7 @@
 """The ``"fault_tolerance"`` section of a DeepSpeed-style JSON config: typed, frozen, validated once, before any process.
 
-An explicit value beats the environment, always. Keys outside the section belong to the engine; those that DeepSpeed
-knows and this version does not act on are named in a warning instead of being ignored in silence.
+An explicit value beats the environment, always. Keys outside the section belong to the engine: DeepSpeed gets them, and
+the plain engine names them in a warning instead of ignoring them in silence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ft import split
 from megatron_ft.core import replication
 from megatron_ft.errors import ConfigError
 
@@ -29,13 +30,14 @@ USED_ENGINE_KEYS = frozenset(
         "fault_tolerance",
     }
 )
-IGNORED_ENGINE_KEYS = frozenset(
+ENGINE_KEYS = frozenset(
     """optimizer scheduler fp16 bf16 amp zero_optimization zero_allow_untested_optimizer steps_per_print
     wall_clock_breakdown dump_state prescale_gradients gradient_predivide_factor sparse_gradients communication_data_type
     activation_checkpointing flops_profiler comms_logger tensorboard wandb csv_monitor monitor_config aio autotuning
     data_types data_efficiency curriculum_learning elasticity pipeline compression_training checkpoint
     tensor_parallel memory_breakdown seed disable_allgather sparse_attention""".split()
 )
+"""Those of DeepSpeed that only its engine acts on."""
 
 
 def _auto_or_count(name: str, value: Any) -> int | str:
@@ -48,6 +50,14 @@ def _auto_or_positive(name: str, value: Any) -> float | str:
     if value != AUTO and (not _is_number(value) or value <= 0):
         raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a number > 0')
     return value if value == AUTO else float(value)
+
+
+def _model(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a JSON object like Hugging Face's config.json, or the path of such a file"
+        )
+    return dict(value)
 
 
 def _auto_or_domains(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...] | str:
@@ -129,6 +139,9 @@ class FaultToleranceConfig:
     seed: int = 0
     """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
+    model: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _model})
+    """What the model looks like, in the words of Hugging Face's config.json, or the path of one beside the config: checked
+    against the ranks of a group before anything starts; the script gets it as ``session.config.model``."""
 
     def check(self) -> None:
         _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
@@ -162,6 +175,21 @@ class RunConfig:
         """N*G, the number of microbatches in every step."""
         return self.groups * self.microbatches_per_group
 
+    @property
+    def stages(self) -> int:
+        """Of a group's pipeline, ``pipeline.stages`` of the config."""
+        return split.stages(self.engine)
+
+    @property
+    def slices(self) -> int:
+        """Of each stage (tensor parallelism), ``tensor_parallel.autotp_size`` of the config."""
+        return split.slices(self.engine)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """What the model looks like, as ``fault_tolerance.model`` says."""
+        return self.fault_tolerance.model
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -174,35 +202,50 @@ class RunConfig:
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 
 
-def load(path: str | Path, *, groups: int, ranks_per_group: int = 1) -> RunConfig:
+def load(path: str | Path, *, groups: int, ranks_per_group: int | None = None) -> RunConfig:
     """Read and resolve a config file. Raises ``ConfigError`` naming value, rule and remedy."""
+    return resolve(read(path), groups=groups, ranks_per_group=ranks_per_group)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The settings of a config file as they are there, with the file that describes the model read, too."""
     path = Path(path)
+    raw = _json(path, "config")
+    section = raw.get("fault_tolerance")
+    if isinstance(section, dict) and isinstance(section.get("model"), str):
+        raw["fault_tolerance"] = {**section, "model": _json(path.parent / section["model"], "fault_tolerance.model")}
+    return raw
+
+
+def _json(path: Path, what: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config {path} does not exist; give the path of a DeepSpeed-style JSON file") from None
+        kind = "DeepSpeed-style JSON file" if what == "config" else "JSON file, seen from the config"
+        raise ConfigError(f"{what} {path} does not exist; give the path of a {kind}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} cannot be read: {error}") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
     try:
         raw = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"config {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+        raise ConfigError(f"{what} {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"config {path} holds a {type(raw).__name__}; it must be a JSON object {{...}}")
-    return resolve(raw, groups=groups, ranks_per_group=ranks_per_group)
+        raise ConfigError(f"{what} {path} holds a {type(raw).__name__}; it must be a JSON object {{...}}")
+    return raw
 
 
-def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) -> RunConfig:
-    """Validate a config that is already a mapping, for a run of ``groups`` groups."""
+def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None = None) -> RunConfig:
+    """Validate a config that is already a mapping, for a run of ``groups`` groups.
+
+    ``ranks_per_group``: by default what the settings of pipeline and tensor parallelism need.
+    """
     _at_least("--groups", groups, 1)
-    _at_least("--ranks-per-group", ranks_per_group, 1)
-    known = USED_ENGINE_KEYS | IGNORED_ENGINE_KEYS
+    if ranks_per_group is not None:
+        _at_least("--ranks-per-group", ranks_per_group, 1)
+    known = USED_ENGINE_KEYS | ENGINE_KEYS
     for key in raw:
-        if key not in known:
+        if key not in known | split.REFUSED_KEYS:
             raise ConfigError(f"setting {key!r} is not known{_nearest(key, known)}")
-    ignored = sorted(set(raw) & IGNORED_ENGINE_KEYS)
-    if ignored:
-        warnings.warn(f"settings not used by the torch_native engine: {', '.join(ignored)}", stacklevel=2)
     clipping = raw.get("gradient_clipping", 0.0)
     if not _is_number(clipping) or clipping < 0:
         raise ConfigError(f"gradient_clipping is {clipping!r}; it must be a number >= 0 (0 turns clipping off)")
@@ -213,14 +256,15 @@ def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int = 1) ->
             f"fault_tolerance.min_groups is {section.min_groups} but the run starts with {groups} groups; "
             f"lower it or start with more --groups"
         )
+    split.check(raw, section.model)
     samples, per_group = _batch(raw, groups)
     run = RunConfig(
         groups=groups,
-        ranks_per_group=ranks_per_group,
+        ranks_per_group=split.ranks_per_group(raw, ranks_per_group),
         samples_per_microbatch=samples,
         microbatches_per_group=per_group,
         gradient_clipping=float(clipping),
-        engine={key: value for key, value in raw.items() if key in IGNORED_ENGINE_KEYS},
+        engine={key: value for key, value in raw.items() if key in ENGINE_KEYS},
         fault_tolerance=section,
     )
     placement = placement_of(run)

@@ -214,12 +214,32 @@ def _all_reduce_between_two(rendezvous: str) -> list[str]:
 
 
 def _engines() -> list[Finding]:
-    later = "not in this version yet"
     return [
-        Finding("engine torch_native", OK, "plain PyTorch, groups of 1 rank, gloo"),
-        Finding("engine deepspeed", MISSING, later),
-        Finding("engine megatron", MISSING, later),
+        Finding("engine torch_native", OK, "plain PyTorch: session.wrap"),
+        _deepspeed(),
+        Finding("engine megatron", MISSING, "not in this version yet"),
+        _fused(),
     ]
+
+
+def _deepspeed() -> Finding:
+    """Its pipeline engine is used beyond what is documented: what is imported here is what ``session.deepspeed`` imports."""
+    name, remedy = "engine deepspeed", "optional; pip install 'megatron_ft[deepspeed]'"
+    if importlib.util.find_spec("deepspeed") is None:
+        return Finding(name, MISSING, "", remedy)
+    _, trouble = _try("from megatron_ft.engines.deepspeed import build")
+    if trouble:
+        return Finding(name, BROKEN, f"deepspeed {_version('deepspeed')}: {trouble}", remedy)
+    return Finding(name, OK, f"deepspeed {_version('deepspeed')}: session.deepspeed")
+
+
+def _fused() -> Finding:
+    """Which optimizer and norms ``megatron_ft.engines.fused`` gives here."""
+    output, trouble = _try("import json; from megatron_ft.engines import fused; print(json.dumps(fused.which()))")
+    if trouble:
+        return Finding("fused kernels", BROKEN, trouble, "reinstall torch")
+    found = json.loads(output.splitlines()[-1])
+    return Finding("fused kernels", OK, ", ".join(f"{what}: {whose}" for what, whose in found.items()))
 
 
 def _extras() -> list[Finding]:
@@ -227,7 +247,6 @@ def _extras() -> list[Finding]:
     return [
         _package("tensorboard", track),
         _package("wandb", track),
-        _package("deepspeed", "optional; pip install 'megatron_ft[deepspeed]'"),
         _package("megatron-core", "optional; pip install megatron-core", module="megatron.core"),
         _apex(),
         _package("transformers", "optional; pip install transformers"),

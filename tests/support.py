@@ -90,7 +90,7 @@ def start(
     preexec_fn: Callable[[], None] | None = None,
     script: Path = SCRIPT,
     groups: int = GROUPS,
-    own: Sequence[object] = (),
+    own: Sequence[object] = ("--layers", 2, "--width", 64, "--seq-len", 32),
     **changes,
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher, ``own`` those of
@@ -99,7 +99,7 @@ def start(
     # On a busy machine somebody is always slow: with another share of the work than these tests expect.
     changes["detector"] = {"stopped_timeout_s": TIMEOUT_S, "straggler_factor": 0, **changes.get("detector", {})}
     config = write_config(directory.with_suffix(".json"), **changes)
-    job = ["--data", data, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32, *own]
+    job = ["--data", data, "--steps", steps, "--seed", 1, *own]
     arguments = command(
         "launch", "--groups", groups, "--config", config, "--run-dir", directory, *extra, script, "--", *job
     )

@@ -3,7 +3,7 @@ tied or untied embeddings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -12,53 +12,63 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from layers import ByColumns, ByRows, Slices
 from torch import nn
 
-NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+from megatron_ft.config import RunConfig
+from megatron_ft.engines import fused
+from megatron_ft.errors import ConfigError
+
+NORMS = {"rms": fused.rms_norm(), "layer": fused.layer_norm()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig:
+    """Names as in Hugging Face's config.json."""
+
     vocab_size: int
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    seq_len: int = 128
+    num_hidden_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    max_position_embeddings: int = 128
     dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    """Whether the embedding and the output layer share their weight."""
     positions: str = "rotary"
     """rotary or learned"""
     norm: str = "rms"
     """rms or layer"""
-    tied: bool = True
-    """Whether the embedding and the output layer share their weight."""
 
-    def check(self, stages: int, slices: int) -> None:
-        """Raises ``ValueError`` for a model that cannot be split so."""
-        for name, known in (("positions", ("rotary", "learned")), ("norm", tuple(NORMS))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by {self.heads} heads")
-        if self.heads % slices:
-            raise ValueError(f"{self.heads} heads cannot be split over {slices} slices; use a number that divides them")
-        if stages > self.layers:
-            raise ValueError(f"{stages} stages for {self.layers} layers: one would have none; use at most {self.layers}")
+    @classmethod
+    def of(cls, run: RunConfig, vocab_size: int) -> GPTConfig:
+        """From ``fault_tolerance.model``. Raises ``ConfigError``."""
+        shape = {name: value for name, value in run.model.items() if name != "model_type"}
+        known = {f.name for f in fields(cls)} - {"vocab_size"}
+        if unknown := sorted(shape.keys() - known):
+            raise ConfigError(f"fault_tolerance.model.{unknown[0]} is not known here; known are: {', '.join(sorted(known))}")
+        config = cls(vocab_size=vocab_size, **shape)
+        for name, choices in (("positions", ("rotary", "learned")), ("norm", tuple(NORMS))):
+            if getattr(config, name) not in choices:
+                raise ConfigError(f"fault_tolerance.model.{name} is {shape[name]!r}; it must be one of {', '.join(choices)}")
+        return config
 
 
-def build(config: GPTConfig, stages: int, slices: int, seed: int) -> PipelineModule:
+def build(run: RunConfig, vocab_size: int, seed: int) -> PipelineModule:
     """This rank's stage and slice; call it after ``session.init_distributed()``."""
-    config.check(stages, slices)
-    own = Slices.of_stage(slices)
+    config, own = GPTConfig.of(run, vocab_size), Slices.of_stage(run.slices)
     embedding = TiedLayerSpec("embedding", Embedding, config, forward_fn=embed, tied_weight_attr="weight")
-    if config.tied:
+    if config.tie_word_embeddings:
         head = TiedLayerSpec("embedding", Embedding, config, forward_fn=project, tied_weight_attr="weight")
     else:
         embedding, head = LayerSpec(Embedding, config), LayerSpec(Head, config)
-    blocks = [LayerSpec(Block, config, own) for _ in range(config.layers)]
-    layers = [embedding, *blocks, LayerSpec(NORMS[config.norm], config.width), head]
+    blocks = [LayerSpec(Block, config, own) for _ in range(config.num_hidden_layers)]
+    return pipeline([embedding, *blocks, LayerSpec(NORMS[config.norm], config.hidden_size), head], "Block", run, seed)
+
+
+def pipeline(layers: list[LayerSpec], block: str, run: RunConfig, seed: int) -> PipelineModule:
+    """``block``: the class of which each stage gets equally many."""
     return PipelineModule(
         layers,
-        topology=PipeModelDataParallelTopology(num_pp=stages, num_mp=slices, num_dp=1),
+        topology=PipeModelDataParallelTopology(num_pp=run.stages, num_mp=run.slices, num_dp=1),
         loss_fn=loss_fn,
-        partition_method="type:Block",
+        partition_method=f"type:{block}",
         seed_layers=True,  # a layer's weights depend on its number, not on which ranks there are
         seed_fn=lambda number: torch.manual_seed(int(number)),
         base_seed=1000 * seed,
@@ -74,10 +84,10 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=0.02)
         if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.seq_len, config.width))
+            self.positions = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
             nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -97,7 +107,7 @@ class Head(nn.Linear):
     """[batch, sequence, width] -> logits."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config.width, config.vocab_size, bias=False)
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
         nn.init.normal_(self.weight, std=0.02)
 
 
@@ -106,12 +116,13 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, slices: Slices) -> None:
         super().__init__()
-        width = config.width
-        self.heads, self.dropout, self.rotary = config.heads // slices.count, config.dropout, config.positions == "rotary"
+        width = config.hidden_size
+        self.heads = config.num_attention_heads // slices.count
+        self.dropout, self.rotary = config.dropout, config.positions == "rotary"
         self.norm1, self.norm2 = NORMS[config.norm](width), NORMS[config.norm](width)
         self.qkv, self.out = ByColumns(width, 3 * width, slices, parts=3), ByRows(width, width, slices)
         self.up, self.down = ByColumns(width, 4 * width, slices), ByRows(4 * width, width, slices)
-        cos, sin = rotary_angles(config.seq_len, width // config.heads)
+        cos, sin = rotary_angles(config.max_position_embeddings, width // config.num_attention_heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

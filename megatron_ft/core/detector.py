@@ -52,7 +52,8 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Silent:
-    """The agent of host ``by`` hears nothing of host ``about``; ``heard`` takes it back. Both with their groups."""
+    """The agent of host ``by`` hears nothing of host ``about``; ``heard`` takes it back. Both with their groups: hosts have
+    whole groups, or both have a part of one and the same, or of two."""
 
     by: str
     about: str
@@ -96,6 +97,9 @@ def judge(signal: Signal) -> Verdict:
         case Silent(by=by, about=about, heard=heard, silent_s=silent_s):
             nothing = f"host {by} has heard nothing of host {about} for {silent_s:.1f} s"
             reason = f"host {by} hears host {about} again" if heard else nothing
+            shared = set(signal.groups_by) & set(signal.groups_about)
+            if shared and not heard:  # a group that has ranks on both: whichever of them is cut off, it has come apart
+                return Died(min(shared), f"{reason}, and the group has ranks on both")
             return Missed(signal.groups_by, signal.groups_about, reason, heard)
     raise TypeError(f"judge: {signal!r} is not a signal")
 

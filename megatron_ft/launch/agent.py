@@ -43,12 +43,10 @@ _HARMLESS = ("slow", "nan", "bitflip")
 class LaunchOptions:
     """What ``megatron-ft launch`` was asked for."""
 
-    groups: int
-    config: Path
+    config: config_module.RunConfig
     run_dir: Path
     script: Path
     arguments: Sequence[str] = ()
-    ranks_per_group: int = 1
     port: int = 0
     hosts: int = 1
     host_rank: int = 0
@@ -92,10 +90,7 @@ class Agent:
     """
 
     def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
-        self._options = options
-        self._config = config_module.load(
-            options.config, groups=options.groups, ranks_per_group=options.ranks_per_group
-        )
+        self._options, self._config = options, options.config
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         where = hosts.place(
@@ -140,9 +135,8 @@ class Agent:
             self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
         wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
         try:
-            for group in self._hosts.groups:
-                for position in range(self._config.ranks_per_group):
-                    self._ranks.append(self._start_rank(group, position))
+            for number, (group, position) in enumerate(self._hosts.ranks):
+                self._ranks.append(self._start_rank(group, position, number))
             self._end_forks()  # until ranks are started again, nobody needs it any more
             self._write_ranks()
             self._start_tracker()
@@ -159,7 +153,8 @@ class Agent:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, group: int, position: int) -> _Rank:
+    def _start_rank(self, group: int, position: int, number: int) -> _Rank:
+        """``number``: which of this host's ranks it is."""
         name = f"g{group}.p{position}"
         log, error = self._run_dir / "logs" / f"{name}.log", self._run_dir / "logs" / f"{name}.error"
         where = (self._hosts.store_address, self._hosts.place.address)
@@ -167,10 +162,11 @@ class Agent:
         beats = self._pulses / name
         pulse.create(beats)
         own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
-        # Which device of this host is its own; groups may share a host.
-        own["LOCAL_RANK"] = str(self._hosts.groups.index(group) * self._config.ranks_per_group + position)
+        # Which device of this host is its own, and how many of its group are here: groups may share a host, hosts a group.
+        together = sum(other == group for other, _ in self._hosts.ranks)
+        own |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(together)}
         with log.open("wb") as output:
-            common = forkserver.common_environment(len(self._hosts.groups) * self._config.ranks_per_group)
+            common = forkserver.common_environment(len(self._hosts.ranks))
             process = self._start_process({**self._nccl, **common, **env, **own}, output)
         start = start_of(process.pid)
         return _Rank(group, position, process, start, time.time(), log, error, monitor.Watched(process.pid, beats))

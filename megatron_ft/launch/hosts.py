@@ -18,6 +18,7 @@ from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch.heartbeat import Beats, Change
 from megatron_ft.launch.keeper import Keeper
 from megatron_ft.runtime import store
+from megatron_ft.types import GroupId
 
 MEET_TIMEOUT_S = 300.0
 _ASK_TIMEOUT_S = 2.0
@@ -46,6 +47,7 @@ def place(
 ) -> Place:
     """From the launcher's options. Raises ``LaunchError`` for what cannot be."""
     groups, setting = config.groups, config.fault_tolerance.store
+    per_group = config.ranks_per_group
     etcd = setting if setting.startswith(ETCD) else None
     if hosts < 1 or not 0 <= rank < hosts:
         raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
@@ -53,8 +55,11 @@ def place(
         raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
     if hosts == 1:
         return Place(store=etcd or f"{_LOOPBACK}:{port}", job=uuid.uuid4().hex)
-    if groups < hosts:
-        raise LaunchError(f"--groups is {groups} and --hosts is {hosts}; every host needs a group: use fewer hosts")
+    if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
+        raise LaunchError(
+            f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
+            f"equal part of one: use another number of hosts"
+        )
     if etcd:
         if job is None:
             raise LaunchError(
@@ -83,9 +88,16 @@ def _local_address(store_host: str) -> str:
         raise LaunchError(f"--store: there is no way to {store_host} from here ({error}); check the address") from None
 
 
-def groups_of(rank: int, hosts: int, groups: int) -> tuple[int, ...]:
-    """Neighbouring groups share a host, as evenly as possible."""
-    return tuple(range(rank * groups // hosts, (rank + 1) * groups // hosts))
+def ranks_of(rank: int, hosts: int, groups: int, per_group: int) -> tuple[tuple[GroupId, int], ...]:
+    """Group and position of each rank of a host. Neighbouring groups share a host, as evenly as possible; where there are
+    more hosts than groups, neighbouring hosts share a group."""
+    if hosts <= groups:
+        own = range(rank * groups // hosts, (rank + 1) * groups // hosts)
+        return tuple((group, position) for group in own for position in range(per_group))
+    across = hosts // groups
+    group, part = divmod(rank, across)
+    share = per_group // across
+    return tuple((group, position) for position in range(part * share, (part + 1) * share))
 
 
 class Hosts:
@@ -109,9 +121,9 @@ class Hosts:
         self.beats = Beats(where.address, where.rank, self.run_id, least_s)
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """Those that this host runs."""
-        return self._groups(self.place.rank)
+    def ranks(self) -> tuple[tuple[GroupId, int], ...]:
+        """Group and position of those that this host runs."""
+        return self._ranks(self.place.rank)
 
     def look_after_store(self) -> None:
         """To be called now and then: if this host has the store, somebody must keep it."""
@@ -128,8 +140,8 @@ class Hosts:
     def name(self) -> str:
         return self._names[self.place.rank]
 
-    def _groups(self, rank: int) -> tuple[int, ...]:
-        return groups_of(rank, self.place.hosts, self._config.groups)
+    def _ranks(self, rank: int) -> tuple[tuple[GroupId, int], ...]:
+        return ranks_of(rank, self.place.hosts, self._config.groups, self._config.ranks_per_group)
 
     def _join(self) -> str:
         """Which run it is. Raises ``LaunchError`` when it is not the one this agent was started for."""
@@ -174,7 +186,7 @@ class Hosts:
     def signal(self, change: Change) -> detector.Silent:
         """What the beats say, for everybody."""
         mine, other = self.place.rank, change.rank
-        groups = self._groups(mine), self._groups(other)
+        groups = (tuple(sorted({group for group, _ in self._ranks(rank)})) for rank in (mine, other))
         return detector.Silent(self._names[mine], self._names[other], *groups, change.silent_s, change.heard)
 
     def leave(self) -> None:

@@ -15,7 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_ft import config as config_module
+from megatron_ft import split
 from megatron_ft.errors import FTError, LaunchError
+
+_FROM = f"--ranks-per-group, or {split.STAGES} x {split.SLICES} of the config"
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,17 @@ def _found(launcher: str, env: Mapping[str, str], local: str, hosts: str, host: 
 
 
 def command(found: Found, options: argparse.Namespace) -> list[str]:
-    """The arguments of ``megatron-ft`` on this host. Raises ``LaunchError``."""
-    per_group = options.ranks_per_group
-    if found.ranks % per_group or found.local % per_group:
-        raise LaunchError(
-            f"{found.launcher} starts {found.ranks} ranks, {found.local} on this host; a group has {per_group} "
-            f"(--ranks-per-group), which must divide both"
-        )
+    """The arguments of ``megatron-ft`` on this host. Raises ``FTError``."""
     config = options.config or _config_of(options.arguments)
     if config is None:
         raise LaunchError("no config: pass --config before the script, or --deepspeed_config after it")
+    per_group = split.ranks_per_group(config_module.read(config), options.ranks_per_group)
+    whole_groups, whole_hosts = found.local % per_group == 0, per_group % found.local == 0
+    if found.ranks % per_group or not (whole_groups or whole_hosts):
+        raise LaunchError(
+            f"{found.launcher} starts {found.ranks} ranks, {found.local} on this host; a group has {per_group} "
+            f"({_FROM}), so there must be whole groups, and each host have some of them or an equal part of one"
+        )
     several = ["--hosts", found.hosts, "--host-rank", found.host, "--store", f"{found.address}:{found.port}"]
     words = [
         "launch",
@@ -100,7 +105,7 @@ def _config_of(arguments: Sequence[str]) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_ft.launch.shim", description=__doc__.splitlines()[0])
     parser.add_argument("--local_rank", "--local-rank", help="ignored: the environment says it, too")
-    parser.add_argument("--ranks-per-group", type=int, default=1, metavar="M", help="ranks of a replica group (default: 1)")
+    parser.add_argument("--ranks-per-group", type=int, metavar="M", help="default: as the config says, else 1")
     parser.add_argument("--run-dir", required=True, metavar="DIR", help="where the run record goes")
     parser.add_argument("--config", metavar="JSON", help="default: the script's --deepspeed_config")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that the run directory holds")

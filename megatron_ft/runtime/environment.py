@@ -31,8 +31,10 @@ class RankEnvironment:
     config: RunConfig
 
     def to_env(self) -> dict[str, str]:
-        """Our variables, plus the usual ones scoped to the group: to any engine the group is the world."""
-        ranks = self.config.ranks_per_group
+        """Our variables, plus the usual ones scoped to the group: to any engine the group is the world.
+
+        The agent adds those of the host.
+        """
         return {
             f"{_PREFIX}RUN_ID": self.run_id,
             f"{_PREFIX}GROUP": str(self.group),
@@ -42,9 +44,7 @@ class RankEnvironment:
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
             f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
             "RANK": str(self.position),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(self.position),
-            "LOCAL_WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(self.config.ranks_per_group),
         }
 
     @classmethod

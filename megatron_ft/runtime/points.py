@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,13 +52,17 @@ LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Hold:
-    """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one."""
+    """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
+
+    ``after``: when it has passed it so many times in that step before, e.g. two forward passes.
+    """
 
     group: int
     step: int
     point: str
     bucket: int | None = None
     position: int = 0
+    after: int = 0
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -77,7 +81,7 @@ class Order:
     ``fault`` names it in the record; empty for a hold of the environment. ``step`` None: of any step, ``bucket`` None: any
     (for a corruption: whichever ``seed`` draws). ``duration_s``: of ``gil``. ``factor``, ``steps``: how many times longer
     computing takes, and in how many steps (``slow``). ``what``: ``loss`` or ``gradient`` becomes NaN. ``bit``: which one is
-    flipped, 0 the lowest; None: drawn.
+    flipped, 0 the lowest; None: drawn. ``after``: as of a :class:`Hold`, of a certain step.
     """
 
     fault: str
@@ -91,6 +95,7 @@ class Order:
     what: str = "gradient"
     bit: int | None = None
     seed: int = 0
+    after: int = 0
 
 
 class Corruptible(Protocol):
@@ -149,7 +154,8 @@ class Points:
         self._group, self._position, self._run_dir = group, position, run_dir
         mine = [hold for hold in holds if (hold.group, hold.position) == (group, position)]
         self._orders = [
-            Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket) for hold in mine
+            Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket, after=hold.after)
+            for hold in mine
         ]
         self._mailbox = None if run_dir is None else os.fspath(mailbox(run_dir, group, position))
         self._seen: tuple[int, int] | None = None
@@ -182,7 +188,10 @@ class Points:
             self._slow = self._slow.pace(step, computes=point in ("forward", "backward"))
         for order in list(self._orders):
             if order.action not in _CORRUPTIONS and order.point == point and _fits(order, step, bucket):
-                self._carry_out(order, step, bucket)
+                if order.after:
+                    self._orders[self._orders.index(order)] = replace(order, after=order.after - 1)
+                else:
+                    self._carry_out(order, step, bucket)
         self._armed = bool(self._orders) or self._slow is not None
 
     def corrupts(self, step: int) -> bool:

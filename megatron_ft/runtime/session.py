@@ -7,9 +7,11 @@ verdict on: to the rank, which unblocks the training thread at once, and to the 
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_ft import config as config_module
+from megatron_ft import split
 from megatron_ft.core import detector
 from megatron_ft.core.protocol import Died
 from megatron_ft.data.dataset import PackedDataset
@@ -115,6 +118,10 @@ class Session:
 
         The optimizer, learning-rate scheduler and gradients belong to the engine from here on.
         """
+        split.refuse_whole_model(self.config.engine, "a model given to session.wrap")
+        if self.config.engine:
+            names = ", ".join(sorted(self.config.engine))
+            warnings.warn(f"settings that only session.deepspeed uses, not session.wrap: {names}", stacklevel=2)
         return TorchNativeEngine(
             model,
             optimizer,
@@ -128,12 +135,14 @@ class Session:
     def init_distributed(self, backend: str | None = None) -> None:
         """Instead of ``deepspeed.init_distributed`` or ``torch.distributed.init_process_group``: the world is this group.
 
-        Call it before anything is built that needs process groups. ``backend``: by default nccl with GPUs, else gloo.
+        Call it before anything is built that needs process groups. DeepSpeed's communication is initialised with it, if
+        DeepSpeed is imported already or the config has settings of it. ``backend``: by default nccl with GPUs, else gloo.
         """
         if self._world is None:
             with self._until_lost():
                 self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
-        if "deepspeed" in sys.modules:
+        expected = self.config.engine and importlib.util.find_spec("deepspeed") is not None
+        if "deepspeed" in sys.modules or expected:
             from megatron_ft.engines.deepspeed import build
 
             build.init_communication()

@@ -6,12 +6,16 @@ milliseconds, here and at the peers. It does not say which connections are its o
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
+import struct
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+_SIOCGIFADDR = 0x8915
 Sockets = Mapping[int, int]
 """fd -> inode. The inode tells a socket from a later one on the same fd."""
 
@@ -60,6 +64,21 @@ def _peer(fd: int) -> Any:
             return duplicate.getpeername()
     except OSError:
         return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has this address (IPv4); None where none has."""
+    if address.startswith("127."):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
 
 
 def shut_down(sockets: Sockets) -> None:

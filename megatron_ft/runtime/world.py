@@ -51,6 +51,11 @@ class World:
                 "session.init_distributed(), and call it before anything else does"
             )
         world = cls()
+        interface = sockets.interface_of(env.address)
+        if interface is not None:  # else gloo asks what the host's name resolves to, which others may not reach
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         with world.made_here(env.store):
             store = cls._store(env, agreement, interrupted)
             dist.init_process_group(

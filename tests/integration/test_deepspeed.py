@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,50 +15,43 @@ from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.runtime.points import Hold
 from megatron_ft.types import Microbatch
 from tests import support
+from tests.deepspeed_kills import MODEL, SCRIPT, cases, flushes, kinds, patch_violations, play, start
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-SCRIPT = support.ROOT / "examples" / "pretrain_gpt_deepspeed" / "train.py"
-STEPS = 5
-
-
-def start(directory, data_dir, holds=(), *, stages=2, slices=1, own=(), **options) -> support.Run:
-    return support.start(
-        directory,
-        data_dir,
-        holds,
-        extra=["--ranks-per-group", stages * slices, "--preload", "deepspeed"],
-        own=["--stages", stages, "--slices", slices, *own],
-        **{"steps": STEPS, "script": SCRIPT, "groups": 2, **options},
-    )
-
-
-def spans(run: support.Run, group: int, position: int, step: int) -> list[tuple[str, float, float]]:
-    """What a rank did in one step."""
-    lines = (run.directory / "timeline" / f"g{group}.p{position}.jsonl").read_text().splitlines()
-    return [tuple(span) for line in map(json.loads, lines) if line["step"] == step for span in line["spans"]]
-
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, data_dir) -> support.Run:
-    """Two groups that are pipelines of two stages, without failures."""
-    run = start(tmp_path_factory.mktemp("alone") / "run", data_dir)
-    run.check()
+def alone(tmp_path_factory, data_dir):
+    """Failure-free runs by (groups, stages, slices); each is made once."""
+    found: dict[tuple[int, int, int], support.Run] = {}
+
+    def run(groups: int = 2, stages: int = 2, slices: int = 1) -> support.Run:
+        whole = groups, stages, slices
+        if whole not in found:
+            directory = tmp_path_factory.mktemp("alone") / "run"
+            found[whole] = start(directory, data_dir, groups=groups, stages=stages, slices=slices)
+            found[whole].check()
+        return found[whole]
+
     return run
 
 
-STORIES = {
-    "a first stage in a forward pass": [Hold(1, 2, "forward")],
-    "a last stage in a backward pass": [Hold(1, 2, "backward", position=1)],
-    "a last stage in the all-reduce of its first bucket": [Hold(1, 2, "reduce", position=1)],
-}
+IN_CI = (
+    "2 x PP2 x TP2: rank 0 of group 1 in the second forward pass",
+    "2 x PP2 x TP2: rank 2 of group 1 in the last backward pass",
+    "2 x PP2 x TP2: rank 3 of group 1 in the all-reduce of the first bucket",
+    "3 x PP2 x TP1: rank 1 of group 1 in the first backward pass",
+    "3 x PP2 x TP1: rank 0 of group 1 in the optimizer's update",
+    "3 x PP2 x TP1: rank 1 of group 1, rank 0 of group 2 as another group takes a microbatch over",
+)
 
 
-@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
-def test_a_rank_that_dies_in_a_flush_costs_no_step(tmp_path, data_dir, alone, holds):
-    run = start(tmp_path / "run", data_dir, holds)
-    run.strike(*holds)
-    run.check(alone)
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_rank_that_dies_in_a_flush_costs_no_step(tmp_path, data_dir, alone, name):
+    (case,) = [case for case in cases() if case.name == name]
+    run = play(case, tmp_path / "run", data_dir)
+    run.check(alone(*case.whole))
+    assert not patch_violations(run, case)
 
 
 def test_what_is_taken_over_joins_the_running_flush(tmp_path, data_dir, alone):
@@ -68,26 +62,24 @@ def test_what_is_taken_over_joins_the_running_flush(tmp_path, data_dir, alone):
     os.kill(victim, signal.SIGKILL)
     support.wait_for(lambda: "group 1 is out" in (run.directory / "logs" / "g1.p0.log").read_text(), run)
     os.kill(frozen, signal.SIGCONT)
-    run.check(alone)
+    run.check(alone())
     for position in range(2):
-        kinds = [kind for kind, *_ in spans(run, 0, position, 2)]
+        found = kinds(run, 0, position)
         for kind in ("forward", "backward", "patch_forward", "patch_backward"):
-            assert kinds.count(kind) == support.PER_GROUP, "exactly what was lost is computed again"
-    first = [kind for kind, *_ in spans(run, 0, 0, 2)]
-    assert "backward" in first[first.index("patch_forward") :], "the pipeline has not run empty in between"
+            assert found.count(kind) == support.PER_GROUP, "exactly what was lost is computed again"
+    assert flushes(kinds(run, 0, 0)) == 1, "the pipeline has not run empty in between"
 
 
 UNEVEN = """
 from megatron_ft.core import scheduler
 from megatron_ft.types import Plan
 
-SHARES = {shares}
+PLANS = {plans}
 
 def uneven(step, shards, per_shard, live, *others, **named):
     ids = scheduler.microbatches_of_step(step, shards, per_shard)
-    order = ids if step % 2 else ids[::-1]
-    share = SHARES[step % len(SHARES)]
-    return Plan(step, {{0: order[:share], 1: order[share:]}}, "uneven")
+    order, share = PLANS[step % len(PLANS)]
+    return Plan(step, {{0: [ids[n] for n in order[:share]], 1: [ids[n] for n in order[share:]]}}, "uneven")
 
 scheduler.plan_step = uneven
 """
@@ -95,8 +87,12 @@ scheduler.plan_step = uneven
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_uneven_plans_equal_a_single_process(tmp_path, data_dir, slices):
-    shares = [4, 6, 8, 1, 0, 3, 7]
-    script = support.changed_script(tmp_path / "train.py", UNEVEN.format(shares=shares), SCRIPT)
+    """4/4, 6/2, 8/0, 1/7, 0/8, 3/5 and some at random, in any order."""
+    rng = random.Random(slices)
+    orders = [rng.sample(range(8), 8) for _ in range(9)]
+    shares = [4, 6, 8, 1, 0, 3, *(rng.randrange(9) for _ in range(3))]
+    plans = list(zip(orders, shares, strict=True))
+    script = support.changed_script(tmp_path / "train.py", UNEVEN.format(plans=plans), SCRIPT)
     run = start(tmp_path / "run", data_dir, script=script, steps=len(shares), slices=slices)
     run.finish()
     assert run.process.returncode == 0, run.logs()
@@ -105,20 +101,28 @@ def test_uneven_plans_equal_a_single_process(tmp_path, data_dir, slices):
     assert [line["params_norm"] for line in run.events("end")] == pytest.approx([norm], rel=1e-6)
 
 
-def single_process(data_dir, steps: int) -> tuple[list[float], float]:
-    """The example's model and optimizer without DeepSpeed, pipeline or groups: losses, and the parameters' norm."""
+@contextmanager
+def modules_of_the_example():
+    """Its modules can be imported, in place of others of these names."""
+    names = ("model", "layers", "llama")
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(SCRIPT.parent))
-    others = {name: sys.modules.pop(name) for name in ("model", "layers") if name in sys.modules}
     try:
-        import model as example
-        from layers import Slices
+        yield
     finally:
         sys.path.remove(str(SCRIPT.parent))
-        for name in ("model", "layers"):
+        for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(others)
+
+
+def single_process(data_dir, steps: int) -> tuple[list[float], float]:
+    """The example's model and optimizer without DeepSpeed, pipeline or groups: losses, and the parameters' norm."""
+    with modules_of_the_example():
+        import model as example
+        from layers import Slices
     dataset = PackedDataset(data_dir, seq_len=32, samples_per_microbatch=2, groups=2, microbatches_per_group=4, seed=1)
-    config = example.GPTConfig(dataset.vocab_size, layers=2, width=64, seq_len=32)
+    config = example.GPTConfig(vocab_size=dataset.vocab_size, **MODEL)
     makers = [lambda: example.Embedding(config), *(lambda: example.Block(config, Slices()) for _ in range(2))]
     modules = []
     for number, make in enumerate([*makers, lambda: torch.nn.RMSNorm(64)]):
@@ -179,12 +183,70 @@ def test_a_plain_engine_trains_what_plain_pytorch_does(tmp_path, data_dir, nativ
     run.check(native)
 
 
-def test_bf16_keeps_the_step_too(tmp_path, data_dir):
-    """The same run with a kill, to bf16's precision."""
-    bf16 = {"engine": {"bf16": {"enabled": True}}}
-    alone = start(tmp_path / "alone", data_dir, **bf16)
+VARIANTS = {
+    "bf16": {"engine": {"bf16": {"enabled": True}}},
+    "ZeRO-1, learned positions, LayerNorm, untied": {
+        "engine": {"zero_optimization": {"stage": 1}},
+        "model": {**MODEL, "positions": "learned", "norm": "layer", "tie_word_embeddings": False, "dropout": 0.1},
+    },
+    "optimizer and scheduler of the config": {
+        "engine": {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}},
+        }
+    },
+    "Hugging Face's Llama, two slices": {
+        "model": {**MODEL, "model_type": "llama", "intermediate_size": 96, "num_key_value_heads": 2},
+        "slices": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_other_models_and_numbers_keep_the_step_too(tmp_path, data_dir, options):
+    """The same run with a kill, and nothing is compiled for it."""
+    if "llama" in options.get("model", {}).get("model_type", ""):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    alone = start(tmp_path / "alone", data_dir, **options)
     alone.check()
     holds = [Hold(1, 2, "backward", position=1)]
-    run = start(tmp_path / "run", data_dir, holds, **bf16)
+    run = start(tmp_path / "run", data_dir, holds, **options)
     run.strike(*holds)
     run.check(alone)
+
+
+def test_the_llama_computes_what_hugging_faces_does():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    with modules_of_the_example():
+        import llama
+        from layers import Slices
+    shape = {**MODEL, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(vocab_size=50, attn_implementation="sdpa", **shape)
+    theirs = transformers.LlamaForCausalLM(config)
+    ours = [
+        llama.Embedding(config),
+        *(llama.Layer(config, number, Slices()) for number in range(config.num_hidden_layers)),
+        llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+        llama.Head(config),
+    ]
+    whole = [theirs.model.embed_tokens, *theirs.model.layers, theirs.model.norm, theirs.lm_head]
+    x = tokens = torch.randint(0, 50, (2, 16))
+    for mine, other in zip(ours, whole, strict=True):
+        mine.load_state_dict(other.state_dict())
+        x = mine(x)
+    torch.testing.assert_close(x, theirs(tokens).logits)
+
+
+def test_a_first_start_compiles_nothing(tmp_path, data_dir, monkeypatch):
+    """DeepSpeed would build its all-reduce through shared memory, and its optimizers, on a machine that never had them."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    run = start(tmp_path / "run", data_dir, engine={"bf16": {"enabled": True}})
+    run.check()
+    assert not (tmp_path / "built").exists()
+
+
+def test_two_jobs_on_one_machine_do_not_meet(tmp_path, data_dir, alone):
+    runs = [start(tmp_path / name, data_dir) for name in ("one", "other")]
+    for run in runs:
+        run.check(alone())

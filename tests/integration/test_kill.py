@@ -11,16 +11,21 @@ from tests.support import GROUPS, STEPS
 LAST_BUCKET = 6
 
 STORIES = {
-    "before anything of the step": [Hold(3, 3, "begin")],
-    "in a forward": [Hold(1, 3, "forward")],
-    "in a backward": [Hold(2, 3, "backward")],
-    "in the first all-reduce": [Hold(2, 3, "reduce", 0)],
-    "in the last all-reduce": [Hold(2, 3, "reduce", LAST_BUCKET)],
-    "between two buckets": [Hold(1, 3, "bucket", 0)],
-    "after the last bucket": [Hold(1, 3, "gate")],
-    "during the update": [Hold(3, 3, "update")],
-    "the group that writes the history, during the update": [Hold(0, 3, "update")],
-    "the group that writes the history, in an all-reduce": [Hold(0, 3, "reduce", 1)],
+    "in a forward; in a backward; in the last all-reduce": [
+        Hold(1, 1, "forward"),
+        Hold(2, 3, "backward"),
+        Hold(3, 5, "reduce", LAST_BUCKET),
+    ],
+    "before anything of the step; between two buckets; after the last bucket": [
+        Hold(3, 1, "begin"),
+        Hold(1, 3, "bucket", 0),
+        Hold(2, 5, "gate"),
+    ],
+    "in the first all-reduce; during the update": [Hold(2, 1, "reduce", 0), Hold(3, 3, "update")],
+    "the group that writes the history: in an all-reduce; during the update": [
+        Hold(0, 2, "reduce", 1),
+        Hold(1, 5, "update"),
+    ],
     "two groups at once": [Hold(1, 3, "backward"), Hold(3, 3, "backward")],
     "a second one after its report on the first": [Hold(2, 3, "reduce", 1), Hold(0, 3, "recover")],
     "a second one while it patches for the first": [Hold(2, 3, "backward"), Hold(1, 3, "patch")],

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import config
+from megatron_ft import config, split
 from megatron_ft.config import RunConfig
 from megatron_ft.core import replication
 from megatron_ft.core.replication import shared_hosts
-from megatron_ft.errors import ConfigError
+from megatron_ft.errors import ConfigError, EngineError
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,69 @@ def test_what_domains_cannot_have_is_told():
         config.resolve({"fault_tolerance": section}, groups=4)
 
 
-def test_a_setting_of_deepspeed_that_is_not_used_is_named():
-    with pytest.warns(UserWarning, match="zero_optimization"):
-        config.resolve({"zero_optimization": {"stage": 1}}, groups=2)
+def test_the_config_says_how_a_group_is_split():
+    raw = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True}}
+    resolved = config.resolve(raw, groups=3)
+    assert (resolved.ranks_per_group, resolved.stages, resolved.slices) == (4, 2, 2)
+    assert config.resolve(raw, groups=3, ranks_per_group=4) == resolved
+    assert config.resolve({"pipeline": {"stages": "auto"}}, groups=3, ranks_per_group=5).ranks_per_group == 5
+    assert config.resolve({}, groups=3).ranks_per_group == 1
+
+
+PIPELINE = {"pipeline": {"stages": 2}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "ranks", "words"),
+    [
+        (PIPELINE, 3, ["--ranks-per-group is 3", "pipeline.stages 2 x tensor_parallel.autotp_size 1 are 2", "leave it out"]),
+        (PIPELINE, 4, ["--ranks-per-group is 4", "data parallelism would be declared twice", "2 times as many --groups"]),
+        ({"pipeline": {"stages": 0}}, None, ["pipeline.stages is 0", ">= 1"]),
+        ({"pipeline": 2}, None, ["pipeline is 2", "object"]),
+        ({"data_parallel_size": 4}, None, ["data_parallel_size is 4", "declared twice", "--groups"]),
+        ({"mesh_param": [2, 2]}, None, ["mesh_param is [2, 2]", "declared twice"]),
+        ({"elasticity": {"enabled": True}}, None, ["elasticity is enabled", "leave it out"]),
+        ({"zero_optimization": {"stage": 3}}, None, ["zero_optimization.stage is 3", "pipeline"]),
+        ({**PIPELINE, "zero_optimization": {"stage": 2}}, None, ["stage is 2 and pipeline.stages 2", "0 or 1"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None, ["offloads", "leave it out"]),
+        ({"fp16": {"enabled": True}}, None, ["fp16", "bf16"]),
+        ({**PIPELINE, "fault_tolerance": {"model": {"num_hidden_layers": 3}}}, None, ["layers is 3", "use one of 1, 3"]),
+        (
+            {"tensor_parallel": {"autotp_size": 4}, "fault_tolerance": {"model": {"num_attention_heads": 6}}},
+            None,
+            ["num_attention_heads is 6", "autotp_size is 4", "use one of 1, 2, 3, 6"],
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 4}, "fault_tolerance": {"model": {"num_key_value_heads": 2}}},
+            None,
+            ["num_key_value_heads is 2", "autotp_size is 4"],
+        ),
+        ({"fault_tolerance": {"model": {"hidden_size": 10, "num_attention_heads": 4}}}, None, ["hidden_size is 10", "4"]),
+        ({"fault_tolerance": {"model": {"num_hidden_layers": "many"}}}, None, ["num_hidden_layers is 'many'", ">= 1"]),
+        ({"fault_tolerance": {"model": 7}}, None, ["fault_tolerance.model is 7", "config.json"]),
+    ],
+)
+def test_what_a_group_cannot_be_split_into_is_refused(raw, ranks, words):
+    with pytest.raises(ConfigError) as error:
+        config.resolve(raw, groups=2, ranks_per_group=ranks)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_model_that_is_not_split_contradicts_stages():
+    with pytest.raises(EngineError, match="pipeline.stages is 2 .* the model is not split"):
+        split.refuse_whole_model(PIPELINE, "the model")
+    split.refuse_whole_model({"zero_optimization": {"stage": 1}}, "the model")
+
+
+def test_the_model_may_be_in_a_file_of_its_own(tmp_path):
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "llama"}
+    (tmp_path / "llama.json").write_text(json.dumps(shape))
+    (tmp_path / "ds.json").write_text(json.dumps({"fault_tolerance": {"model": "llama.json"}}))
+    assert config.load(tmp_path / "ds.json", groups=2).model == shape
+    (tmp_path / "ds.json").write_text(json.dumps({"fault_tolerance": {"model": "lama.json"}}))
+    with pytest.raises(ConfigError, match="fault_tolerance.model .*lama.json does not exist"):
+        config.load(tmp_path / "ds.json", groups=2)
 
 
 def test_the_resolved_config_survives_json():

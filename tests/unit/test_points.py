@@ -126,6 +126,18 @@ def test_only_the_ordered_bucket_counts(tmp_path, rank):
         rank.reach("reduce", 0, 1)
 
 
+def test_a_point_may_have_to_be_passed_before(tmp_path):
+    """Two backward passes of step 2 go by; those of other steps do not count."""
+    rank = Points(0, [], run_dir=tmp_path)
+    post(tmp_path, Order(fault="k/1", action="exception", point="backward", step=2, after=2))
+    rank.reach("begin", 1)
+    for step in (1, 1, 1, 2, 2):
+        rank.reach("backward", step)
+    with pytest.raises(InjectedError):
+        rank.reach("backward", 2)
+    rank.reach("backward", 2)
+
+
 def test_unarmed_points_look_at_the_mailbox_once_a_step_and_nowhere_else(tmp_path, rank, monkeypatch):
     looks: list[object] = []
     stat = os.stat

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 
-from megatron_ft.errors import LaunchError
+from megatron_ft.errors import FTError
 from megatron_ft.launch import shim
 
 DEEPSPEED = {
@@ -30,6 +31,14 @@ TORCHRUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def configs(tmp_path, monkeypatch):
+    """ds.json and x.json, in the directory in which the shim is started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "x.json").write_text(json.dumps({"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}))
+
+
 def options(**changes) -> argparse.Namespace:
     known = {"ranks_per_group": 2, "run_dir": "runs/a", "config": None, "overwrite": False, "script": "train.py"}
     return argparse.Namespace(**{**known, "arguments": ["--deepspeed_config", "ds.json", "--steps", "3"], **changes})
@@ -47,8 +56,14 @@ def test_deepspeeds_launcher_on_two_hosts():
 def test_torchrun_on_one_host_leaves_its_port_alone():
     found = shim.find(TORCHRUN)
     assert (found.launcher, found.port, found.local_rank) == ("torchrun", 29501, 2)
-    words = shim.command(found, options(arguments=["--deepspeed_config=x.json"], overwrite=True))
+    words = shim.command(found, options(arguments=["--deepspeed_config=x.json"], overwrite=True, ranks_per_group=None))
     assert "--hosts" not in words and "--overwrite" in words and words[words.index("--config") + 1] == "x.json"
+    assert words[1:5] == ["--groups", "1", "--ranks-per-group", "4"], "the config says how a group is split"
+
+
+def test_a_group_may_have_ranks_on_several_hosts():
+    words = shim.command(shim.find(DEEPSPEED), options(ranks_per_group=8))
+    assert words[1:5] == ["--groups", "1", "--ranks-per-group", "8"]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +71,14 @@ def test_torchrun_on_one_host_leaves_its_port_alone():
     [
         ({}, {}, ["neither CROSS_RANK nor TORCHELASTIC_RUN_ID", "megatron-ft launch"]),
         ({**DEEPSPEED, "MASTER_ADDR": None}, {}, ["deepspeed", "without MASTER_ADDR"]),
-        (DEEPSPEED, {"ranks_per_group": 3}, ["8 ranks", "4 on this host", "3 (--ranks-per-group)"]),
+        (DEEPSPEED, {"ranks_per_group": 3}, ["8 ranks", "4 on this host", "3 (--ranks-per-group, or"]),
         (DEEPSPEED, {"arguments": []}, ["no config", "--deepspeed_config"]),
+        (DEEPSPEED, {"arguments": ["--deepspeed_config", "y.json"]}, ["y.json does not exist"]),
+        (DEEPSPEED, {"arguments": ["--deepspeed_config", "x.json"]}, ["--ranks-per-group is 2", "are 4"]),
     ],
 )
 def test_what_cannot_be_started_is_told(env, changes, words):
-    with pytest.raises(LaunchError) as error:
+    with pytest.raises(FTError) as error:
         shim.command(shim.find({name: value for name, value in env.items() if value is not None}), options(**changes))
     for word in words:
         assert word in str(error.value)

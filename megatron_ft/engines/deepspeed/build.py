@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ft import split
 from megatron_ft.config import AUTO, RunConfig
 from megatron_ft.errors import EngineError
 
@@ -33,7 +34,8 @@ deepspeed.ops.__compatible_ops__ = {}
 from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline  # noqa: E402
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine  # noqa: E402
 
-_OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance")
+_OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance", "tensor_parallel")
+"""Settings that DeepSpeed does not get: it would split the model itself, and its pipeline cannot have that."""
 
 
 def build(
@@ -69,6 +71,7 @@ def build(
         config = group_config(run, pipelined=True)
         given |= {"mpu": model.mpu(), "config": config, "config_class": DeepSpeedConfig(config, model.mpu())}
         return DeepSpeedPipeline(FlushingEngine(**given), **settings)
+    split.refuse_whole_model(run.engine, "the model")
     if loss_fn is None:
         raise EngineError("session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule")
     config = group_config(run, pipelined=False)
@@ -85,55 +88,49 @@ def init_communication() -> None:
 
 
 def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
-    """What DeepSpeed gets: the user's config, for one group. Raises ``EngineError``."""
+    """What DeepSpeed gets: the user's config, for one group. Raises ``EngineError``; ``megatron_ft.split`` has refused the
+    rest before the start."""
     given = run.engine
     zero = given.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-    refuse = [
-        (stage == 3, "zero_optimization.stage is 3", "split the model by a pipeline, or use stage 1 or 2"),
-        (pipelined and stage == 2, "zero_optimization.stage is 2 in a pipeline", "use 0 or 1"),
-        (_offloads(zero), "zero_optimization offloads", "gradients are reduced between groups where they are: leave it out"),
-        (_on(given, "fp16"), "fp16 is enabled", "its loss scale would differ between groups: use bf16"),
-        (_on(given, "amp"), "amp is enabled", "use bf16"),
-        (_on(given, "elasticity"), "elasticity is enabled", "it changes the world's size itself: megatron_ft does that"),
-        (_on(given, "compression_training"), "compression_training is set", "leave it out"),
-    ]
-    for wrong, what, remedy in refuse:
-        if wrong:
-            raise EngineError(f"the run's config: {what}, which megatron_ft does not support; {remedy}")
+    if pipelined and stage == 2:  # of which the config need not know (``megatron_ft.split``)
+        raise EngineError("zero_optimization.stage is 2, which a pipeline cannot have; use 0 or 1")
     config = {key: value for key, value in given.items() if key not in _OURS}
     config |= {"train_micro_batch_size_per_gpu": run.samples_per_microbatch, "gradient_accumulation_steps": 1}
     config.setdefault("steps_per_print", 2**31)
     # Each slice sends whole activations to the same slice of the next stage: DeepSpeed's way to send parts of them needs
     # collectives inside the stage, at moments that its own schedule fixes.
     config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
-    if stage == 2 or _on(given, "bf16"):
+    if "optimizer" in given:
+        config["optimizer"] = _not_compiled(given["optimizer"])
+    if stage == 2 or split.on(given, "bf16"):
         # Every rank keeps the whole local gradient, because a reduction is repeated from it: there is nothing left that
         # stage 2 could split. bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
         config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
-    if _on(given, "bf16"):
+    if split.on(given, "bf16"):
         config["data_types"] = {"grad_accum_dtype": "fp32", **given.get("data_types", {})}
     return config
+
+
+def _not_compiled(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ``optimizer`` section with torch's fused Adam in place of DeepSpeed's, which is compiled at the first start;
+    ``"torch_adam": false`` asks for that."""
+    params = {"torch_adam": True, **section.get("params", {})}
+    if str(section.get("type", "")).lower() not in ("adam", "adamw") or not params["torch_adam"]:
+        return section
+    return {**section, "params": params if "foreach" in params else {"fused": True, **params}}
 
 
 def _check_topology(model: PipelineModule, run: RunConfig) -> None:
     topology = model.topology()
     axes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
+    for axis, name, said in (("pipe", split.STAGES, run.stages), ("model", split.SLICES, run.slices)):
+        if said not in (1, axes.get(axis, 1)):
+            has = axes.get(axis, 1)
+            raise EngineError(f"the model's topology has {has} on the axis {axis!r}, {name} is {said}; change one of them")
     if axes.get("data", 1) > 1:
         raise EngineError(
             f"the model's topology has data parallelism {axes['data']} inside a group of {run.ranks_per_group} ranks; the "
             f"groups are the data parallelism: make stages x slices {run.ranks_per_group}, or start with --ranks-per-group "
             f"{run.ranks_per_group // axes['data']}"
         )
-
-
-def _on(config: Mapping[str, Any], key: str) -> bool:
-    section = config.get(key)
-    return bool(section.get("enabled", key == "compression_training") if isinstance(section, Mapping) else section)
-
-
-def _offloads(zero: Any) -> bool:
-    if not isinstance(zero, Mapping):
-        return False
-    devices = [zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
-    return any(device != "none" for device in devices) or bool(zero.get("cpu_offload"))

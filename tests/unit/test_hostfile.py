@@ -1,0 +1,66 @@
+"""Hostfiles: which host this is, and whether the run fits onto them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft import config
+from megatron_ft.errors import LaunchError
+from megatron_ft.launch import hostfile, hosts
+
+
+def written(tmp_path, text: str):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_this_host_is_found_by_its_name(tmp_path):
+    path = written(tmp_path, f"# two of them\nelsewhere.invalid slots=4\n\n{socket.gethostname()}  slots=4  # here\n")
+    found = hostfile.read(path)
+    assert [host.slots for host in found] == [4, 4] and found[0].name == "elsewhere.invalid"
+    assert hostfile.own_rank(path, found) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "groups", "ranks", "words"),
+    [
+        ("", 1, 1, ["names no host", "slots="]),
+        ("a slots=4\nb 4\n", 2, 4, ["line 2", "'b 4'", "NAME slots=RANKS"]),
+        ("a slots=4\na slots=4\n", 2, 4, ["names a twice"]),
+        ("a slots=4\nb slots=4\n", 3, 4, ["8 slots on 2 hosts", "3 groups of 4 ranks are 12", "an entry missing"]),
+        ("a slots=6\nb slots=2\n", 1, 8, ["a has slots=6", "put 4 there"]),
+    ],
+)
+def test_what_does_not_fit_is_told(tmp_path, text, groups, ranks, words):
+    path, run = written(tmp_path, text), config.resolve({}, groups=groups, ranks_per_group=ranks)
+    with pytest.raises(LaunchError) as error:
+        hostfile.check(path, hostfile.read(path), run)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_hosts_may_have_different_numbers_of_groups(tmp_path):
+    path = written(tmp_path, "a slots=4\nb slots=8\n")
+    hostfile.check(path, hostfile.read(path), config.resolve({}, groups=3, ranks_per_group=4))
+
+
+def test_a_host_that_is_not_listed_is_told(tmp_path):
+    path = written(tmp_path, "elsewhere.invalid slots=1\n")
+    with pytest.raises(LaunchError, match=f"no entry for this host, {socket.gethostname()}; it has elsewhere.invalid"):
+        hostfile.own_rank(path, hostfile.read(path))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
+def test_every_rank_is_on_one_host(groups, count, across, share):
+    """Whole groups on a host, or a group across hosts: as many as there are, each once, in order."""
+    if count > groups:
+        count = groups * across
+    per_group = across * share if count > groups else share
+    placed = [rank for host in range(count) for rank in hosts.ranks_of(host, count, groups, per_group)]
+    assert placed == [(group, position) for group in range(groups) for position in range(per_group)]
+    assert all(hosts.ranks_of(host, count, groups, per_group) for host in range(count))
