@@ -88,6 +88,7 @@ def take_turns(turns: dist.TCPStore, jobs: dict[str, list[subprocess.Popen]], ra
             turns.wait([f"{system}/done/{number}/all"])
             if number >= WARMUP:
                 found[system].append(time.perf_counter() - began)
+    turns.set("end", "")
     return found
 
 
@@ -141,7 +142,8 @@ def job(system: str, kind: str, data: Path, port: int, pairs: int) -> int:
         turns.wait([f"{system}/go/{number}"])
         next(step)
         meet(turns, f"{system}/done/{number}", kind)
-    list(step)  # the run ends
+    turns.wait(["end"])  # who ends while the other still trains is in its way
+    list(step)
     return 0
 
 

@@ -130,7 +130,7 @@ class DeepSpeedPipeline(_Adapter):
         self._sum_tied()
         told = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         told[0] = loss if self.engine.layout.slice == 0 else 0.0  # only the last stage has one
-        told[1] = sum(view.square().sum(dtype=torch.float64) for view in self._views(self._counted))
+        told[1] = sum(norm.double().square() for norm in torch._foreach_norm(self._views(self._counted)))
         dist.all_reduce(told)
         return float(told[0]), sqrt(float(told[1]))
 
