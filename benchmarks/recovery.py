@@ -53,7 +53,7 @@ def main() -> None:
     if options.hogs:
         import recovery_hogs
 
-        return recovery_hogs.main(options.hogs, no_hosts())
+        return recovery_hogs.main(options.hogs, no_hosts(), beside=not options.alone)
     results, skipped, loads = {}, {}, [os.getloadavg()[0]]
     for fault in options.faults:
         if fault == "cut" and no_hosts():
@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=int, default=[4, 50], metavar="MB", help="of the gradients")
     parser.add_argument("--quick", action="store_true", help="two trials of each fault, 4 MB, without torchft's defaults")
     parser.add_argument("--hogs", type=float, metavar="MINUTES", help="instead: who is given up on a busy machine?")
+    parser.add_argument("--alone", action="store_true", help="with --hogs: without torchft, which takes nine minutes more")
     options = parser.parse_args()
     if options.quick:
         options.trials, options.default_trials, options.sizes = 2, 0, [4]

