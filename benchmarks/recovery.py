@@ -10,7 +10,8 @@ alternate. Gradients have 4 MB or 50 MB; computing takes a few milliseconds.
 Ours, with default settings, from the run record: from the ``inject`` line, written right before the fault, to the ``step``
 line of the step that the first ``recovery`` line names, less the time of the patched microbatches (timeline, the slowest
 survivor). torchft: from the fault to the first commit of any survivor in which the victim has no part, and what became of
-the interrupted step: ``discarded``, or committed ``short`` of the victim's samples; ``split`` if survivors differ. Two
+the interrupted step: ``discarded``, or committed ``short`` of the victim's samples; ``split`` if survivors differ. Of both
+also the *delay*: so much later than a failure-free step would have ended did the interrupted one, or what came for it. Two
 settings: its defaults (only with the smallest gradients: it waits for timeouts, whatever the size), and tight ones
 (recovery_torchft.TIGHTEST; ``--hogs`` shows which of them hold on a busy machine). It is installed into an environment of
 its own on first use.
@@ -161,6 +162,7 @@ def summary(trials: list[dict]) -> dict:
         "reached": len(costs),
         "median_s": statistics.median(costs) if costs else None,
         "largest_s": max(costs, default=None),
+        "median_delay_s": statistics.median([t["delay_s"] for t in trials if t.get("delay_s") is not None] or [0.0]),
         "median_stall_s": statistics.median([trial["stall_s"] for trial in trials if "stall_s" in trial] or [0.0]),
         "interrupted_step": dict(Counter(map(fate, trials))),
         "false_alarms": sum(trial.get("false_alarms", 0) for trial in trials),
@@ -173,7 +175,7 @@ def summary(trials: list[dict]) -> dict:
 def report(results: dict[tuple[str, int], dict[str, list[dict]]]) -> list[dict]:
     """Print the table; returns what was asked for, and whether it was met."""
     verdicts = []
-    columns = f"{'reached':>8}{'median s':>10}{'largest s':>10}{'stall s':>9}"
+    columns = f"{'reached':>8}{'median s':>10}{'largest s':>10}{'delay s':>9}{'stall s':>9}"
     print(f"\n{'fault':6}{'MB':>4}  {'system':18}{columns}  interrupted step")
     for (fault, megabytes), systems in results.items():
         for system, trials in systems.items():
@@ -181,7 +183,8 @@ def report(results: dict[tuple[str, int], dict[str, list[dict]]]) -> list[dict]:
             step = ", ".join(f"{name} {count}" for name, count in row["interrupted_step"].items())
             numbers = "".join(f"{_seconds(row[name]):>10}" for name in ("median_s", "largest_s"))
             reached = f"{row['reached']}/{row['n']}"
-            print(f"{fault:6}{megabytes:>4}  {system:18}{reached:>8}{numbers}{_seconds(row['median_stall_s']):>9}  {step}")
+            numbers += "".join(f"{_seconds(row[name]):>9}" for name in ("median_delay_s", "median_stall_s"))
+            print(f"{fault:6}{megabytes:>4}  {system:18}{reached:>8}{numbers}  {step}")
         verdicts += judge(fault, megabytes, systems)
     for verdict in verdicts:
         print(f"{'ok  ' if verdict['met'] else 'MISS'} {verdict['asked']}: {verdict['found']}")
@@ -209,6 +212,14 @@ def judge(fault: str, megabytes: int, systems: dict[str, list[dict]]) -> list[di
                 "asked": f"{where}: at least {LEAST_RATIO:g} times faster than torchft at its tightest, patch included",
                 "found": "torchft did not get there" if ratio is None else f"{ratio:.1f} times",
                 "met": complete and ratio is not None and ratio >= LEAST_RATIO,
+            }
+        )
+        mine, other = ours["median_delay_s"], theirs["median_delay_s"]
+        verdicts.append(
+            {
+                "asked": f"{where}: delays the run at least {LEAST_RATIO:g} times less than torchft at its tightest",
+                "found": f"{_seconds(mine)} s and {_seconds(other)} s more than a step without a fault, patch included",
+                "met": complete and theirs["reached"] and mine * LEAST_RATIO <= other,
             }
         )
     return verdicts

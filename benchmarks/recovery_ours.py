@@ -43,6 +43,8 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, l
         lines = history.read(run_dir)
         struck = of(lines, "inject")[0]["t"]
         recovery, committed = _recovered(lines)
+        usual = sorted(durations)[len(durations) // 2]
+        before = [line["t"] for line in of(lines, "step") if line["step"] == recovery["step"] - 1]
         patch_s = patch_seconds(run_dir, recovery["step"])
         lost = [group for view in of(lines, "view") for group in view["lost"]]
         return {
@@ -52,10 +54,11 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, l
             "patch_s": patch_s,
             "beyond_patch_s": committed["t"] - struck - patch_s,
             "stall_s": recovery["stall_s"],
+            "delay_s": committed["t"] - before[0] - usual,
             "microbatches": committed["microbatches"],
             "of_microbatches": GROUPS,
             "lost": sorted(set(map(int, lost))),
-            "fault_free_step_s": sorted(durations)[len(durations) // 2],
+            "fault_free_step_s": usual,
         }
 
 

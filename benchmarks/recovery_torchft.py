@@ -84,11 +84,17 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
         attempts = {group: [a for a in _attempts(directory, group) if a["ended"] > struck] for group in survivors}
         first = [_recovered(directory, group, struck) for group in survivors]
         times = [a["ended"] - struck for a in first if a is not None]
+        delays = [
+            a["ended"] - _committed_before(directory, group, a) - step_s
+            for group, a in zip(survivors, first, strict=True)
+            if a is not None
+        ]
         return {
             "group": victim,
             "fault_to_commit_s": min(times) if times else None,
             "all_survivors_s": max(times) if reached else None,
             "stall_s": _median([_longest(attempts[group]) for group in survivors]),
+            "delay_s": min(delays) if delays else None,
             "interrupted_step": _fate([attempts[group] for group in survivors]),
             "survivors_crashed": sum(worker.poll() is not None for worker in living),
             "attempts_discarded": [sum(not a["committed"] for a in attempts[group]) for group in survivors],
@@ -140,6 +146,11 @@ def _recovered(directory: Path, group: int, struck: float) -> dict | None:
         if attempt["ended"] > struck and attempt["committed"] and attempt["participants"] == GROUPS - 1:
             return attempt
     return None
+
+
+def _committed_before(directory: Path, group: int, attempt: dict) -> float:
+    """When this group had committed its last step before that one."""
+    return max(a["ended"] for a in _attempts(directory, group) if a["committed"] and a["ended"] < attempt["ended"])
 
 
 def _fate(attempts: list[list[dict]]) -> str:

@@ -30,6 +30,7 @@ class Attention(nn.Module):
         """[batch, sequence, width] -> the same shape."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, dropout_p=p, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))

@@ -99,7 +99,9 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
     restart(run)
     run.strike(hold)
     run.check(alone)
-    assert sum(line["patched"] for line in run.events("recovery")) == support.PER_GROUP
+    (recovery,) = run.events("recovery")
+    # The other group may still commit step 3, of which nothing is lost; then it does all of step 4 from the start.
+    assert (recovery["step"], recovery["patched"]) in ((4, support.PER_GROUP), (3, 0))
 
 
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
