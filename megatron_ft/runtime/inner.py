@@ -11,6 +11,7 @@ operation here ends with :class:`Lost`, pending ones within milliseconds once so
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from megatron_ft.runtime.environment import RankEnvironment
 ENDLESS_S = 30 * 86400.0
 """Inside a group nobody is given up for silence: followers wait for orders for as long as the leader's script does something
 else, a stage for the one before it. Who died is told by its agent."""
+_ATTEMPTS, _LATE_S = 3, 1.0
+"""To meet; and who has waited so long looks whether another rank has failed."""
 _SHORT = 1024
 """Bytes of an order that travels in one message, its length included."""
 _LENGTH = 8
@@ -31,6 +34,38 @@ _LENGTH = 8
 
 class Lost(Exception):
     """This group cannot go on: one of its ranks is gone. An event, converted in the session."""
+
+
+def _meet(
+    env: RankEnvironment, agreement: Agreement, name: str, interrupted: Callable[[], bool]
+) -> tuple[Communicator | None, list[str]]:
+    """One attempt: this rank's end, if it has one, and what each rank says went wrong (empty: nothing)."""
+    positions = range(env.config.ranks_per_group)
+    build = Build(env, agreement, name, env.position, positions, 0, ENDLESS_S)
+    late = time.monotonic() + _LATE_S
+
+    def said() -> list[str | None]:
+        return [agreement.get(f"{name}/{position}") for position in positions]
+
+    def wait(condition: Callable[[], bool]) -> None:
+        if not wait_for(condition, interrupted):
+            raise Lost("a rank of the group was gone before all of them had started")
+
+    wait(lambda: build.over() or (time.monotonic() > late and any(said())))
+    communicator, why = None, ""
+    try:
+        communicator = build.result()
+    except Broken as error:
+        why = str(error)
+    agreement.say(f"{name}/{env.position}", why)
+    reasons: list[str | None] = []
+
+    def all_said() -> bool:
+        reasons[:] = said()
+        return None not in reasons
+
+    wait(all_said)
+    return communicator, reasons
 
 
 class Inner:
@@ -42,14 +77,18 @@ class Inner:
 
     @classmethod
     def build(cls, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> Inner:
-        """Meet the other ranks of the group. Raises :class:`Lost` when ``interrupted`` became true, or it cannot be done."""
-        build = Build(env, agreement, f"inner/{env.group}", env.position, range(env.config.ranks_per_group), 0, ENDLESS_S)
-        if not wait_for(build.over, interrupted):
-            raise Lost("a rank of the group was gone before all of them had started")
-        try:
-            return cls(build.result(), env.position)
-        except Broken as error:
-            raise Lost(str(error)) from None
+        """Meet the other ranks of the group. Raises :class:`Lost` when ``interrupted`` became true, or it cannot be done.
+
+        They meet through the control store, which may die in the middle of it: then some of them may have met and others
+        not. So all say how it went, and if it went wrong for one of them, all try once more.
+        """
+        for attempt in range(_ATTEMPTS):
+            communicator, reasons = _meet(env, agreement, f"inner/{env.group}/{attempt}", interrupted)
+            if not any(reasons):
+                return cls(communicator, env.position)
+            if communicator is not None:
+                communicator.close()
+        raise Lost(next(filter(None, reasons)))
 
     def abort(self) -> None:
         """Make every pending and future operation raise :class:`Lost`, here and at the other ranks. Any thread."""

@@ -39,10 +39,11 @@ from megatron_ft.runtime.inside import Inside
 from megatron_ft.runtime.leader import Leader
 from megatron_ft.runtime.rank import Rank
 from megatron_ft.runtime.released import Census, wait_for_return
-from megatron_ft.runtime.store import ControlStore
+from megatron_ft.runtime.store import ControlStore, StoreGone, StoreLostMemory, patient
 from megatron_ft.runtime.watchdog import Watchdog
 from megatron_ft.runtime.watcher import Watcher
 from megatron_ft.runtime.world import World
+from megatron_ft.types import View
 
 if TYPE_CHECKING:
     from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
@@ -87,13 +88,10 @@ class Session:
         self._total, self._entered, self._leaving = 0, False, ""
         self._world: World | None = None
         self._store = ControlStore(env.store, env.run_id, _STORE_TIMEOUT_S)
-        self._store.check_begun()
         self._settings = env.config.fault_tolerance
         patience_s = self._settings.detector.collective_timeout_s
         agreement = self._agreement = Agreement(self._store, env.group, patience_s)
-        first = agreement.view(0)
-        if first is None:
-            raise StoreError(f"control store {env.store} knows no view of run {env.run_id}; start it again")
+        first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         history = History(env.run_dir)
         self._rank = Rank(env, agreement, history)
         self._census = Census(env.config.groups)
@@ -235,6 +233,20 @@ class Session:
         return self._inside.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
 
     # --- what goes on behind it ---------------------------------------------------------------------------------------
+
+    def _first_view(self) -> View:
+        """A store that dies while ranks start is rebuilt by the agent: this rank knows nothing yet that it could lose."""
+        try:
+            self._store.check_begun()
+            raw = self._store.get("view/0")
+        except StoreLostMemory:
+            self._store.restore()
+            raise
+        if raw is None:
+            raise StoreGone(f"control store {self.env.store} knows no view of run {self.env.run_id}; start it again")
+        view = View.from_json(raw)
+        self._agreement.adopted(view)
+        return view
 
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""

@@ -94,7 +94,7 @@ def test_hosts_that_do_not_agree_say_so(agents, changed, words):
     "changed, words",
     [
         ({"host_rank": 3}, "--host-rank is 3 and --hosts is 3; hosts are numbered from 0"),
-        ({"groups": 2}, "every host needs a group"),
+        ({"groups": 2}, "a host has whole groups, or an equal part of one"),
         ({"store": "somewhere"}, "--store is 'somewhere'; with several hosts all of them need HOST:PORT"),
         ({"store": "no.such.host.invalid:1", "address": "127.0.0.1", "host_rank": 1}, "no.such.host.invalid"),
     ],

@@ -132,4 +132,5 @@ def test_groups_across_hosts(lab, job, alone, tmp_path):
     (view,) = job.run.events("view")[1:]
     why = view["lost"]["1"]
     assert lab.address(3) in why and "the group has ranks on both" in why, why
+    assert job.started[2].wait(timeout=support.TIMEOUT_S) == 0, job.said()
     assert "group 1 is out" in (tmp_path / "run" / "logs" / "g1.p0.log").read_text()
