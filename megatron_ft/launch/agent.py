@@ -57,11 +57,6 @@ class LaunchOptions:
     overwrite: bool = False
 
 
-def launch(options: LaunchOptions) -> int:
-    """Run a job to its end; returns 0 only if it got there. Raises ``FTError`` before any process is started."""
-    return Agent(options).run()
-
-
 @dataclass
 class _Rank:
     group: int
@@ -84,7 +79,8 @@ class _Rank:
 
 
 class Agent:
-    """One run on one node. The checks are in the constructor; :meth:`run` starts processes.
+    """One run on one node. The checks are in the constructor, which raises ``FTError``; :meth:`run` starts processes, and
+    returns 0 only if the job got to its end.
 
     Ranks are forked from ``forks``; without it, each is an interpreter of its own.
     """

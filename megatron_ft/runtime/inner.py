@@ -41,7 +41,7 @@ def _meet(
 ) -> tuple[Communicator | None, list[str]]:
     """One attempt: this rank's end, if it has one, and what each rank says went wrong (empty: nothing)."""
     positions = range(env.config.ranks_per_group)
-    build = Build(env, agreement, name, env.position, positions, 0, ENDLESS_S)
+    build = Build(env, agreement.clone(), name, env.position, positions, 0, ENDLESS_S)
     late = time.monotonic() + _LATE_S
 
     def said() -> list[str | None]:
