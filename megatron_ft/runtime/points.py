@@ -38,10 +38,12 @@ VARIABLE = "MEGATRON_FT_HOLD"
 DIRECTORY = "faults"
 """Of the mailboxes, in the run directory."""
 
-POINTS = ("begin", "forward", "backward", "reduce", "bucket", "gate", "update", "recover", "connect", "patch", "finish")
+POINTS = (
+    "begin", "forward", "backward", "reduce", "bucket", "gate", "update", "recover", "connect", "patch", "follow", "finish"
+)  # fmt: skip
 """begin: the step starts; forward, backward: of a microbatch; reduce: the all-reduce of ``bucket`` has just been started;
 bucket: ``bucket`` has been reduced; gate: after the last bucket; update: inside the optimizer's step; recover: the report
-is published; connect: before the new communicator; patch: before a taken-over microbatch; finish: all steps committed."""
+is published; connect: before the new communicator; patch: before a taken-over microbatch; follow: a group that comes back has asked for the state of ``step``; finish: all steps committed."""
 
 ACTIONS = ("hold", "exception", "oom", "gil", "slow", "nan", "bitflip")
 _CORRUPTIONS = ("nan", "bitflip")
@@ -54,7 +56,8 @@ LOOK_EVERY_S = 0.02
 class Hold:
     """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
 
-    ``after``: when it has passed it so many times in that step before, e.g. two forward passes.
+    ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: in which
+    start of the group.
     """
 
     group: int
@@ -63,6 +66,7 @@ class Hold:
     bucket: int | None = None
     position: int = 0
     after: int = 0
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -150,9 +154,12 @@ def _replace(path: Path, value: object) -> None:
 class Points:
     """The points of one rank; all methods are the training thread's."""
 
-    def __init__(self, group: int, holds: list[Hold], *, position: int = 0, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, group: int, holds: list[Hold], *, position: int = 0, incarnation: int = 0, run_dir: Path | None = None
+    ) -> None:
         self._group, self._position, self._run_dir = group, position, run_dir
-        mine = [hold for hold in holds if (hold.group, hold.position) == (group, position)]
+        me = (group, position, incarnation)
+        mine = [hold for hold in holds if (hold.group, hold.position, hold.incarnation) == me]
         self._orders = [
             Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket, after=hold.after)
             for hold in mine
@@ -165,7 +172,9 @@ class Points:
         self._armed = bool(self._orders)
 
     @classmethod
-    def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> Points:
+    def from_env(
+        cls, group: int, position: int | None = None, run_dir: Path | None = None, incarnation: int = 0
+    ) -> Points:
         """What is left out is taken from the launcher's environment (``runtime.environment``)."""
         raw, own = os.environ.get(VARIABLE), os.environ.get("MEGATRON_FT_RUN_DIR")
         if run_dir is None and own:
@@ -173,7 +182,7 @@ class Points:
         if position is None:
             position = int(os.environ.get("MEGATRON_FT_POSITION", "0"))
         holds = [Hold(**hold) for hold in json.loads(raw)] if raw else []
-        return cls(group, holds, position=position, run_dir=run_dir)
+        return cls(group, holds, position=position, incarnation=incarnation, run_dir=run_dir)
 
     def reach(self, point: str, step: int, bucket: int | None = None) -> None:
         """Called by the runtime; returns at once unless an order matches, which works only once.
