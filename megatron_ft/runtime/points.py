@@ -54,7 +54,8 @@ LOOK_EVERY_S = 0.02
 class Hold:
     """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
 
-    ``after``: when it has passed it so many times in that step before, e.g. two forward passes.
+    ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: which start
+    of the group.
     """
 
     group: int
@@ -63,6 +64,7 @@ class Hold:
     bucket: int | None = None
     position: int = 0
     after: int = 0
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -172,7 +174,9 @@ class Points:
             run_dir = Path(own)
         if position is None:
             position = int(os.environ.get("MEGATRON_FT_POSITION", "0"))
+        incarnation = int(os.environ.get("MEGATRON_FT_INCARNATION", "0"))
         holds = [Hold(**hold) for hold in json.loads(raw)] if raw else []
+        holds = [hold for hold in holds if hold.incarnation == incarnation]
         return cls(group, holds, position=position, run_dir=run_dir)
 
     def reach(self, point: str, step: int, bucket: int | None = None) -> None:
