@@ -20,6 +20,8 @@ from megatron_ft.errors import ConfigError
 
 AUTO = "auto"
 EMBEDDED, ETCD = "embedded", "etcd://"
+REJOIN = False
+"""By default. Off until a group that was started again can enter the run."""
 
 USED_ENGINE_KEYS = frozenset(
     {
@@ -109,6 +111,19 @@ class DetectorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RejoinConfig:
+    """Whether lost groups come back."""
+
+    enabled: bool = REJOIN
+    """A lost group is started again by the agents of its hosts, and enters at the beginning of a step."""
+    restarts_per_hour: int = 6
+    """So often in any hour; a group that is lost once more is not started again."""
+
+    def check(self) -> None:
+        _at_least("fault_tolerance.rejoin.restarts_per_hour", self.restarts_per_hour, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FaultToleranceConfig:
     """What a user can set. Defaults are meant to be left alone.
 
@@ -139,6 +154,7 @@ class FaultToleranceConfig:
     seed: int = 0
     """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
+    rejoin: RejoinConfig = field(default_factory=RejoinConfig)
     model: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _model})
     """What the model looks like, in the words of Hugging Face's config.json, or the path of one beside the config: checked
     against the ranks of a group before anything starts; the script gets it as ``session.config.model``."""
@@ -152,6 +168,7 @@ class FaultToleranceConfig:
         _one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))
         _at_least("fault_tolerance.seed", self.seed, 0)
         self.detector.check()
+        self.rejoin.check()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +215,7 @@ class RunConfig:
         """Inverse of :meth:`to_json` (what the launcher hands to its ranks)."""
         section = dict(raw["fault_tolerance"])
         section["detector"] = DetectorConfig(**section["detector"])
+        section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
         section["failure_domains"] = _auto_or_domains("fault_tolerance.failure_domains", section["failure_domains"])
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 

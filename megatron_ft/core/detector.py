@@ -54,7 +54,8 @@ class GivenUp:
 @dataclass(frozen=True)
 class Silent:
     """The agent of host ``by`` hears nothing of host ``about``; ``heard`` takes it back. Both with their groups: hosts have
-    whole groups, or both have a part of one and the same, or of two."""
+    whole groups, or both have a part of one and the same, or of two. ``incarnation``: of the group that both have a part of,
+    the one that ``by`` has started last: whatever comes late, no newer one is accused."""
 
     by: str
     about: str
@@ -62,6 +63,7 @@ class Silent:
     groups_about: tuple[GroupId, ...]
     silent_s: float
     heard: bool = False
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,12 @@ def judge(signal: Signal) -> Verdict:
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
-        case Silent(by=by, about=about, heard=heard, silent_s=silent_s):
+        case Silent(by=by, about=about, heard=heard, silent_s=silent_s, incarnation=incarnation):
             nothing = f"host {by} has heard nothing of host {about} for {silent_s:.1f} s"
             reason = f"host {by} hears host {about} again" if heard else nothing
             shared = set(signal.groups_by) & set(signal.groups_about)
             if shared and not heard:  # a group that has ranks on both: whichever of them is cut off, it has come apart
-                return Died(min(shared), f"{reason}, and the group has ranks on both")
+                return Died(min(shared), f"{reason}, and the group has ranks on both", incarnation)
             return Missed(signal.groups_by, signal.groups_about, reason, heard)
     raise TypeError(f"judge: {signal!r} is not a signal")
 

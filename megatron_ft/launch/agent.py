@@ -1,32 +1,31 @@
 """The per-node agent: keeps the control store running, starts the ranks, reports their deaths, never kills the innocent.
 
 It learns of a death from ``waitpid`` and only ever signals processes it started and has not yet waited for, so a reused
-pid can never be hit. It decides nothing about training; it tells what it saw.
+pid can never be hit. It decides nothing about training; it tells what it saw. With ``fault_tolerance.rejoin`` it starts the
+ranks of a lost group again (``launch.returns``); what is still there of the group is ended first.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
-from megatron_ft.errors import GroupLeft, LaunchError
-from megatron_ft.launch import bootstrap, forkserver, hosts, monitor, record, voice
-from megatron_ft.runtime import history, pulse, store, watchdog
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.points import start_of
+from megatron_ft.errors import GroupLeft, LaunchError, RunStopped
+from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, returns, voice
+from megatron_ft.launch.ranks import Rank
+from megatron_ft.runtime import history, store
+from megatron_ft.runtime.environment import RankEnvironment, seat
 from megatron_ft.types import Exit
 
 _GRACE_S = 10.0
@@ -57,27 +56,6 @@ class LaunchOptions:
     overwrite: bool = False
 
 
-@dataclass
-class _Rank:
-    group: int
-    position: int
-    process: subprocess.Popen | forkserver.Forked
-    start: int
-    started: float
-    log: Path
-    error: Path
-    watched: monitor.Watched
-    ended: float | None = field(default=None)
-
-    def last_words(self) -> dict[str, Any]:
-        """What the rank said it died of, and in which microbatch, if it could."""
-        try:
-            said = json.loads(self.error.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return {"detail": said["message"], "microbatch": said["microbatch"]}
-
-
 class Agent:
     """One run on one node. The checks are in the constructor, which raises ``FTError``; :meth:`run` starts processes, and
     returns 0 only if the job got to its end.
@@ -106,13 +84,13 @@ class Agent:
         self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=_STORE_TIMEOUT_S)
         self._first = {"view/0": first_view(self._config.groups).to_json()} if self._leads else {}
         self._voice = voice.Voice(self._store, self._first)
-        self._nccl = watchdog.environment(os.environ)
-        self._ranks: list[_Rank] = []
-        self._pulses = pulse.directory()
+        self._returns = self._prepare_returns()
+        self._ranks: list[Rank] = []
+        command = [str(options.script), *options.arguments]
+        self._starter = ranks.Starter(command, self._hosts.ranks, self._run_dir, forks)
         self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
-        self._exits: list[tuple[_Rank, Exit]] = []
+        self._exits: list[tuple[Rank, Exit]] = []
         self._signalled: signal.Signals | None = None
-        self._forks = forks
         self._tracker: subprocess.Popen | None = None
         self._tracker_starts = 0
         self._complained = False
@@ -131,15 +109,16 @@ class Agent:
             self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
         wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
         try:
-            for number, (group, position) in enumerate(self._hosts.ranks):
-                self._ranks.append(self._start_rank(group, position, number))
-            self._end_forks()  # until ranks are started again, nobody needs it any more
+            for group, position in self._hosts.ranks:
+                self._ranks.append(self._start_rank(group, position, 0))
+            if not self._config.fault_tolerance.rejoin.enabled:
+                self._starter.end_forks()  # nobody needs it any more
             self._write_ranks()
             self._start_tracker()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
         finally:
-            self._end_forks()
+            self._starter.end_forks()
             self._end_all()
             code = self._conclude()
             self._end_tracker()
@@ -149,46 +128,10 @@ class Agent:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, group: int, position: int, number: int) -> _Rank:
-        """``number``: which of this host's ranks it is."""
-        name = f"g{group}.p{position}"
-        log, error = self._run_dir / "logs" / f"{name}.log", self._run_dir / "logs" / f"{name}.error"
+    def _start_rank(self, group: int, position: int, incarnation: int) -> Rank:
         where = (self._hosts.store_address, self._hosts.place.address)
-        env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config).to_env()
-        beats = self._pulses / name
-        pulse.create(beats)
-        own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
-        # Which device of this host is its own, and how many of its group are here: groups may share a host, hosts a group.
-        together = sum(other == group for other, _ in self._hosts.ranks)
-        own |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(together)}
-        with log.open("wb") as output:
-            common = forkserver.common_environment(len(self._hosts.ranks))
-            process = self._start_process({**self._nccl, **common, **env, **own}, output)
-        start = start_of(process.pid)
-        return _Rank(group, position, process, start, time.time(), log, error, monitor.Watched(process.pid, beats))
-
-    def _start_process(self, env: Mapping[str, str], output: BinaryIO) -> subprocess.Popen | forkserver.Forked:
-        """Forked, or if that cannot be done, an interpreter of its own."""
-        arguments = [str(self._options.script), *self._options.arguments]
-        if self._forks is not None:
-            try:
-                return self._forks.start(arguments, env, output)
-            except forkserver.NotForked as error:
-                print(f"megatron_ft: {error}; every rank imports torch by itself", file=sys.stderr, flush=True)
-                self._end_forks()
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.launch.bootstrap", *arguments],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C on the terminal reaches the agent alone
-        )
-
-    def _end_forks(self) -> None:
-        forks, self._forks = self._forks, None
-        if forks is not None:
-            forks.close()
+        env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config, incarnation)
+        return self._starter.start(env)
 
     def _reap_strays(self) -> None:
         known = {rank.process.pid for rank in self._ranks} | self._hosts.pids()
@@ -197,7 +140,7 @@ class Agent:
     def _supervise(self, wakeup: _Wakeup) -> None:
         """Until no rank is left: report deaths, forward signals, give up on those that are outside of the ended run."""
         deadline: float | None = None
-        while self._living():
+        while self._living() or (deadline is None and self._returns.pending()):
             for number in wakeup.wait(monitor.LOOK_EVERY_S):
                 if number != signal.SIGCHLD:
                     self._forward(signal.Signals(number))
@@ -214,33 +157,41 @@ class Agent:
                 self._start_tracker()
             if deadline is None and (self._ended() or self._ended_elsewhere()):
                 deadline = time.monotonic() + _GRACE_S
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is None:
+                self._bring_back()
+            elif time.monotonic() > deadline:
                 self._kill_leftover()
 
-    def _living(self) -> list[_Rank]:
+    def _living(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.ended is None]
+
+    def _tell(self, said: detector.Signal) -> None:
+        self._voice.tell(said)
+        self._returns.hear(said)
 
     def _look(self) -> None:
         """Give up ranks that live but will not go on by themselves."""
         living = {rank.watched.pid: rank for rank in self._living()}
         for watched in self._monitor.look([rank.watched for rank in living.values()]):
             rank, host = living[watched.pid], self._hosts.name()
-            self._voice.tell(detector.GivenUp(rank.group, rank.position, watched.pid, host, watched.given_up))
+            said = (rank.group, rank.position, watched.pid, host, watched.given_up, rank.incarnation)
+            self._tell(detector.GivenUp(*said))
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, "host": host}
-            detail = {"signal": None, "code": None, "detail": watched.given_up}
+            detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
             self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
 
     def _listen(self) -> None:
         """Pass on which hosts are silent, or are heard again."""
         for change in self._hosts.beats.changes():
-            silent = self._hosts.signal(change)
+            parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
+            silent = self._hosts.signal(change, *parts)  # of one group at most
             if not self._ended():
                 print(f"megatron_ft: {detector.judge(silent).reason}", file=sys.stderr, flush=True)
-                self._voice.tell(silent)
+                self._tell(silent)
                 self._note("silence", **vars(silent))
 
-    def _buried(self, rank: _Rank) -> None:
-        """A rank has ended: tell the survivors first, then the record."""
+    def _buried(self, rank: Rank) -> None:
+        """A rank has ended: tell the survivors first, then the record. They know already of one that was dropped."""
         noticed = time.time()
         rank.ended = noticed
         code = rank.process.returncode
@@ -255,11 +206,12 @@ class Agent:
         )
         if code == 0 and not self._ended() and self._recorded_end():
             self._voice.say_ended()  # it has left with the store's answer, and the store has died since
-        if not self._ended():
-            self._voice.tell(detector.Ended(death))
-            self._exits.append((rank, death))
+        if not rank.dropped and not self._ended():
+            self._tell(detector.Ended(death, rank.incarnation))
+            if not self._exits or code != RunStopped.exit_code or self._returns.seated(rank.group, rank.incarnation):
+                self._exits.append((rank, death))  # a newcomer that finds nobody is not why the run ends
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
-                self._record_fault(asdict(death), noticed, "agent's waitpid")
+                self._record_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
         self._write_ranks()
 
     def _record_fault(self, fields: dict[str, Any], noticed: float, how: str) -> None:
@@ -284,7 +236,7 @@ class Agent:
     def _kill_leftover(self) -> None:
         """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""
         for rank in self._living():
-            if self._signalled is not None or not self._voice.done(rank.group):
+            if self._signalled is not None or not self._voice.done(seat(rank.group, rank.incarnation)):
                 rank.process.kill()
 
     def _stay_for_others(self, wakeup: _Wakeup) -> None:
@@ -305,7 +257,54 @@ class Agent:
             rank.process.wait()
             rank.ended = time.time()
         self._write_ranks()
-        shutil.rmtree(self._pulses, ignore_errors=True)
+        self._starter.close()
+
+    # --- lost groups that come back -----------------------------------------------------------------------------------
+
+    def _prepare_returns(self) -> returns.Returns:
+        settings = self._config.fault_tolerance
+        here = {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks}
+        return returns.Returns(
+            self._voice,
+            settings,
+            here,
+            self._hosts.shared(),
+            first_view(self._config.groups),
+            # Where all groups are here and none of them lives, a store that is away has nothing to tell.
+            settings.detector.collective_timeout_s if self._hosts.place.hosts > 1 else 0.0,
+            lambda group, incarnation: record.has_committed(self._run_dir, group, incarnation),
+        )
+
+    def _bring_back(self) -> None:
+        """Start again what is due; end newcomers that nobody is left for."""
+        self._returns.look()
+        for start in self._returns.due(self._hosts.unheard()):
+            older = [rank for rank in self._living() if rank.group == start.group]
+            for rank in older:
+                rank.drop()  # stopped, stuck, or waiting for its group: its place is needed
+            if not older:
+                self._start_again(start)
+        for refusal in self._returns.refusals():
+            self._note("given_up", **vars(refusal))
+        if self._returns.hopeless:
+            for rank in self._living():
+                if not self._returns.seated(rank.group, rank.incarnation):
+                    rank.drop()
+
+    def _start_again(self, start: returns.Start) -> None:
+        self._returns.started(start)
+        new, host = [], self._hosts.name()
+        for position in (position for group, position in self._hosts.ranks if group == start.group):
+            try:
+                new.append(self._start_rank(start.group, position, start.incarnation))
+            except OSError as error:  # no process, memory or file to be had: that start is lost, as if it had died
+                why = f"could not be started: {error}"
+                self._tell(detector.GivenUp(start.group, position, 0, host, why, start.incarnation))
+                break
+        self._ranks += new
+        self._write_ranks()
+        fields = {**vars(start), "after_s": round(start.after_s, 6)}
+        self._note("restart", **fields, pids=[rank.process.pid for rank in new], host=host)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -368,17 +367,7 @@ class Agent:
         record.replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
 
     def _write_ranks(self) -> None:
-        living = [
-            {
-                "group": rank.group,
-                "position": rank.position,
-                "pid": rank.process.pid,
-                "host": self._hosts.name(),
-                "start": rank.start,
-                "started": round(rank.started, 6),
-            }
-            for rank in self._living()
-        ]
+        living = [rank.listed(self._hosts.name()) for rank in self._living()]
         try:
             record.write_ranks(self._run_dir, living, self._hosts.place.hosts, self._hosts.place.rank)
         except OSError as error:

@@ -1,9 +1,10 @@
 """Ranks are forked from a process that has imported torch already, instead of each importing it by itself.
 
-A rank starts in milliseconds then: when a run begins, when a lost one comes back, and with eight on a node that would all
-read the same files from a slow file system. The server does nothing else than to import and to fork; it has one thread and
-has not touched a device. A rank forked from it is the agent's child (the agent is a subreaper: the kernel lets it adopt), so
-everything between the two is as if the agent had started it itself: it is waited for, and it ends with the agent.
+A rank starts in milliseconds then: when a run begins, when a lost one comes back weeks later, and with eight on a node that
+would all read the same files from a slow file system. The server does nothing else than to import and to fork; it has one
+thread and has not touched a device. A rank forked from it is the agent's child (the agent is a subreaper: the kernel lets
+it adopt), so everything between the two is as if the agent had started it itself: it is waited for, and it ends with the
+agent.
 
 Failures it assumes: the server cannot be started, or dies: the agent starts the rank as an interpreter of its own then.
 Ranks that were forked already need it no more.
@@ -35,8 +36,9 @@ SERVE = "--serve-forks"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")
 """Before a request its length, and the pid that is the answer."""
-_START_S = 120.0
-"""Importing takes that long on the slowest of file systems."""
+_START_S, _ANSWER_S = 120.0, 10.0
+"""Importing takes that long on the slowest of file systems; a fork that long on a host that swaps. An agent that waits for
+it looks after nothing else."""
 
 
 class NotForked(Exception):
@@ -114,6 +116,7 @@ class ForkServer:
             raise self._failed(f"does not answer ({error})") from None
         if len(answer) < _LENGTH.size:
             raise self._failed("has ended")
+        self._end.settimeout(_ANSWER_S)
         return Forked(*_LENGTH.unpack(answer))
 
     def _failed(self, how: str) -> NotForked:

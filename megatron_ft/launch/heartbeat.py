@@ -74,6 +74,10 @@ class Beats:
         """Whether any other host is heard just now."""
         return any(not peer.lost for peer in self._peers.values())
 
+    def silent(self) -> set[int]:
+        """The hosts that are not heard just now."""
+        return {rank for rank, peer in list(self._peers.items()) if peer.lost}
+
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():

@@ -183,11 +183,24 @@ class Hosts:
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
         self.beats.start({rank: (other["address"], other["port"]) for rank, other in found.items()})
 
-    def signal(self, change: Change) -> detector.Silent:
-        """What the beats say, for everybody."""
+    def signal(self, change: Change, incarnation: int = 0) -> detector.Silent:
+        """What the beats say, for everybody; ``incarnation``: of a group that this host has a part of."""
         mine, other = self.place.rank, change.rank
-        groups = (tuple(sorted({group for group, _ in self._ranks(rank)})) for rank in (mine, other))
-        return detector.Silent(self._names[mine], self._names[other], *groups, change.silent_s, change.heard)
+        groups = (tuple(sorted(self._groups(rank))) for rank in (mine, other))
+        names = (self._names[mine], self._names[other])
+        return detector.Silent(*names, *groups, change.silent_s, change.heard, incarnation)
+
+    def shared(self) -> set[GroupId]:
+        """Groups of this host that have ranks on others, too."""
+        others = (self._groups(rank) for rank in range(self.place.hosts) if rank != self.place.rank)
+        return self._groups(self.place.rank) & set().union(*others)
+
+    def unheard(self) -> set[GroupId]:
+        """Groups with ranks on a host that is silent just now."""
+        return set().union(*map(self._groups, self.beats.silent()))
+
+    def _groups(self, rank: int) -> set[GroupId]:
+        return {group for group, _ in self._ranks(rank)}
 
     def leave(self) -> None:
         """This host's part in the run is over, and the store's, if it is here."""

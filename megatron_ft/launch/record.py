@@ -81,3 +81,14 @@ def write_ranks(run_dir: Path, living: list[dict[str, Any]], hosts: int, host: i
 def _listed(run_dir: Path) -> list[dict[str, Any]]:
     """What all hosts have listed so far."""
     return [rank for path in sorted((run_dir / RANKS).glob("*.json")) for rank in read(path)]
+
+
+def has_committed(run_dir: Path, group: int, incarnation: int) -> bool:
+    """Whether that start of a group has had a part in a step, as far as the record tells."""
+    starts: dict[int, int] = {}  # epoch -> which start of the group is its member, if one is
+    for line in history.read(run_dir):
+        if line["event"] == "view":
+            starts[line["epoch"]] = line.get("incarnations", {}).get(str(group), 0)
+        elif line["event"] == "step" and group in line["live"] and starts.get(line["epoch"], 0) == incarnation:
+            return True
+    return False

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 from megatron_ft.core import detector
 from megatron_ft.errors import StoreError
 from megatron_ft.runtime import watcher
-from megatron_ft.runtime.store import ControlStore, StoreLostMemory
+from megatron_ft.runtime.store import NOTICES, ControlStore, StoreLostMemory
+from megatron_ft.types import View
 
 _RETRY_S = 1.0
 _ENDED = "ended"
+_GAP = 16
+"""So many views further is looked when the store has come back empty: only the newest ones were put back."""
 
 Answer = TypeVar("Answer")
 
@@ -33,6 +36,7 @@ class Voice:
         self._said: list[tuple[detector.Signal, str]] = []
         self._unsaid: list[tuple[detector.Signal, str]] = []
         self._away_until: float | None = None
+        self._heard, self._memory, self._looked_in = 0, store.memory, store.memory
 
     def tell(self, signal: detector.Signal | None = None) -> None:
         """Tell every group this, after all that could not be said before."""
@@ -41,6 +45,45 @@ class Voice:
         # Not the entry itself: when the store has come back empty, the list begins with what was said first.
         while self._unsaid and self._ask(lambda: watcher.announce(self._store, *self._unsaid[0]) or True):
             self._said.append(self._unsaid.pop(0))
+
+    @property
+    def told(self) -> bool:
+        """Whether everybody can hear all that was to be told."""
+        return not self._unsaid
+
+    def news(self) -> list[detector.Signal]:
+        """What anybody has told since the last call; all of it again when the store has come back empty."""
+        found = []
+        while (entry := self._ask(self._next_notice)) is not None:
+            self._heard += 1
+            found.append(detector.from_json(entry))
+        return found
+
+    def _next_notice(self) -> dict[str, Any] | None:
+        if self._memory != self._store.memory:  # another log
+            self._heard, self._memory = 0, self._store.memory
+        return self._store.get(f"{NOTICES}/{self._heard}")
+
+    def newest_view(self, known: View) -> View:
+        """The last one that stands; ``known`` while nothing else is heard."""
+        epoch = last = known.epoch + 1
+        while epoch <= last:
+            raw = self.get(f"view/{epoch}")
+            if raw is not None:
+                known, last = View.from_json(raw), epoch + 1
+            if self._looked_in != self._store.memory:
+                self._looked_in, last = self._store.memory, epoch + _GAP
+            epoch += 1
+        return known
+
+    def say(self, key: str, value: Any) -> bool:
+        """Write a key that is this agent's alone, and again when the store has come back empty. False: it is away."""
+        self._own[key] = value
+        return self._ask(lambda: self._store.set(key, value) or True) is not None
+
+    def get(self, key: str) -> Any | None:
+        """What stands there; None while that is unknown."""
+        return self._ask(lambda: self._store.get(key))
 
     @property
     def away(self) -> bool:
@@ -55,12 +98,11 @@ class Voice:
 
     def say_ended(self) -> None:
         """It has, the record says so: whoever does not know yet hears it from here if the store has forgotten."""
-        self._own[_ENDED] = True
-        self._ask(lambda: self._store.set(_ENDED, True))
+        self.say(_ENDED, True)
 
-    def done(self, group: int) -> bool:
-        """Whether that group is; False while that is unknown."""
-        return self._ask(lambda: self._store.get(f"done/{group}")) is not None
+    def done(self, seat: str) -> bool:
+        """Whether that start of a group is; False while that is unknown."""
+        return self.get(f"done/{seat}") is not None
 
     def _ask(self, operation: Callable[[], Answer]) -> Answer | None:
         """The store's answer; None while it is away."""

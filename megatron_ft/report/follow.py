@@ -86,6 +86,10 @@ class ProgressView:
             self._say(self._fault(event))
         elif kind == "recovery":
             self._say(recovery_line(event))
+        elif kind == "restart":
+            self._say(restart_line(event))
+        elif kind == "given_up":
+            self._say(f"group {event['group']} does not come back: {event['reason']}")
         elif kind == "stragglers":
             self._say(straggler_line(event))
         elif kind == "step":
@@ -127,6 +131,15 @@ def recovery_line(event: Event) -> str:
     by = " ".join(sorted(event["patched_by"], key=int))
     patched = f"{event['patched']} microbatches taken over by groups {by}" if event["patched"] else "nothing to patch"
     return f"step {event['step']} goes on: {patched}; stalled {event['stall_s']:.2f} s"
+
+
+def restart_line(event: Event) -> str:
+    """How a lost group comes back, in words."""
+    pids = " ".join(map(str, event["pids"])) or "none could be started"
+    return (
+        f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}), "
+        f"{event['after_s']:.2f} s after it was lost"
+    )
 
 
 def straggler_line(event: Event) -> str:

@@ -121,11 +121,20 @@ class RunRecord:
         """In the order in which they were noticed. A recovery belongs to every group its interruption lost."""
         found = []
         for fault in self.faults:
-            view = next((view for view in self.views if str(fault["group"]) in view["lost"]), None)
+            view = self._left_out_by(fault["group"], fault.get("incarnation", 0))
             after = [line for line in self.recoveries if view is not None and line["epoch"] >= view["epoch"]]
             recovery = min(after, key=lambda line: line["epoch"], default=None)
             found.append(Failure(fault, view, recovery, self._patches(recovery)))
         return found
+
+    def _left_out_by(self, group: int, incarnation: int) -> dict[str, Any] | None:
+        """The view in which that start of the group lost its seat; None when it never had one, or kept it."""
+        seated = 0
+        for view in self.views:
+            if str(group) in view["lost"] and seated == incarnation:
+                return view
+            seated = view.get("incarnations", {}).get(str(group), 0)
+        return None
 
     def _patches(self, recovery: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
         """What belongs to a recovery: a group may have gone on an epoch earlier than the writer of its line."""

@@ -46,9 +46,10 @@ class _Follower:
         self.queue.put((words, parts, pace_s))
 
     def drop(self) -> None:
-        self.gone = True
-        wire.hang_up(self.end)
-        self.queue.put(({}, [], 0.0))
+        if not self.gone:
+            self.gone = True
+            wire.hang_up(self.end)
+            self.queue.put(({}, [], 0.0))  # in case it is waited for
 
     def serve(self) -> None:
         """Thread: send what is put, in order, each over ``pace_s``, until the other end has gone."""

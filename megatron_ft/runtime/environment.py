@@ -19,7 +19,7 @@ class RankEnvironment:
     """One rank's place in the run.
 
     ``store``: of the control store, ``host:port`` or ``etcd://...``; ``address``: of this host, by which other hosts' ranks
-    reach it.
+    reach it. ``incarnation`` numbers the starts of the group, from 0.
     """
 
     run_id: str
@@ -29,6 +29,12 @@ class RankEnvironment:
     address: str
     run_dir: Path
     config: RunConfig
+    incarnation: int = 0
+
+    @property
+    def seat(self) -> str:
+        """Names this start of the group: what its ranks meet under, so that they meet none of an older one."""
+        return seat(self.group, self.incarnation)
 
     def to_env(self) -> dict[str, str]:
         """Our variables, plus the usual ones scoped to the group: to any engine the group is the world.
@@ -39,6 +45,7 @@ class RankEnvironment:
             f"{_PREFIX}RUN_ID": self.run_id,
             f"{_PREFIX}GROUP": str(self.group),
             f"{_PREFIX}POSITION": str(self.position),
+            f"{_PREFIX}INCARNATION": str(self.incarnation),
             f"{_PREFIX}STORE": self.store,
             f"{_PREFIX}ADDRESS": self.address,
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
@@ -63,4 +70,10 @@ class RankEnvironment:
             address=env[f"{_PREFIX}ADDRESS"],
             run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
             config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
+            incarnation=int(env[f"{_PREFIX}INCARNATION"]),
         )
+
+
+def seat(group: int, incarnation: int) -> str:
+    """As keys and file names have it: ``3``, and ``3.2`` for the second start again."""
+    return f"{group}.{incarnation}" if incarnation else str(group)

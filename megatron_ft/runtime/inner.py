@@ -83,7 +83,7 @@ class Inner:
         not. So all say how it went, and if it went wrong for one of them, all try once more.
         """
         for attempt in range(_ATTEMPTS):
-            communicator, reasons = _meet(env, agreement, f"inner/{env.group}/{attempt}", interrupted)
+            communicator, reasons = _meet(env, agreement, f"inner/{env.seat}/{attempt}", interrupted)
             if not any(reasons):
                 return cls(communicator, env.position)
             if communicator is not None:

@@ -25,10 +25,12 @@ _SHOWN = 4
 
 
 class Inside:
-    """One rank's. ``patience_s``: how long a store that is away is asked again."""
+    """One rank's. ``patience_s``: how long a store that is away is asked again; ``incarnation``: of its group."""
 
-    def __init__(self, group: int, position: int, store: ControlStore, patience_s: float) -> None:
-        self._group, self._position = group, position
+    def __init__(
+        self, group: int, position: int, store: ControlStore, patience_s: float, incarnation: int = 0
+    ) -> None:
+        self._group, self._position, self._incarnation = group, position, incarnation
         self._store, self._patience_s = store, patience_s
         self._watched: list[tuple[watchdog.Watchdog, Mapping[str, Any]]] = []
 
@@ -43,7 +45,8 @@ class Inside:
         last = "; ".join(event.collectives[-_SHOWN:])
         why = f"reports a broken process group ({event.kind}): {event.message}" + (f" [last: {last}]" if last else "")
         print(f"megatron_ft: group {self._group}: rank {self._position} {why}", *event.collectives, sep="\n  ", flush=True)
-        said = detector.GivenUp(self._group, self._position, os.getpid(), socket.gethostname(), why)
+        here = (self._group, self._position, os.getpid(), socket.gethostname())
+        said = detector.GivenUp(*here, why, self._incarnation)
         store = self._store.clone()
         patient(lambda: watcher.announce(store, said), patience_s=self._patience_s)
 

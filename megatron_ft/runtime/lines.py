@@ -45,12 +45,12 @@ class Lines:
         Raises ``Lost`` when ``interrupted`` became true first, or somebody could not be reached.
         """
         peers = sorted(set(peers))
-        token = hashlib.sha256(f"{env.run_id}/{env.group}".encode()).digest()
+        token = hashlib.sha256(f"{env.run_id}/{env.seat}".encode()).digest()
         ends: dict[int, socket.socket] = {}
         family = socket.AF_INET6 if ":" in env.address else socket.AF_INET
         try:
             with socket.create_server((env.address, 0), family=family) as listener:
-                agreement.say(f"line/{env.group}/{env.position}", [env.address, listener.getsockname()[1]])
+                agreement.say(f"line/{env.seat}/{env.position}", [env.address, listener.getsockname()[1]])
                 for peer in (peer for peer in peers if peer < env.position):
                     end = ends[peer] = _call(agreement, env, peer, interrupted)
                     end.sendall(_HELLO.pack(token, env.position))
@@ -114,7 +114,7 @@ class Lines:
 
 def _call(agreement: Agreement, env: RankEnvironment, peer: int, interrupted: Callable[[], bool]) -> socket.socket:
     """Connect to a rank that has said where it listens."""
-    name = f"line/{env.group}/{peer}"
+    name = f"line/{env.seat}/{peer}"
     if not wait_for(lambda: agreement.get(name) is not None, interrupted):
         raise Lost(f"rank {peer} of this group was gone before it could be reached")
     address, port = agreement.get(name)

@@ -56,8 +56,8 @@ LOOK_EVERY_S = 0.02
 class Hold:
     """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
 
-    ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: in which
-    start of the group.
+    ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: which start
+    of the group.
     """
 
     group: int
@@ -154,12 +154,9 @@ def _replace(path: Path, value: object) -> None:
 class Points:
     """The points of one rank; all methods are the training thread's."""
 
-    def __init__(
-        self, group: int, holds: list[Hold], *, position: int = 0, incarnation: int = 0, run_dir: Path | None = None
-    ) -> None:
+    def __init__(self, group: int, holds: list[Hold], *, position: int = 0, run_dir: Path | None = None) -> None:
         self._group, self._position, self._run_dir = group, position, run_dir
-        me = (group, position, incarnation)
-        mine = [hold for hold in holds if (hold.group, hold.position, hold.incarnation) == me]
+        mine = [hold for hold in holds if (hold.group, hold.position) == (group, position)]
         self._orders = [
             Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket, after=hold.after)
             for hold in mine
@@ -172,17 +169,17 @@ class Points:
         self._armed = bool(self._orders)
 
     @classmethod
-    def from_env(
-        cls, group: int, position: int | None = None, run_dir: Path | None = None, incarnation: int = 0
-    ) -> Points:
+    def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> Points:
         """What is left out is taken from the launcher's environment (``runtime.environment``)."""
         raw, own = os.environ.get(VARIABLE), os.environ.get("MEGATRON_FT_RUN_DIR")
         if run_dir is None and own:
             run_dir = Path(own)
         if position is None:
             position = int(os.environ.get("MEGATRON_FT_POSITION", "0"))
+        incarnation = int(os.environ.get("MEGATRON_FT_INCARNATION", "0"))
         holds = [Hold(**hold) for hold in json.loads(raw)] if raw else []
-        return cls(group, holds, position=position, incarnation=incarnation, run_dir=run_dir)
+        holds = [hold for hold in holds if hold.incarnation == incarnation]
+        return cls(group, holds, position=position, run_dir=run_dir)
 
     def reach(self, point: str, step: int, bucket: int | None = None) -> None:
         """Called by the runtime; returns at once unless an order matches, which works only once.

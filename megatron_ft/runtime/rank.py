@@ -74,7 +74,7 @@ class Rank:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
         self.incarnation = env.incarnation
         self.agreement, self.history = agreement, history
-        self.points = Points.from_env(env.group, env.position, env.run_dir, env.incarnation)
+        self.points = Points.from_env(env.group, env.position, env.run_dir)
         self.pulse = Pulse.from_env()
         self.timeline = Timeline(env.run_dir, env.group, env.position)
         self.inner: Inner | None = None

@@ -69,7 +69,7 @@ class World:
 
     @staticmethod
     def _store(env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> dist.TCPStore:
-        name = f"world/{env.group}"
+        name = f"world/{env.seat}"
         if env.position == 0:
             store = dist.TCPStore(env.address, 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
             agreement.say(name, [env.address, store.port])

@@ -28,6 +28,9 @@ from megatron_ft.errors import ConfigError, EngineError
         ({"fault_tolerance": {"overlap": 1}}, ["overlap is 1", "bool"]),
         ({"fault_tolerance": []}, ["fault_tolerance is []", "object"]),
         ({"fault_tolerance": {"detector": {"timeout": 3}}}, ["fault_tolerance.detector.timeout", "not known"]),
+        ({"fault_tolerance": {"rejoin": {"enabled": "yes"}}}, ["fault_tolerance.rejoin.enabled is 'yes'", "bool"]),
+        ({"fault_tolerance": {"rejoin": {"restarts_per_hour": 0}}}, ["rejoin.restarts_per_hour is 0", ">= 1"]),
+        ({"fault_tolerance": {"rejoin": {"restarts": 2}}}, ["fault_tolerance.rejoin.restarts", "restarts_per_hour"]),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 8}, ["train_batch_size 10", "4 groups", "32"]),
         (
             {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
@@ -206,6 +209,7 @@ def test_the_model_may_be_in_a_file_of_its_own(tmp_path):
 
 def test_the_resolved_config_survives_json():
     section = {"detector": {"report_timeout_s": 5}, "failure_domains": ["a", "b"]}
+    section["rejoin"] = {"enabled": True, "restarts_per_hour": 2}
     resolved = config.resolve({"fault_tolerance": section}, groups=2)
     assert RunConfig.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert resolved.fault_tolerance.detector.report_timeout_s == 5.0

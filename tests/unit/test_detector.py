@@ -32,7 +32,14 @@ accusations = st.builds(
 
 units = st.lists(numbers, min_size=1).map(tuple)
 silences = st.builds(
-    Silent, by=st.text(), about=st.text(), groups_by=units, groups_about=units, silent_s=st.floats(0, 9), heard=st.booleans()
+    Silent,
+    by=st.text(),
+    about=st.text(),
+    groups_by=units,
+    groups_about=units,
+    silent_s=st.floats(0, 9),
+    heard=st.booleans(),
+    incarnation=numbers,
 )
 leavings = st.builds(Leaving, group=numbers, after=numbers, why=st.text(), incarnation=numbers)
 
@@ -43,7 +50,7 @@ def test_silence_accuses_a_pair_of_hosts_and_nobody_alone(signal):
     verdict = judge(signal)
     shared = set(signal.groups_by) & set(signal.groups_about)
     if shared and not signal.heard:
-        assert verdict == Died(min(shared), verdict.reason)
+        assert verdict == Died(min(shared), verdict.reason, signal.incarnation)
     else:
         assert verdict == Missed(signal.groups_by, signal.groups_about, verdict.reason, signal.heard)
     assert signal.by in verdict.reason and signal.about in verdict.reason
@@ -108,6 +115,12 @@ def test_what_is_no_signal_is_refused():
         from_json({"kind": "omen"})
     with pytest.raises(TypeError, match="'omen' is not a signal"):
         judge("omen")
+
+
+def test_a_late_silence_does_not_accuse_the_next_start_of_a_group():
+    view = View(5, (0, 1), "", incarnations={1: 2})
+    silent = [Silent("a", "b", (1,), (1,), 0.9, incarnation=number) for number in (1, 2)]
+    assert [ends(judge(signal), view) for signal in silent] == [False, True]
 
 
 VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})

@@ -311,3 +311,13 @@ def test_the_seed_decides_what_the_order_leaves_open(tmp_path):
 
     assert all(torch.equal(a, b) for a, b in zip(flipped(1), flipped(1), strict=True))
     assert len({tuple(torch.cat(flipped(seed)).tolist()) for seed in range(20)}) > 10
+
+
+def test_a_hold_is_for_one_start_of_a_group(monkeypatch):
+    for name, value in points.to_env([points.Hold(1, 2, "gate"), points.Hold(1, 3, "gate", incarnation=1)]).items():
+        monkeypatch.setenv(name, value)
+    armed = {}
+    for incarnation in range(3):
+        monkeypatch.setenv("MEGATRON_FT_INCARNATION", str(incarnation))
+        armed[incarnation] = [order.step for order in points.Points.from_env(1)._orders]
+    assert armed == {0: [2], 1: [3], 2: []}

@@ -1,0 +1,188 @@
+"""Which lost groups are started again, and when: never too often, never after an end, never with nobody to come back to."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.restarts import (
+    HOUR_S,
+    Group,
+    Limits,
+    Loss,
+    Seats,
+    is_due,
+    kind_of,
+    lost,
+    never,
+    started,
+)
+from megatron_ft.errors import GroupLeft, RunStopped, StoreError
+from megatron_ft.types import Exit, View
+
+LIMITS = Limits(per_hour=100)
+FAILED, DIED = "failed", "died"
+
+
+def live_and_die(lives, limits, kind=DIED, begun=True):
+    """A group that lives for so long each time, and is started when it is due: (starts, pauses, the group at the end)."""
+    group, now, starts, pauses = Group(), 0.0, [], []
+    for number, (seconds, late) in enumerate(lives):
+        now += seconds
+        group = lost(group, Loss(number, kind, f"words {number}", begun), now, limits)
+        if group.never:
+            return starts, pauses, group
+        assert group.due >= now and not is_due(group, group.due - 1e-3) and is_due(group, group.due)
+        pauses.append(group.due - now)
+        now = group.due + late
+        starts.append(now)
+        group = started(group, now)
+    return starts, pauses, group
+
+
+lives = st.lists(st.tuples(st.floats(0, 4000), st.floats(0, 100)), max_size=40)
+
+
+@given(lives, st.integers(1, 8), st.sampled_from([FAILED, DIED]))
+def test_never_more_often_in_any_hour_than_is_allowed(lives, per_hour, kind):
+    starts, _, _ = live_and_die(lives, Limits(per_hour=per_hour), kind)
+    for last in starts:
+        assert sum(last - HOUR_S < start <= last for start in starts) <= per_hour
+
+
+@given(st.lists(st.floats(0, LIMITS.well_s - 1), min_size=1, max_size=20), st.lists(st.sampled_from([FAILED, DIED])))
+def test_who_is_soon_lost_again_waits_longer_every_time(seconds, kinds):
+    group, now, pauses = Group(), 0.0, []
+    for number, lived in enumerate(seconds):
+        now += lived
+        kind = kinds[number % len(kinds)] if kinds else DIED
+        group = lost(group, Loss(number, kind, f"words {number}"), now, LIMITS)
+        pauses.append(group.due - now)
+        assert group.attempt == number + 1
+        now = group.due
+        group = started(group, now)
+    assert pauses[0] <= LIMITS.first_s + 1e-6 and max(pauses) <= LIMITS.longest_s + 1e-6
+    assert all(later >= before - 1e-6 for before, later in zip(pauses, pauses[1:], strict=False))
+
+
+def test_the_pauses():
+    died = live_and_die([(1.0, 0.0)] * 9, LIMITS)[1]
+    failed = live_and_die([(1.0, 0.0)] * 9, LIMITS, FAILED)[1]
+    assert died == pytest.approx([0, 1, 2, 4, 8, 16, 32, 60, 60])
+    assert failed == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60, 60]), "its neighbours may fail of the same in a moment"
+
+
+def test_a_good_time_is_a_new_beginning():
+    _, pauses, group = live_and_die([(1.0, 0.0), (1.0, 0.0), (LIMITS.well_s, 0.0), (1.0, 0.0)], LIMITS)
+    assert pauses == pytest.approx([0, 1, 0, 1]) and group.incarnation == 4
+
+
+def test_what_happened_an_hour_ago_does_not_count():
+    starts, _, group = live_and_die([(HOUR_S, 0.0)] * 50, Limits(per_hour=1))
+    assert len(starts) == 50 and not group.never
+    starts, _, group = live_and_die([(1.0, 0.0), (HOUR_S - 1, 0.0)], Limits(per_hour=1))
+    assert len(starts) == 1
+    for words in ("started again 1 times within an hour", "restarts_per_hour is 1", "words 1", "or allow more"):
+        assert words in group.never
+
+
+@given(lives, st.sampled_from(["left", "over"]), st.integers(0, 100))
+def test_whom_somebody_wanted_gone_stays_away(lives, kind, later):
+    _, _, group = live_and_die(lives, LIMITS)
+    if group.down:
+        return
+    group = lost(group, Loss(group.incarnation, kind, "why"), 1e6, LIMITS)
+    assert group.never == "why" and not group.pending and not is_due(group, 1e6 + later)
+    again = lost(group, Loss(group.incarnation, DIED, "after all"), 1e6 + later, LIMITS)
+    assert again == group, "the first verdict counts"
+
+
+def test_who_has_said_that_it_leaves_does_not_come_back_if_it_is_killed_before():
+    group = lost(never(Group(), "leaves after step 3"), Loss(0, DIED, "SIGKILL"), 5.0, LIMITS)
+    assert group.down and group.never == "leaves after step 3" and not is_due(group, 1e9)
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_only_a_verdict_against_the_present_start_counts(present, accused):
+    group = replace(Group(), incarnation=present)
+    assert lost(group, Loss(accused, DIED, ""), 1.0, LIMITS).down == (present == accused)
+
+
+def failures(*ends):
+    """A group that fails with these (words, begun), one after the other."""
+    group, now = Group(), 0.0
+    for number, (words, begun) in enumerate(ends):
+        now += 1.0
+        group = lost(group, Loss(number, FAILED, words, begun), now, LIMITS)
+        if group.never:
+            break
+        now = group.due
+        group = started(group, now)
+    return group
+
+
+def test_who_fails_the_same_way_twice_before_its_first_step_would_again():
+    group = failures(("no such file", False), ("no such file", False), ("not reached", False))
+    assert group.incarnation == 1 and "twice, in the same words: no such file" in group.never
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [("no such file", False), ("out of memory", False), ("no such file", False)],
+        [("no such file", False), ("no such file", True), ("no such file", False)],
+        [("no such file", True), ("no such file", True)],
+    ],
+    ids=["in other words", "but trained in between", "after some steps"],
+)
+def test_other_failures_are_no_pattern(ends):
+    assert not failures(*ends).never
+
+
+# --- what an exit says ------------------------------------------------------------------------------------------------
+
+FOUR = View(3, (0, 1, 2), "", incarnations={1: 2})
+
+
+def ended(group=1, **how):
+    return Exit(group, 0, 7, "h", **{"signal": None, "code": None, **how})
+
+
+@pytest.mark.parametrize(
+    ("exit_", "incarnation", "kind"),
+    [
+        (ended(signal="SIGKILL"), 2, "died"),
+        (ended(signal="SIGSEGV"), 2, "died"),
+        (ended(signal="SIGTERM"), 2, "left"),
+        (ended(code=GroupLeft.exit_code), 2, "left"),
+        (ended(code=0), 2, "left"),
+        (ended(code=1), 2, "failed"),
+        (ended(code=StoreError.exit_code), 2, "died"),
+        (ended(code=RunStopped.exit_code), 2, "over"),
+        (ended(code=RunStopped.exit_code), 3, "died"),
+        (ended(code=RunStopped.exit_code), 1, "died"),
+        (ended(3, code=RunStopped.exit_code), 0, "died"),
+    ],
+)
+def test_what_an_exit_says_of_the_group(exit_, incarnation, kind):
+    """Who has a seat and stops does so because everybody does; who has none was left out."""
+    assert kind_of(exit_, incarnation, Seats(FOUR)) == kind
+
+
+def test_left_out_by_too_few_is_no_reason_to_come_back():
+    assert kind_of(ended(3, code=RunStopped.exit_code), 0, Seats(FOUR, min_groups=4)) == "over"
+    assert kind_of(ended(code=RunStopped.exit_code), 2, Seats(View(4, (), "wipe-out"))) == "over"
+
+
+def test_who_is_left():
+    seats = Seats(FOUR)
+    assert seats.taken == {0, 1, 2} and seats.enough
+    assert seats.without(1, 1).taken == {0, 1, 2}, "that was an older start"
+    seats = seats.without(1, 2).without(0, 0).without(0, 0)
+    assert seats.taken == {2} and seats.enough
+    seats = seats.without(2, 0)
+    assert not seats.taken and not seats.enough
+    later = seats.after(View(4, (2,), "", incarnations={2: 1}))
+    assert later.taken == {2} and later.after(FOUR) == later
+    assert not Seats(FOUR, min_groups=4).enough

@@ -1,0 +1,245 @@
+"""What one agent makes of the news: whom it starts again, whom it refuses, and how hosts that share a group follow one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_ft.config import FaultToleranceConfig, RejoinConfig
+from megatron_ft.core import detector
+from megatron_ft.core.membership import first_view
+from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.launch.returns import Returns
+from megatron_ft.types import Exit, View
+
+FIRST = first_view(3)
+
+
+@dataclass
+class Store:
+    """What all agents see."""
+
+    keys: dict = field(default_factory=dict)
+    log: list = field(default_factory=list)
+    view: View = FIRST
+
+
+@dataclass
+class Voice:
+    """One agent's."""
+
+    store: Store
+    away: bool = False
+    told: bool = True
+    heard: int = 0
+
+    def news(self):
+        if self.away:
+            return []
+        found, self.heard = self.store.log[self.heard :], len(self.store.log)
+        return found
+
+    def newest_view(self, known):
+        return known if self.away else self.store.view
+
+    def say(self, key, value):
+        self.store.keys[key] = value
+        return True
+
+    def get(self, key):
+        return self.store.keys.get(key)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def agent(clock, store=None, here=None, shared=(), enabled=True, per_hour=6, patience_s=30.0, begun=lambda *_: True):
+    settings = FaultToleranceConfig(rejoin=RejoinConfig(enabled=enabled, restarts_per_hour=per_hour))
+    voice = Voice(store or Store())
+    made = Returns(voice, settings, here or {1: True, 2: True}, shared, FIRST, patience_s, begun, clock)
+    return made, voice
+
+
+def dead(group, incarnation=0, **how):
+    return detector.Ended(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
+
+
+def due(made, unheard=()):
+    made.look()
+    return [(start.group, start.incarnation) for start in made.due(unheard)]
+
+
+def start_all(made, unheard=()):
+    made.look()
+    starts = made.due(unheard)
+    for start in starts:
+        made.started(start)
+    return starts
+
+
+def test_a_killed_group_is_started_again_at_once_and_then_less_soon(clock):
+    made, voice = agent(clock)
+    for incarnation, pause in enumerate((0, 1, 2)):
+        made.hear(dead(1, incarnation))
+        voice.store.log.append(dead(1, incarnation))  # it is also heard like everybody's
+        if pause:
+            assert due(made) == [] and made.pending()
+            clock.now += pause
+        (start,) = start_all(made)
+        assert (start.group, start.incarnation, start.attempt) == (1, incarnation + 1, incarnation + 1)
+        assert start.after_s == pytest.approx(pause) and made.incarnation(1) == incarnation + 1
+        assert due(made) == [] and not made.pending()
+
+
+def test_nothing_is_started_while_the_store_is_away_or_the_loss_is_not_told(clock):
+    made, voice = agent(clock)
+    voice.away = True
+    made.hear(dead(1))
+    assert due(made) == [] and made.pending()
+    voice.away, voice.told = False, False
+    assert due(made) == []
+    voice.told = True
+    assert due(made) == [(1, 1)]
+
+
+def test_a_store_that_stays_away_is_not_waited_for_for_ever(clock):
+    made, voice = agent(clock)
+    voice.away = True
+    made.hear(dead(1))
+    made.look()
+    clock.now += 29.0
+    made.look()
+    assert made.pending()
+    clock.now += 1.0
+    assert not made.pending()
+
+
+def test_without_rejoin_nobody_comes_back(clock):
+    made, _ = agent(clock, enabled=False)
+    made.hear(dead(1))
+    assert due(made) == [] and not made.pending() and not made.hopeless and made.seated(1, 0)
+
+
+def test_the_last_group_takes_those_along_that_wait_for_a_seat(clock):
+    made, voice = agent(clock)
+    made.hear(dead(1))
+    assert [start.incarnation for start in start_all(made)] == [1]
+    voice.store.log += [dead(0), dead(2)]
+    assert due(made) == [] and not made.pending() and made.hopeless
+    assert not made.refusals() and not made.seated(1, 1) and made.seated(2, 0)
+
+
+def test_a_newcomer_with_a_seat_is_somebody(clock):
+    made, voice = agent(clock)
+    made.hear(dead(1))
+    start_all(made)
+    voice.store.view = View(1, (0, 1, 2), "", incarnations={1: 1})
+    voice.store.log += [dead(0), dead(2)]
+    assert due(made) == [(2, 1)] and not made.hopeless and made.seated(1, 1)
+
+
+def test_who_was_left_out_while_it_lived_comes_back(clock):
+    made, voice = agent(clock)
+    voice.store.view = View(1, (0, 2), "", lost={1: "cut off"})
+    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
+    assert due(made) == [(1, 1)]
+
+
+def test_who_stops_with_the_run_does_not(clock):
+    made, _ = agent(clock)
+    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="min_groups"))
+    assert due(made) == [] and not made.pending() and not made.refusals()
+
+
+def test_who_leaves_in_order_is_not_refused_but_gone(clock):
+    made, voice = agent(clock)
+    made.hear(dead(1, signal=None, code=GroupLeft.exit_code))
+    voice.store.log.append(detector.Leaving(1, 3, "SIGTERM"))
+    assert due(made) == [] and not made.pending() and not made.refusals()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [({"signal": "SIGTERM"}, "SIGTERM"), ({"signal": None, "code": 0}, "exit code 0")],
+)
+def test_what_somebody_else_wanted_gone_is_said(clock, how, words):
+    made, _ = agent(clock)
+    made.hear(dead(1, **how))
+    assert due(made) == [] and not made.pending()
+    (refusal,) = made.refusals()
+    assert words in refusal.reason and not made.refusals()
+
+
+def test_the_same_failure_twice_before_the_first_step_is_refused(clock):
+    made, _ = agent(clock, begun=lambda *_: False)
+    for incarnation in range(2):
+        made.hear(dead(1, incarnation, signal=None, code=1, detail="no such file"))
+        clock.now += 0 if due(made) or incarnation else 1
+        start_all(made)
+    assert not made.pending()
+    (refusal,) = made.refusals()
+    assert (refusal.group, refusal.incarnation) == (1, 1) and "no such file" in refusal.reason
+
+
+def test_nobody_starts_on_a_host_that_cannot_reach_a_member(clock):
+    made, voice = agent(clock)
+    made.hear(dead(1))
+    assert due(made, unheard=[0]) == []
+    voice.store.log.append(dead(0))
+    assert due(made, unheard=[0]) == [(1, 1)], "that host has nobody to be reached any more"
+
+
+# --- a group with ranks on two hosts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(clock):
+    store = Store()
+    leading, _ = agent(clock, store, {1: True}, [1], per_hour=2)
+    other, _ = agent(clock, store, {1: False}, [1], per_hour=2)
+    return store, leading, other
+
+
+def test_hosts_that_share_a_group_start_the_same_incarnation(two, clock):
+    store, leading, other = two
+    other.hear(dead(1))  # a rank of the other host, which told everybody
+    store.log.append(dead(1))
+    assert due(other) == [] and other.pending(), "that is for the leading host to say"
+    assert [start.incarnation for start in start_all(leading)] == [1]
+    leading.look()  # says so
+    assert [start.incarnation for start in start_all(other)] == [1]
+    assert leading.incarnation(1) == other.incarnation(1) == 1
+
+
+def test_a_host_that_was_away_follows_to_the_newest_start(two, clock):
+    store, leading, other = two
+    for incarnation in range(2):
+        store.log.append(dead(1, incarnation))
+        leading.look()
+        clock.now += 2.0
+        assert start_all(leading)
+    leading.look()
+    assert [start.incarnation for start in start_all(other)] == [2]
+
+
+def test_what_the_leading_host_refuses_nobody_waits_for(two, clock):
+    store, leading, other = two
+    for incarnation in range(3):
+        store.log.append(dead(1, incarnation))
+        leading.look()
+        clock.now += 5.0
+        start_all(leading)
+    leading.look()
+    other.look()
+    assert not leading.pending() and not other.pending()
+    assert len(leading.refusals()) == 1 and not other.refusals()
