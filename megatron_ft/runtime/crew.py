@@ -118,7 +118,7 @@ class Crew:
     def arrive(self) -> None:
         """The group stands where the others do."""
         self._order("arrive")
-        self.rank.following.end()
+        self.rank.arrive()
 
     def share_state(self) -> None:
         """Before the first step: all ranks start from the leader's model."""

@@ -103,7 +103,7 @@ class Follower:
             case "enter":
                 self.step = fields["step"]
             case "arrive":
-                rank.following.end()
+                rank.arrive()
             case "fingerprint":
                 rank.fingerprint()
             case "stop":

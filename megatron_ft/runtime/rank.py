@@ -194,6 +194,11 @@ class Rank:
             self._prefetcher.begin(dataset, *map(self._part, needs()))
         self.points.reach("begin", step)
 
+    def arrive(self) -> None:
+        """After following others into the step that has begun: its gradients are clean again."""
+        self.following.end()
+        self.engine.begin_step()
+
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """What this rank loads of them."""
         if self.joint:
