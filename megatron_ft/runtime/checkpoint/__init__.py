@@ -10,7 +10,7 @@ a directory of its own, and nothing in it is changed once its manifest is there.
 
 from megatron_ft.runtime.checkpoint.locking import Lock, lock
 from megatron_ft.runtime.checkpoint.pruning import discard, prune
-from megatron_ft.runtime.checkpoint.read import find, load, load_newest, newest, verify
+from megatron_ft.runtime.checkpoint.read import find, load, load_newest, look, newest, verify
 from megatron_ft.runtime.checkpoint.saver import Saved, Saver
 from megatron_ft.runtime.checkpoint.write import Snapshot, complete, snapshot, write_part
 
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "load_newest",
     "lock",
+    "look",
     "newest",
     "prune",
     "snapshot",

@@ -35,8 +35,29 @@ def find(directory: Path) -> list[Found]:
             names = os.listdir(directory)
         except FileNotFoundError:
             return []
-    matches = [match for match in map(NAME.fullmatch, names) if match]
-    return newest_first([_look(Path(directory) / match[0], int(match[1])) for match in matches])
+    return newest_first([look(Path(directory) / name) for name in names if NAME.fullmatch(name)])
+
+
+def look(place: Path) -> Found:
+    """One checkpoint, by its path: what its manifest and its files' sizes tell."""
+    path, step = os.fspath(place), int(NAME.fullmatch(place.name)[1])
+    try:
+        text = (place / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return Found(path, step, False, f"it has no {MANIFEST}: its save was not finished", unfinished=True)
+    except OSError as error:
+        return Found(path, step, False, f"{place / MANIFEST} cannot be read: {error.strerror or error}")
+    try:
+        manifest = _manifest(text, step)
+        for name, entry in manifest["files"].items():
+            size = os.stat(place / name).st_size
+            if size != entry["bytes"]:
+                raise ValueError(f"{name} has {size} bytes, {entry['bytes']} were written")
+    except ValueError as error:
+        return Found(path, step, False, str(error))
+    except OSError as error:
+        return Found(path, step, False, f"{error.filename} cannot be read: {error.strerror or error}")
+    return Found(path, step, True, saved_at=manifest["saved_at"], manifest=manifest)
 
 
 def verify(found: Found) -> None:
@@ -106,28 +127,6 @@ def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], No
     for one, reason in choice.skipped:
         log(f"checkpoint {one.path} of step {one.step} is not used: {reason}")
     return used if choice.found else None
-
-
-def _look(place: Path, step: int) -> Found:
-    """A checkpoint from its manifest and its files' sizes."""
-    path = os.fspath(place)
-    try:
-        text = (place / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return Found(path, step, False, f"it has no {MANIFEST}: its save was not finished", unfinished=True)
-    except OSError as error:
-        return Found(path, step, False, f"{place / MANIFEST} cannot be read: {error.strerror or error}")
-    try:
-        manifest = _manifest(text, step)
-        for name, entry in manifest["files"].items():
-            size = os.stat(place / name).st_size
-            if size != entry["bytes"]:
-                raise ValueError(f"{name} has {size} bytes, {entry['bytes']} were written")
-    except ValueError as error:
-        return Found(path, step, False, str(error))
-    except OSError as error:
-        return Found(path, step, False, f"{error.filename} cannot be read: {error.strerror or error}")
-    return Found(path, step, True, saved_at=manifest["saved_at"], manifest=manifest)
 
 
 def _manifest(text: bytes, step: int) -> Mapping[str, Any]:

@@ -129,6 +129,7 @@ def complete(
         "meta": meta,
     }
     with files.explained("completing the checkpoint", place):
+        # Who made these directories syncs them, but may not have come to it before the others were done.
         files.sync_directory(place)
         files.sync_directory(directory)
         files.write(place / MANIFEST, [sealed(body)])
