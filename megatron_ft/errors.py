@@ -35,6 +35,10 @@ class StoreError(FTError):
     exit_code = 4
 
 
+class CheckpointError(FTError):
+    """A checkpoint cannot be written, found or read, or another job uses its directory."""
+
+
 class RunStopped(FTError):
     """This group cannot or must not go on: it is outside the view, or fewer than ``min_groups`` are left."""
 
