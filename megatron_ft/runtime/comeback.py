@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.core import detector
 from megatron_ft.core.protocol import Died
 from megatron_ft.engines.base import StepResult
-from megatron_ft.errors import RunStopped
+from megatron_ft.errors import RunStopped, StartOver
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.guest import Donor, Gone, Guest, look_up
@@ -208,7 +208,7 @@ class Return:
 
     def _over(self, asked: bool, why: str) -> None:
         if asked:
-            raise RunStopped(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
+            raise StartOver(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
 
     def _look_for_end(self) -> None:
         if self._agreement.get("ended") is not None:

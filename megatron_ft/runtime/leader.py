@@ -18,7 +18,7 @@ from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, StepResult
-from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
@@ -249,7 +249,7 @@ class Leader:
                 left = self._said_leaving
                 reason = f"group {self.group} has left: {self._leaving}" if left else reason
                 self._crew.stop(reason, left)
-                raise (GroupLeft if left else RunStopped)(reason)
+                raise (GroupLeft if left else StartOver if self._state.following else RunStopped)(reason)
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
 
