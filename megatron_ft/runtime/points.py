@@ -54,14 +54,14 @@ LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Hold:
-    """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
+    """Stop a rank at ``point`` of ``step``, or of any; ``bucket`` narrows it further where the point has one.
 
     ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: which start
     of the group.
     """
 
     group: int
-    step: int
+    step: int | None
     point: str
     bucket: int | None = None
     position: int = 0
