@@ -100,6 +100,7 @@ class Leader:
         """Follow the others until this group has its seat."""
         began = time.monotonic()
         self._pulse.enter("waiting")
+        self._points.reach("warm", 0)
         view = Return(self._rank.following, self._crew, self._hear_before).seat()
         self._agreement.adopted(view)
         self._first_view = self._committed_under = view
@@ -354,8 +355,8 @@ class Leader:
         if following.stands > step:
             self._feed(recovery.Strayed(f"it has made step {step}, which is made again"))
             return
-        self._crew.arrive()
         carried, self._rank.result = following.carried, following.result or self._rank.result
+        self._crew.arrive()
         if carried["line"]:
             self._take_line(carried["line"])
         self._history.note(

@@ -256,6 +256,10 @@ class Rank:
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
+    def take_seat(self, view: View, agreement: Agreement) -> None:
+        """Another thread has found the view in which this group has its seat: the others wait for its connections."""
+        self._connector.begin(view, agreement)
+
     def prepare(self, view: View, step: int) -> None:
         """Begin to build the communicator of ``view``, beside whatever has to be computed before it is needed."""
         self.points.reach("connect", step)
