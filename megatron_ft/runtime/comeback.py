@@ -46,12 +46,13 @@ def address_key(group: int, position: int) -> str:
 
 class Following:
     """One rank's part. ``astray`` says why the last attempt is over; ``view`` is the newest since it began: a thread looks
-    for it, because the training thread may be at a step, and the others wait for this rank's connections."""
+    for it, because the training thread may be at a step, and the others wait for this rank's connections. ``donors``: the
+    incarnation of each."""
 
     def __init__(self, rank: Rank, env: RankEnvironment, agreement: Agreement) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
         self._guest: Guest | None = None
-        self._donors: Mapping[int, int] = {}
+        self.donors: Mapping[int, int] = {}
         self.astray = ""
         self.bytes = 0
         self.view: View | None = None
@@ -84,7 +85,7 @@ class Following:
         """Call donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
         self.end()
         self.astray, self.view = "", None
-        self._donors = {group: incarnation for group, incarnation in donors}
+        self.donors = {group: incarnation for group, incarnation in donors}
         env = self.env
         try:
             found = [self._find(group, incarnation) for group, incarnation in donors]
@@ -154,7 +155,7 @@ class Following:
     def hear(self, verdict: detector.Verdict) -> None:
         """Any thread: a donor that is frozen says nothing more, and its connection stands."""
         if isinstance(verdict, Died) and self._guest is not None:
-            if verdict.incarnation >= self._donors.get(verdict.group, float("inf")):
+            if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
                 self._guest.give_up(verdict.group, verdict.reason)
 
     def end(self) -> None:

@@ -59,6 +59,7 @@ class Leader:
         self._next: recovery.Action = recovery.Finish(0)
         self._leaving, self._said_leaving = "", False
         self._line: Mapping[str, Any] = {}
+        self._warm = 0.0
         if first_view is not None:
             agreement.adopted(first_view)
 
@@ -98,7 +99,7 @@ class Leader:
 
     def _come_back(self, job: recovery.Job) -> None:
         """Follow the others until this group has its seat."""
-        began = time.monotonic()
+        self._warm = time.monotonic()
         self._pulse.enter("waiting")
         self._points.reach("warm", 0)
         view = Return(self._rank.following, self._crew, self._hear_before).seat()
@@ -106,8 +107,6 @@ class Leader:
         self._first_view = self._committed_under = view
         self._begin_with(view, job)
         self._record_view(view)
-        took = {"seconds": round(time.monotonic() - began, 6), "stands": self._rank.following.stands}
-        self._history.note("rejoin", group=self.group, incarnation=self._incarnation, step=view.step, **took)
         self._rank.prepare(view, view.step)
         self._crew.enter(view.step)
 
@@ -359,9 +358,9 @@ class Leader:
         self._crew.arrive()
         if carried["line"]:
             self._take_line(carried["line"])
-        self._history.note(
-            "rejoined", group=self.group, incarnation=self._incarnation, step=step, received_bytes=following.bytes
-        )
+        took = {"seconds": round(time.monotonic() - self._warm, 6), "received_bytes": following.bytes}
+        who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
+        self._history.note("rejoined", **who, step=step, **took)
         self._feed(recovery.Followed(Speeds.from_json(carried["speeds"])))
 
     def _take_line(self, line: Mapping[str, Any]) -> None:
