@@ -251,5 +251,6 @@ class Stop:
 
 
 Action = (
-    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow | Reduce | Update | AwaitView | Finish | Stop
-)
+    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow
+    | Reduce | Update | AwaitView | Finish | Stop
+)  # fmt: skip

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft.core import links, membership, scheduler, stragglers
+from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import (
     Abort,
     Action,
@@ -56,7 +57,6 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
-from megatron_ft.core.membership import admissible
 from megatron_ft.core.state import GroupState, Job, changed
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, GroupId, Plan, Report, View

@@ -54,10 +54,10 @@ class GroupState:
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
     before they hand the state over (hard case 7). While ``following``, this group has a seat and not yet the state it
-    entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
-    be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
-    the reason; nothing new was said of that for ``settled_s``. ``speeds`` is part of the state that ``step`` starts from.
-    ``deadly`` are the groups that each microbatch has killed.
+    entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves``
+    the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed`` the hosts
+    (as their groups) that do not hear each other, with the reason; nothing new was said of that for ``settled_s``.
+    ``speeds`` is part of the state that ``step`` starts from. ``deadly`` are the groups that each microbatch has killed.
     """
 
     me: GroupId

@@ -85,7 +85,7 @@ class Following:
         """Call donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
         self.end()
         self.astray, self.view = "", None
-        self.donors = {group: incarnation for group, incarnation in donors}
+        self.donors = dict(donors)
         env = self.env
         try:
             found = [self._find(group, incarnation) for group, incarnation in donors]
@@ -154,9 +154,11 @@ class Following:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Any thread: a donor that is frozen says nothing more, and its connection stands."""
-        if isinstance(verdict, Died) and self._guest is not None:
-            if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
-                self._guest.give_up(verdict.group, verdict.reason)
+        guest = self._guest
+        if guest is None or not isinstance(verdict, Died):
+            return
+        if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
+            guest.give_up(verdict.group, verdict.reason)
 
     def end(self) -> None:
         """This rank needs its donors no more."""

@@ -5,8 +5,8 @@ is spread over several donors); a thread sends the copy while the next steps are
 copies, at each boundary, its share of the gradients the optimizer has just taken; with these the other rank makes the same
 step. Nothing is copied while nobody follows.
 
-Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take what
-is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
+Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take
+what is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, StepResult
 from megatron_ft.errors import GroupLeft, RunStopped, StartOver
 from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
+from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import Crew
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost

@@ -1,4 +1,4 @@
-"""Lost groups come back while the others train on: nothing is counted twice or not at all, and all end with the same bits."""
+"""Lost groups come back while the others train on: nothing is counted twice or never, and all end with the same bits."""
 
 from __future__ import annotations
 
