@@ -56,14 +56,16 @@ class _Follower:
         """Thread: send what is put, in order, each over ``pace_s``, until the other end has gone."""
         try:
             while not self.gone:
-                words, parts, pace_s = self.queue.get()
-                if not self.gone:
-                    wire.say(self.end, words)
-                    wire.send(self.end, parts, _Pace(sum(map(len, parts)), pace_s))
+                self._send(*self.queue.get())  # what was sent is not held while the next is waited for
         except OSError:
             pass  # it will ask somebody else, or its agent starts it again
         finally:
             self.drop()
+
+    def _send(self, words: dict[str, Any], parts: list[torch.Tensor], pace_s: float) -> None:
+        if not self.gone:
+            wire.say(self.end, words)
+            wire.send(self.end, parts, _Pace(sum(map(len, parts)), pace_s))
 
 
 class _Pace:
