@@ -21,7 +21,7 @@ from typing import Any
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
-from megatron_ft.errors import GroupLeft, LaunchError, RunStopped
+from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, returns, voice
 from megatron_ft.launch.ranks import Rank
 from megatron_ft.runtime import history, store
@@ -208,8 +208,8 @@ class Agent:
             self._voice.say_ended()  # it has left with the store's answer, and the store has died since
         if not rank.dropped and not self._ended():
             self._tell(detector.Ended(death, rank.incarnation))
-            if not self._exits or code != RunStopped.exit_code or self._returns.seated(rank.group, rank.incarnation):
-                self._exits.append((rank, death))  # a newcomer that finds nobody is not why the run ends
+            if not self._exits or self._returns.seated(rank.group, rank.incarnation):
+                self._exits.append((rank, death))  # a newcomer that never had a seat is not why the run ends
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 self._record_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
         self._write_ranks()
