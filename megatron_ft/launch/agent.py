@@ -134,7 +134,8 @@ class Agent:
         return self._starter.start(env)
 
     def _reap_strays(self) -> None:
-        known = {rank.process.pid for rank in self._ranks} | self._hosts.pids()
+        # Not those that have ended: a run of weeks may see their pids again.
+        known = {rank.process.pid for rank in self._living()} | self._hosts.pids()
         forkserver.reap_strays(known | ({self._tracker.pid} if self._tracker is not None else set()))
 
     def _supervise(self, wakeup: _Wakeup) -> None:
