@@ -35,10 +35,20 @@ class StoreError(FTError):
     exit_code = 4
 
 
+class CheckpointError(FTError):
+    """A checkpoint cannot be written, found or read, or another job uses its directory."""
+
+
 class RunStopped(FTError):
     """This group cannot or must not go on: it is outside the view, or fewer than ``min_groups`` are left."""
 
     exit_code = 3
+
+
+class StartOver(RunStopped):
+    """This group came back and cannot go on from what it has received; its next start can. ``launch`` sees to that."""
+
+    exit_code = 6
 
 
 class GroupLeft(RunStopped):

@@ -106,7 +106,7 @@ class View:
     """Numbered membership, and everything the survivors need to go on from it (architecture.md, step protocol 3-4).
 
     ``step`` is the step that goes on, ``begun`` the origin of its plan. ``behind`` take the committed state from
-    ``source`` first; ``joined``, who enter with this view, are always among them. ``final`` names, for every bucket of
+    ``source`` first; ``joined`` enter with this view, and get that state by themselves. ``final`` names, for every bucket of
     ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says who lacks it.
     ``incarnations`` are the starts of the groups that were started more than once. ``reports`` are those of the epoch
     before that all this was decided from.

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.core.protocol import Broke, Died, Leaves, Missed
+from megatron_ft.core.membership import admissible
+from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 
@@ -75,10 +76,20 @@ class Leaving:
     incarnation: int = 0
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving
+@dataclass(frozen=True)
+class Asking:
+    """A new incarnation says so itself: it follows ``donors``, which work on ``after`` at most, and wants a seat."""
+
+    group: GroupId
+    incarnation: int
+    donors: tuple[tuple[GroupId, int], ...]
+    after: int
 
 
-Verdict = Died | Broke | Missed | Leaves
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking
+
+
+Verdict = Died | Broke | Missed | Leaves | Asked
 """What a signal comes to: an event of the protocol."""
 
 
@@ -96,6 +107,8 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}")
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
+        case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
+            return Asked(group, incarnation, donors, after)
         case Silent(by=by, about=about, heard=heard, silent_s=silent_s, incarnation=incarnation):
             nothing = f"host {by} has heard nothing of host {about} for {silent_s:.1f} s"
             reason = f"host {by} hears host {about} again" if heard else nothing
@@ -106,13 +119,16 @@ def judge(signal: Signal) -> Verdict:
     raise TypeError(f"judge: {signal!r} is not a signal")
 
 
-def ends(verdict: Verdict, view: View) -> bool:
-    """Whether the verdict ends the epoch of ``view``: nobody may wait in it any more. ``core.recovery`` closes it."""
+def ends(verdict: Verdict, view: View, step: int) -> bool:
+    """Whether the verdict ends the epoch of ``view`` for who works on ``step``: it may not wait in it any more.
+    ``core.recovery`` closes it."""
     match verdict:
         case Died(group=group, incarnation=incarnation):
             return group in view.live and incarnation >= view.incarnations.get(group, 0)
         case Broke(epoch=epoch):
             return epoch == view.epoch
+        case Asked():
+            return verdict.after < step and admissible(view, verdict)
         case Missed(by=by, about=about, heard=heard):
             return not heard and all(set(unit) & set(view.live) for unit in (by, about))
     return False  # who leaves in order is waited for
@@ -131,7 +147,7 @@ def _blamed(exit_: Exit) -> Microbatch | None:
         return None
 
 
-_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving"}
+_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving", Asking: "asking"}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:
@@ -149,5 +165,9 @@ def from_json(raw: dict[str, Any]) -> Signal:
         return Ended(Exit(**fields), incarnation)
     for kind, name in _KINDS.items():
         if raw["kind"] == name:
-            return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+            return kind(**{key: _tupled(value) for key, value in fields.items()})
     raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value

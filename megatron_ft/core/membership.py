@@ -6,7 +6,9 @@ The view that wins the compare-and-set holds everything the survivors need, so w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from megatron_ft.core.protocol import Asked
 from megatron_ft.types import Begun, Bucket, GroupId, Report, View
 
 
@@ -24,13 +26,12 @@ def next_view(
     dead: Mapping[GroupId, str],
     silent: Mapping[GroupId, str],
     reason: str,
-    joining: Mapping[GroupId, int] | None = None,
+    asking: Mapping[GroupId, Asked] | None = None,
 ) -> View | None:
     """The view to propose, or None while a report is still awaited; its ``begun`` is left to the caller.
 
     ``dead`` have a verdict against them; ``silent`` are given up on because their report did not come in time. A group
-    that is neither must have reported. ``joining`` are groups that ask for a seat, with their incarnation; one that is
-    live has one, and its old incarnation must leave first.
+    that is neither must have reported. ``asking`` are groups that ask for a seat; :func:`_entering` says who gets one.
     """
     gone = {group: why for group, why in {**silent, **dead}.items() if group in view.live}
     live = tuple(group for group in view.live if group not in gone)
@@ -44,10 +45,10 @@ def next_view(
     if step is None and not any(view.incarnations.get(group, 0) == 0 for group in live):
         return _wipe_out(view, live, gone)
     step = step or 0  # a group of the first start that is without state: so nobody can have committed anything
-    joined = {group: number for group, number in sorted((joining or {}).items()) if group not in live}
-    source, behind = _state_transfer(told, step, tuple(joined))
+    source, behind = _state_transfer(view, told, step)
     holders = {group: r for group, r in told.items() if r.step == step and group not in behind}
     final, missing = _bucket_transfer(holders, behind)
+    joined = {} if behind or final else _entering(view, live, asking or {})
     return View(
         epoch=view.epoch + 1,
         live=tuple(sorted((*live, *joined))),
@@ -70,25 +71,49 @@ def _wipe_out(view: View, live: tuple[GroupId, ...], gone: Mapping[GroupId, str]
     return View(view.epoch + 1, (), why, lost={**gone, **dict.fromkeys(live, why)})
 
 
+def admissible(view: View, asked: Asked) -> bool:
+    """Whether who asks could enter beside the members of ``view``: all its donors are members, and it is none.
+
+    What its donors have committed is then what everybody has committed: they cannot have been left out with a version of
+    a step that the others made again.
+    """
+    seated = all(group in view.live and view.incarnations.get(group, 0) == number for group, number in asked.donors)
+    return bool(asked.donors) and seated and asked.group not in view.live
+
+
+def _entering(view: View, live: tuple[GroupId, ...], asking: Mapping[GroupId, Asked]) -> dict[GroupId, int]:
+    """Who of those that ask gets a seat beside ``live``, with the incarnation; only where all of these hold the same state,
+    and no bucket of the step is final: who enters has neither, and is given nothing on the way.
+    """
+    left = replace(view, live=live)
+    return {group: asked.incarnation for group, asked in sorted(asking.items()) if admissible(left, asked)}
+
+
+def follows(view: View, report: Report) -> bool:
+    """Whether that member has entered without the state, and is getting it by itself."""
+    return not report.synced and view.incarnations.get(report.group, 0) > 0
+
+
 def _state_transfer(
-    told: Mapping[GroupId, Report], step: int, joined: tuple[GroupId, ...]
+    view: View, told: Mapping[GroupId, Report], step: int
 ) -> tuple[GroupId | None, tuple[GroupId, ...]]:
     """Who has the state that ``step`` starts from, and who needs it.
 
     A group that has passed the gate of step s works on s+1: s is decided, and the others catch up by one step instead
     of reducing again; unless they hold every bucket of s, then they only have to commit it. When nobody is synced yet
-    (the run has just started) the lowest group's initial model is the state.
+    (the run has just started) the lowest group's initial model is the state. Who follows needs nobody's help.
     """
     lowest = min((report.step for report in told.values() if report.synced), default=step)
     assert step - lowest <= 1, f"live groups are {step - lowest} steps apart: {told}"
     synced = [group for group, report in sorted(told.items()) if report.synced and report.step == step]
-    source = synced[0] if synced else min(told)
+    source = synced[0] if synced else min(group for group, report in told.items() if not follows(view, report))
     behind = tuple(
         group
         for group, report in sorted(told.items())
-        if group != source and not (report.synced and (report.step == step or report.complete))
+        if group != source
+        and not (report.synced and (report.step == step or report.complete))
+        and not follows(view, report)
     )
-    behind = tuple(sorted((*behind, *joined)))
     return (source, behind) if behind else (None, ())
 
 

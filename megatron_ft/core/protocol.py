@@ -84,10 +84,30 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Asked:
-    """A new incarnation of ``group`` is warm and asks for a seat; it gets one at the next step boundary."""
+    """A new incarnation of ``group`` follows ``donors`` (group, incarnation) and asks for a seat.
+
+    To follow: to receive the state of a step, and from then on everything that makes the next one of it. ``after`` is the
+    newest step that its donors were known to work on: the seat is given once that is committed.
+    """
 
     group: GroupId
     incarnation: int
+    donors: tuple[tuple[GroupId, int], ...]
+    after: int
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A group that has entered holds the state that its view's step starts from; ``speeds`` belong to it."""
+
+    speeds: Speeds
+
+
+@dataclass(frozen=True)
+class Strayed:
+    """A group that has entered cannot get that state any more: a donor was lost before it had handed over all of it."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,7 @@ class Tick:
 
 Event = (
     Computed | Connected | Transferred | Reduced | Updated
-    | Died | Leaves | Asked | Broke | Missed | ReportSeen | ViewSeen | Tick
+    | Died | Leaves | Asked | Followed | Strayed | Broke | Missed | ReportSeen | ViewSeen | Tick
 )  # fmt: skip
 
 
@@ -187,6 +207,13 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Follow:
+    """Get to the state that ``step`` starts from, with what the donors send."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Reduce:
     """Sum these buckets' kept local gradients over the outer communicator."""
 
@@ -223,4 +250,6 @@ class Stop:
     reason: str
 
 
-Action = Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Reduce | Update | AwaitView | Finish | Stop
+Action = (
+    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow | Reduce | Update | AwaitView | Finish | Stop
+)

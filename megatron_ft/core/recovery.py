@@ -38,6 +38,8 @@ from megatron_ft.core.protocol import (
     Died,
     Event,
     Finish,
+    Follow,
+    Followed,
     Leaves,
     Missed,
     Propose,
@@ -46,6 +48,7 @@ from megatron_ft.core.protocol import (
     Reduced,
     ReportSeen,
     Stop,
+    Strayed,
     Tick,
     Transfer,
     Transferred,
@@ -53,6 +56,7 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
+from megatron_ft.core.membership import admissible
 from megatron_ft.core.state import GroupState, Job, changed
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, GroupId, Plan, Report, View
@@ -64,6 +68,7 @@ _LOOKS = 10
 def start(me: GroupId, job: Job, view: View) -> GroupState:
     """The state of a group that enters with ``view``."""
     plan = _plan(job, view.step, view.begun, Speeds())
+    following = me in view.joined
     return GroupState(
         me=me,
         job=job,
@@ -72,7 +77,8 @@ def start(me: GroupId, job: Job, view: View) -> GroupState:
         begun=view.begun,
         plan=plan,
         incarnation=view.incarnations.get(me, 0),
-        synced=me not in view.behind,
+        synced=me not in view.behind and not following,
+        following=following,
     )
 
 
@@ -87,6 +93,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = changed(state, leaving={**state.leaving, group: event})
         case Asked():
             state = _asked(state, event)
+        case Strayed(reason=reason):
+            state = changed(state, stopped=f"group {state.me} has to start over: {reason}")
         case Broke(epoch=epoch, reason=reason):
             state = changed(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
         case Missed():
@@ -114,6 +122,8 @@ def next_action(state: GroupState) -> Action:
         return AwaitView(state.view.epoch, _unreported(state))
     if state.complete and state.ahead is not None:
         return Update(state.step)  # the step is decided, and nothing of it is missing here
+    if state.following:
+        return Follow(state.step) if state.connected else Connect(state.view)  # others wait for the communicator first
     if state.needs_transfer:
         return Transfer(state.view) if state.connected else Connect(state.view)
     if state.finished:
@@ -159,7 +169,7 @@ def _died(state: GroupState, event: Died) -> GroupState:
     state = _blamed(state, event)
     if event.incarnation < state.graves.get(event.group, (0, ""))[0]:
         return state
-    asking = {g: number for g, number in state.asking.items() if g != event.group or number > event.incarnation}
+    asking = {g: a for g, a in state.asking.items() if g != event.group or a.incarnation > event.incarnation}
     return changed(
         state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)}
     )
@@ -191,7 +201,7 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
     seated = event.incarnation <= _seat(state.view, event.group)
     if seated or not alive:
         return state
-    return changed(state, asking={**state.asking, event.group: event.incarnation})
+    return changed(state, asking={**state.asking, event.group: event})
 
 
 def _missed(state: GroupState, event: Missed) -> GroupState:
@@ -215,6 +225,9 @@ def _progress(state: GroupState, event: Event) -> GroupState:
             return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):
             return changed(state, connected=True) if _current(state, epoch) else state
+        case Followed(speeds=speeds):
+            plan = _plan(state.job, state.step, state.begun, speeds)
+            return changed(state, synced=True, following=False, speeds=speeds, plan=plan)
         case Transferred(epoch=epoch):
             return _transferred(state, event) if _current(state, epoch) else state
         case Reduced(bucket=bucket):
@@ -257,7 +270,8 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
         return state, ()
     epoch, entry = state.view.epoch, _entry(state)
     # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, and who has
-    # finished sees nobody leave. They would stay in an epoch the others have left.
+    # finished sees nobody leave. They would stay in an epoch the others have left. Who asks is heard of by everybody: to
+    # announce that would only break the reductions of those who are still in the step before.
     untold = "; ".join(state.cut.values()) or _parting(state) or entry
     reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or untold
     if not reason:
@@ -265,7 +279,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
-    announcement = (Announce(epoch, reason),) if reason == untold else ()
+    announcement = (Announce(epoch, reason),) if reason == untold != entry else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
 
 
@@ -284,11 +298,18 @@ def _parting(state: GroupState) -> str:
 
 
 def _entry(state: GroupState) -> str:
-    """The reason to end an epoch for those who ask for a seat; empty unless this group stands at a step boundary."""
-    waiting = sorted(group for group in state.asking if group not in state.view.live)
-    if not waiting or state.computed or state.have or state.finished or not state.synced or not state.connected:
+    """The reason to end an epoch for those who ask for a seat; empty while that would cost anybody anything.
+
+    Everybody ends it at the boundary after the step that was asked for, without a word, so nobody is in the middle of a
+    reduction. Who hears of it only after that does so at once: the others are waiting in that step by then. A view that
+    hands over state is left alone until that is done, which it is everywhere once a step of it is committed.
+    """
+    view = state.view
+    settled = state.connected and state.synced and (state.step > view.step or not (view.behind or view.missing))
+    if state.have or state.finished or not settled:
         return ""
-    return f"groups {' '.join(map(str, waiting))} ask to join"
+    ready = [g for g, asked in sorted(state.asking.items()) if asked.after < state.step and admissible(view, asked)]
+    return f"groups {' '.join(map(str, ready))} ask to join" if ready else ""
 
 
 def _report(state: GroupState, report: Report) -> GroupState:
@@ -326,7 +347,8 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
         silent = dict.fromkeys(_unreported(state), why)
     if state.cut and state.settled_s < state.job.settle_s:
         return ()
-    view = membership.next_view(state.view, state.reports, _out(state), silent, state.closed_by, state.asking)
+    asking = {} if state.finished else state.asking
+    view = membership.next_view(state.view, state.reports, _out(state), silent, state.closed_by, asking)
     return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
 
 
@@ -409,10 +431,10 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         reported=False,
         closed_by="",
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
-        asking={group: number for group, number in state.asking.items() if number > _seat(view, group)},
+        asking={group: asked for group, asked in state.asking.items() if asked.incarnation > _seat(view, group)},
         reports={},
         waited_s=0.0,
-        synced=state.synced or state.me not in view.behind,
+        synced=state.synced or (state.me not in view.behind and not state.following),
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_ft.errors import GroupLeft, RunStopped, StoreError
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, GroupId, View
 
 HOUR_S = 3600.0
@@ -147,8 +147,8 @@ def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:
             return "ended"
         case GroupLeft.exit_code:
             return "left"
-        case StoreError.exit_code:
-            return "died"  # it was cut off from the store for too long
+        case StoreError.exit_code | StartOver.exit_code:
+            return "died"  # it was cut off from the store for too long, or has lost those it followed
         case RunStopped.exit_code:
             return "died" if seats.left_out(exit_.group, incarnation) else "over"
     return "failed"

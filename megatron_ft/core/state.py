@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ft.core import links
-from megatron_ft.core.protocol import Leaves
+from megatron_ft.core.protocol import Asked, Leaves
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
@@ -53,8 +53,8 @@ class GroupState:
 
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
-    before they hand the state over (hard case 7). ``asking`` are groups that want a seat, with their incarnation;
-    ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
+    before they hand the state over (hard case 7). While ``following``, this group has a seat and not yet the state it
+    entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
     be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
     the reason; nothing new was said of that for ``settled_s``. ``speeds`` is part of the state that ``step`` starts from.
     ``deadly`` are the groups that each microbatch has killed.
@@ -72,13 +72,14 @@ class GroupState:
     have: frozenset[Bucket] = frozenset()
     speeds: Speeds = Speeds()
     synced: bool = True
+    following: bool = False
     connected: bool = False
     transferred: bool = False
     reported: bool = False
     closed_by: str = ""
     broken: Mapping[int, str] = field(default_factory=dict)
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
-    asking: Mapping[GroupId, int] = field(default_factory=dict)
+    asking: Mapping[GroupId, Asked] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
     leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
     deadly: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)

@@ -102,6 +102,10 @@ class Engine(Protocol):
         Raises ``AssertionError`` when a bucket does not hold exactly that many microbatches.
         """
 
+    def repeat(self, result: StepResult) -> None:
+        """Take the optimizer's step of ``result`` as another group has: the reduced buffers hold what :meth:`update` has left
+        in them there."""
+
     def local_finite(self) -> bool:
         """Whether this group's own part of the step, losses included, is finite. Asked after a norm that is not."""
 

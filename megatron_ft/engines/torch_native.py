@@ -138,16 +138,21 @@ class TorchNativeEngine(Bucketed):
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)
-        for bucket in self._buckets:
-            bucket.point_gradients_at(bucket.sum_views)
-        norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters])) / microbatches
+        views = [view for bucket in self._buckets for view in bucket.sum_views]
+        norm = float(torch.nn.utils.get_total_norm(views)) / microbatches
         self._buckets.average(microbatches, norm, self._clipping)
         progress("update")
-        if isfinite(norm):
+        result = StepResult(step, loss / microbatches, microbatches, norm)
+        self.repeat(result)
+        return result
+
+    def repeat(self, result: StepResult) -> None:
+        for bucket in self._buckets:
+            bucket.point_gradients_at(bucket.sum_views)
+        if isfinite(result.gradient_norm):
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepResult(step, loss / microbatches, microbatches, norm)
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

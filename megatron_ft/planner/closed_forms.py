@@ -13,6 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.integrate import quad
 from scipy.special import lambertw
 
+from megatron_ft.core.checkpoints import checkpoint_period as checkpoint_period  # its home: a running job asks too
+
 Floats = NDArray[np.float64]
 
 
@@ -141,14 +143,6 @@ def availability(period_s: float, checkpoint_s: float, uptime_s: float, restart_
     if isinf(uptime_s):
         return 1 - checkpoint_s / period_s
     return (1 - checkpoint_s / period_s) * uptime_s / (uptime_s + restart_s + period_s / 2)
-
-
-def checkpoint_period(checkpoint_s: float, uptime_s: float, restart_s: float) -> float:
-    """T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)): the maximiser of :func:`availability` (SPARe).
-
-    From A' = 0: T_c^2 - 2 T_s T_c - 2 T_s (T_f + T_r) = 0.
-    """
-    return checkpoint_s + sqrt(checkpoint_s**2 + 2 * checkpoint_s * (uptime_s + restart_s))
 
 
 def memoryless_availability(period_s: float, checkpoint_s: float, mtbf_s: float, restart_s: float) -> float:

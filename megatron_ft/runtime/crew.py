@@ -98,6 +98,28 @@ class Crew:
         self._order("end_step", epoch=epoch, following=following)
         self.rank.end_step(epoch)
 
+    def follow(self, donors: Sequence[tuple[int, int]], at: int, epoch: int) -> int:
+        """All ranks ask (group, incarnation) for the state of step ``at``; the worst answer (``runtime.comeback``)."""
+        self._order("follow", donors=donors, at=at, epoch=epoch)
+        return self.rank.following.begin(donors, at, epoch)
+
+    def take_state(self) -> int:
+        self._order("take_state")
+        return self.rank.following.take_state()
+
+    def make_step(self, interrupted: Callable[[], bool] = lambda: False) -> int:
+        self._order("make_step")
+        return self.rank.following.make_step(interrupted)
+
+    def enter(self, step: int) -> None:
+        """The group has its seat; its scripts go on with ``step``."""
+        self._order("enter", step=step)
+
+    def arrive(self) -> None:
+        """The group stands where the others do."""
+        self._order("arrive")
+        self.rank.arrive()
+
     def share_state(self) -> None:
         """Before the first step: all ranks start from the leader's model."""
         if self.rank.inner is not None:

@@ -29,9 +29,11 @@ class Follower:
         self._total = 0
         self._said_leaving = False
 
-    def enter(self, total: int) -> None:
-        """The first step is about to begin."""
+    def enter(self, total: int, comes_back: bool) -> None:
+        """The first step is about to begin; of a group that comes back, when it has its seat."""
         self._total = total
+        while comes_back and self._obey(refuse="fingerprint") != "enter":
+            continue
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Raises ``RunStopped``."""
@@ -49,7 +51,7 @@ class Follower:
         """This rank was told that its group leaves; the leader hears it like everybody else."""
         if not self._said_leaving:
             self._said_leaving = True
-            self._rank.agreement.announce(detector.Leaving(self._rank.group, self.step, why))
+            self._rank.agreement.announce(detector.Leaving(self._rank.group, self.step, why, self._rank.incarnation))
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Nothing but what the rank does with it."""
@@ -92,6 +94,16 @@ class Follower:
                 rank.end_step(fields["epoch"])
             case "share_state":
                 rank.share_state()
+            case "follow":
+                rank.following.begin(**fields)
+            case "take_state":
+                rank.following.take_state()
+            case "make_step":
+                rank.following.make_step()
+            case "enter":
+                self.step = fields["step"]
+            case "arrive":
+                rank.arrive()
             case "fingerprint":
                 rank.fingerprint()
             case "stop":

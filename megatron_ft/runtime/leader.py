@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_ft.config import RunConfig
 from megatron_ft.core import detector, recovery
@@ -17,9 +18,10 @@ from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, StepResult
-from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.communicator import Broken
+from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
 from megatron_ft.runtime.crew import Crew
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
@@ -32,12 +34,18 @@ _POLL_S = 0.001
 
 
 class Leader:
-    """One group's part in the protocol. ``first_view`` is the one the run begins with."""
+    """One group's part in the protocol. ``first_view`` is the one the run begins with; None for a group that comes back."""
 
     def __init__(
-        self, rank: Rank, config: RunConfig, agreement: Agreement, history: History, placement: Placement, first_view: View
+        self,
+        rank: Rank,
+        config: RunConfig,
+        agreement: Agreement,
+        history: History,
+        placement: Placement,
+        first_view: View | None,
     ) -> None:
-        self.group = rank.group
+        self.group, self._incarnation = rank.group, rank.incarnation
         self._rank, self._crew = rank, Crew(rank)
         self._config, self._agreement, self._history = config, agreement, history
         self._placement = placement
@@ -50,15 +58,17 @@ class Leader:
         self._state: recovery.GroupState | None = None
         self._next: recovery.Action = recovery.Finish(0)
         self._leaving, self._said_leaving = "", False
-        agreement.adopted(first_view)
+        self._line: Mapping[str, Any] = {}
+        if first_view is not None:
+            agreement.adopted(first_view)
 
     @property
     def step(self) -> int:
-        """The next one the script has to train."""
-        return self._first_view.step if self._state is None else self._state.step
+        """The next one the script has to train; of a group that comes back not known before it has its seat."""
+        return self._state.step if self._state is not None else self._first_view.step if self._first_view is not None else 0
 
-    def enter(self, total: int) -> None:
-        """The first step of ``total`` is about to begin; the engine is attached."""
+    def enter(self, total: int, comes_back: bool) -> None:
+        """The first step of ``total`` is about to begin, or this group comes back into the run; the engine is attached."""
         settings = self._config.fault_tolerance
         job = recovery.Job(
             shards=self._config.groups,
@@ -71,12 +81,42 @@ class Leader:
             straggler_steps=settings.detector.straggler_steps,
             placement=self._placement,
         )
-        self._state = recovery.start(self.group, job, self._first_view)
-        self._next = recovery.next_action(self._state)
-        self._history.set_writer(self.group == min(self._first_view.live))
+        if comes_back:
+            self._come_back(job)
+            return
+        self._begin_with(self._first_view, job)
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
         self._record_view(self._first_view)
         self._crew.share_state()  # who is behind will get another one, unless all die that have it
+
+    def _begin_with(self, view: View, job: recovery.Job) -> None:
+        self._state = recovery.start(self.group, job, view)
+        self._next = recovery.next_action(self._state)
+        self._history.set_writer(self.group == min(view.live))
+        self._rank.carry = self._carried
+        self._rank.epoch = lambda: self._state.view.epoch if self._state.synced else None
+
+    def _come_back(self, job: recovery.Job) -> None:
+        """Follow the others until this group has its seat."""
+        began = time.monotonic()
+        self._pulse.enter("waiting")
+        self._points.reach("warm", 0)
+        view = Return(self._rank.following, self._crew, self._hear_before).seat()
+        self._agreement.adopted(view)
+        self._first_view = self._committed_under = view
+        self._begin_with(view, job)
+        self._record_view(view)
+        took = {"seconds": round(time.monotonic() - began, 6), "stands": self._rank.following.stands}
+        self._history.note("rejoin", group=self.group, incarnation=self._incarnation, step=view.step, **took)
+        self._rank.prepare(view, view.step)
+        self._crew.enter(view.step)
+
+    def _hear_before(self) -> None:
+        """What is heard before this group has its seat is kept for then."""
+        if self._leaving:
+            raise GroupLeft(f"group {self.group} has left before it was back: {self._leaving}")
+        if self._rank.lost_because:
+            raise Lost(self._rank.lost_because)
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, whatever dies meanwhile. Raises ``RunStopped``, ``StoreError``."""
@@ -138,7 +178,7 @@ class Leader:
     # --- hearing ------------------------------------------------------------------------------------------------------
 
     def _say_leaving(self) -> None:
-        said = detector.Leaving(self.group, self._state.step, self._leaving)
+        said = detector.Leaving(self.group, self._state.step, self._leaving, self._incarnation)
         self._agreement.announce(said)
         self._note_leaving(said.after, said.why)
 
@@ -151,7 +191,8 @@ class Leader:
             self._say_leaving()
         while not self._verdicts.empty():
             match verdict := self._verdicts.get():
-                case recovery.Leaves(group=self.group) if not self._said_leaving:  # another rank of this group was told to
+                case recovery.Leaves(group=self.group, incarnation=self._incarnation) if not self._said_leaving:
+                    # another rank of this group was told to
                     self._note_leaving(verdict.after, verdict.reason)
                 case recovery.Died() if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
@@ -199,6 +240,9 @@ class Leader:
             case recovery.Transfer(view=view):
                 with self._timeline.span("recover"):
                     self._attempt(lambda: self._transfer(view))
+            case recovery.Follow(step=step):
+                with self._timeline.span("recover"):
+                    self._follow(step)
             case recovery.AwaitView(epoch=epoch, missing=missing):
                 with self._timeline.span("recover"):
                     self._await_view(epoch, missing)
@@ -206,7 +250,7 @@ class Leader:
                 left = self._said_leaving
                 reason = f"group {self.group} has left: {self._leaving}" if left else reason
                 self._crew.stop(reason, left)
-                raise (GroupLeft if left else RunStopped)(reason)
+                raise (GroupLeft if left else StartOver if self._state.following else RunStopped)(reason)
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
 
@@ -294,6 +338,38 @@ class Leader:
                 self._committed_under = view
         self._feed(recovery.Transferred(view.epoch, speeds))
 
+    def _carried(self) -> Mapping[str, Any]:
+        """What belongs to the state beside the model: who is slow, and the record's line of the step that made it."""
+        return {"speeds": self._state.speeds.to_json(), "line": self._line}
+
+    def _follow(self, step: int) -> None:
+        """Get to where the view's step starts from; not beyond it: what a donor has made of that step may be made again."""
+        following = self._rank.following
+        while following.stands < step:
+            answer = self._crew.make_step(lambda: not self._verdicts.empty())
+            if answer == INTERRUPTED:
+                return
+            if answer == ASTRAY:
+                self._feed(recovery.Strayed(following.astray))
+                return
+        if following.stands > step:
+            self._feed(recovery.Strayed(f"it has made step {step}, which is made again"))
+            return
+        carried, self._rank.result = following.carried, following.result or self._rank.result
+        self._crew.arrive()
+        if carried["line"]:
+            self._take_line(carried["line"])
+        self._history.note(
+            "rejoined", group=self.group, incarnation=self._incarnation, step=step, received_bytes=following.bytes
+        )
+        self._feed(recovery.Followed(Speeds.from_json(carried["speeds"])))
+
+    def _take_line(self, line: Mapping[str, Any]) -> None:
+        """The record's line of the last step before this group: its successors as writer may need it."""
+        self._line = line
+        self._measured = {int(group): seconds for group, seconds in line["measured"].items()}
+        self._history.record("step", **line)
+
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         if not self._look(epoch, missing):
             time.sleep(_POLL_S)
@@ -349,14 +425,13 @@ class Leader:
 
     def _record_step(self, duration_s: float) -> None:
         view, result = self._committed_under, self._rank.result
-        self._history.record(
-            "step",
-            later=True,  # crew.end_step decides when
-            step=result.step,
-            loss=result.loss,
-            microbatches=result.microbatches,
-            epoch=view.epoch,
-            live=list(view.live),
-            duration_s=round(duration_s, 6),
-            measured={str(group): float(f"{seconds:.3g}") for group, seconds in self._measured.items()},
-        )
+        self._line = {
+            "step": result.step,
+            "loss": result.loss,
+            "microbatches": result.microbatches,
+            "epoch": view.epoch,
+            "live": list(view.live),
+            "duration_s": round(duration_s, 6),
+            "measured": {str(group): float(f"{seconds:.3g}") for group, seconds in self._measured.items()},
+        }
+        self._history.record("step", later=True, **self._line)  # crew.end_step decides when

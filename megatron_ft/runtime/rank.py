@@ -20,15 +20,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from megatron_ft.core import detector
-from megatron_ft.core.protocol import Broke, Missed
+from megatron_ft.core.protocol import Asked, Broke, Missed
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import Engine, JointEngine, Listed, Ready, StepResult
 from megatron_ft.errors import EngineError, FTError
 from megatron_ft.runtime import transfer
 from megatron_ft.runtime.agreement import Agreement
+from megatron_ft.runtime.comeback import Following, address_key
 from megatron_ft.runtime.communicator import Broken, Communicator, sweep
 from megatron_ft.runtime.connect import Connector
+from megatron_ft.runtime.donor import Donor
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.finite import NonFinite
 from megatron_ft.runtime.history import History
@@ -63,12 +65,14 @@ class Needs(NamedTuple):
 class Rank:
     """One of the ``size`` ranks of a group, at ``position``.
 
-    ``result`` is of the last step committed here, ``carried`` what its leader hands over with the model. ``collected`` is
-    when the group's ranks had last summed up what they had computed.
+    ``result`` is of the last step committed here, ``carried`` what its leader hands over with the model, as ``carry`` says.
+    ``epoch`` is the leader's, or None while the group has no state to give. ``collected`` is when the group's ranks had last
+    summed up what they had computed.
     """
 
     def __init__(self, env: RankEnvironment, agreement: Agreement, history: History) -> None:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
+        self.incarnation = env.incarnation
         self.agreement, self.history = agreement, history
         self.points = Points.from_env(env.group, env.position, env.run_dir)
         self.pulse = Pulse.from_env()
@@ -76,6 +80,9 @@ class Rank:
         self.inner: Inner | None = None
         self.result: StepResult | None = None
         self.carried: Mapping[str, Any] = {}
+        self.carry: Callable[[], Mapping[str, Any]] = dict
+        self.epoch: Callable[[], int | None] = lambda: None
+        self.following = Following(self, env, agreement)
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""
@@ -91,6 +98,9 @@ class Rank:
         self.joint = False
         self._outer: Communicator | None = None
         self._view: View | None = None
+        self._step = -1
+        self._donor: Donor | None = None
+        self._updated: StepResult | None = None
         self._heard: list[detector.Verdict] = []
         self._lock = threading.Lock()
         self._told = -1
@@ -118,6 +128,9 @@ class Rank:
                 lines.abort()
         if self.inner is not None:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
+        if settings.rejoin.enabled:
+            where = lambda place: self.agreement.say(address_key(self.group, self.position), place)  # noqa: E731
+            self._donor = Donor(self._env, engine, lambda: self.epoch(), where)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
@@ -134,12 +147,14 @@ class Rank:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Unblock the training thread if it waits for somebody who is gone."""
+        self.following.hear(verdict)
         with self._lock:
             if isinstance(verdict, Missed) and verdict.heard:
                 self._heard = [earlier for earlier in self._heard if not _takes_back(verdict, earlier)]
                 return
-            self._heard.append(verdict)
-            if self._outer is not None and detector.ends(verdict, self._view):
+            if not isinstance(verdict, Asked):  # of the present epoch or of none
+                self._heard.append(verdict)
+            if self._outer is not None and detector.ends(verdict, self._view, self._step):
                 self._outer.abort()
 
     def lose(self, reason: str) -> None:
@@ -155,7 +170,7 @@ class Rank:
     def concerned(self, view: View) -> bool:
         """Whether something that was heard so far ends the epoch of ``view``."""
         with self._lock:
-            return any(detector.ends(verdict, view) for verdict in self._heard)
+            return any(detector.ends(verdict, view, self._step) for verdict in self._heard)
 
     def tell_broken(self, epoch: int, reason: str) -> None:
         """Tell all groups, once, that ``epoch`` is over."""
@@ -169,12 +184,20 @@ class Rank:
         """A step starts."""
         now = time.monotonic()
         short, self._began = now - self._began < _LONG_S, now
+        self._step = step
+        if self._donor is not None:
+            self._donor.boundary(step, self._updated, self.carry)
         self.engine.begin_step()
         if short:
             self._prefetcher.rest(dataset, step)
         else:
             self._prefetcher.begin(dataset, *map(self._part, needs()))
         self.points.reach("begin", step)
+
+    def arrive(self) -> None:
+        """After following others into the step that has begun: its gradients are clean again."""
+        self.following.end()
+        self.engine.begin_step()
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """What this rank loads of them."""
@@ -232,6 +255,10 @@ class Rank:
         return {group: seconds for group, seconds in enumerate(self._slots.read()) if seconds}
 
     # --- between groups -----------------------------------------------------------------------------------------------
+
+    def take_seat(self, view: View, agreement: Agreement) -> None:
+        """Another thread has found the view in which this group has its seat: the others wait for its connections."""
+        self._connector.begin(view, agreement)
 
     def prepare(self, view: View, step: int) -> None:
         """Begin to build the communicator of ``view``, beside whatever has to be computed before it is needed."""
@@ -354,6 +381,7 @@ class Rank:
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state(state["engine"])
         self.carried = state["carried"]
+        self._updated = None  # who follows this group has to see the gradients of every step
         if state["result"] is not None:
             self.result = StepResult(*state["result"])
 
@@ -365,6 +393,7 @@ class Rank:
             self.result = self._inside(
                 lambda: self.engine.update(step, self._config.microbatches, lambda point: self.points.reach(point, step))
             )
+        self._updated = self.result
         self.pulse.advance()
         return self.result
 
@@ -421,7 +450,6 @@ class Rank:
         """No step follows."""
         self._prefetcher.close()
         self._write_down()
-
 
     @contextmanager
     def blame(self, microbatch: Microbatch) -> Iterator[None]:

@@ -62,7 +62,8 @@ def wait_for_return(
         census.changed.clear()
     if not rank.lost_because:
         here = (rank.group, rank.position, os.getpid(), socket.gethostname())
-        rank.agreement.announce(detector.GivenUp(*here, f"has lost the other ranks of its group: {why}"))
+        lost = f"has lost the other ranks of its group: {why}"
+        rank.agreement.announce(detector.GivenUp(*here, lost, rank.incarnation))
     reason = rank.lost_because or why
     print(f"megatron_ft: group {rank.group} is out: {reason}; rank {rank.position} waits", flush=True)
     while not _ended(store) and not leaving() and census.anybody(rank.group):

@@ -91,16 +91,17 @@ class Session:
         self._settings = env.config.fault_tolerance
         patience_s = self._settings.detector.collective_timeout_s
         agreement = self._agreement = Agreement(self._store, env.group, patience_s)
+        self._engine: Engine | None = None
         first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         history = History(env.run_dir)
         self._rank = Rank(env, agreement, history)
         self._census = Census(env.config.groups)
-        self._inside = Inside(env.group, env.position, self._store.clone(), patience_s)
+        self._inside = Inside(env.group, env.position, self._store.clone(), patience_s, env.incarnation)
         if env.position == 0:
             placement = config_module.placement_of(env.config)
             self._part: Leader | Follower = Leader(self._rank, env.config, agreement, history, placement, first)
         else:
-            self._part = Follower(self._rank, first.step)
+            self._part = Follower(self._rank, 0 if first is None else first.step)
         Watcher(self._store.clone(), self._hear, self._store_is, self._store_is, agreement.restore).start()
         self._rank.pulse.start()
         if threading.current_thread() is threading.main_thread():
@@ -120,7 +121,7 @@ class Session:
         if self.config.engine:
             names = ", ".join(sorted(self.config.engine))
             warnings.warn(f"settings that only session.deepspeed uses, not session.wrap: {names}", stacklevel=2)
-        return TorchNativeEngine(
+        self._engine = TorchNativeEngine(
             model,
             optimizer,
             loss_fn,
@@ -129,6 +130,7 @@ class Session:
             gradient_clipping=self.config.gradient_clipping,
             slots=self.config.groups,
         )
+        return self._engine
 
     def init_distributed(self, backend: str | None = None) -> None:
         """Instead of ``deepspeed.init_distributed`` or ``torch.distributed.init_process_group``: the world is this group.
@@ -159,7 +161,8 @@ class Session:
 
         self.init_distributed()
         with self._until_lost(), self._world.made_here(self.env.store):
-            return build.build(model, self.config, slots=self.config.groups, **options)
+            self._engine = build.build(model, self.config, slots=self.config.groups, **options)
+        return self._engine
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
         """The samples of every microbatch id, from a directory that ``megatron-ft prepare`` made.
@@ -184,6 +187,9 @@ class Session:
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
         self._total = total
+        if self._comes_back and self._engine is not None:  # only then it is known which step comes first
+            with self._until_lost():
+                self._enter(self._engine)
         step = self._part.step
         while step < total:
             yield step
@@ -203,14 +209,22 @@ class Session:
         """
         with self._until_lost():
             if not self._entered:
-                self._entered = True
-                self._rank.attach(engine)
-                self._part.enter(self._total)
+                self._enter(engine)
             if self._leaving:
                 self._part.leave(self._leaving)
             result = self._part.train_step(dataset)
         self._rank.pulse.enter("outside")
         return result
+
+    def _enter(self, engine: Engine) -> None:
+        self._entered = True
+        self._rank.attach(engine)
+        self._part.enter(self._total, self._comes_back)
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether this group was started again, or added, while the run goes on."""
+        return self.env.incarnation > 0
 
     def leave(self, why: str) -> None:
         """This group leaves in order after the present step; for a maintenance notice or a handler of SIGTERM.
@@ -234,10 +248,12 @@ class Session:
 
     # --- what goes on behind it ---------------------------------------------------------------------------------------
 
-    def _first_view(self) -> View:
+    def _first_view(self) -> View | None:
         """A store that dies while ranks start is rebuilt by the agent: this rank knows nothing yet that it could lose."""
         try:
             self._store.check_begun()
+            if self._comes_back:
+                return None
             raw = self._store.get("view/0")
         except StoreLostMemory:
             self._store.restore()
@@ -251,7 +267,8 @@ class Session:
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""
         self._census.hear(verdict)
-        if self._rank.size > 1 and isinstance(verdict, Died) and verdict.group == self.group:
+        own = isinstance(verdict, Died) and verdict.group == self.group and verdict.incarnation >= self.env.incarnation
+        if self._rank.size > 1 and own:
             self._rank.lose(verdict.reason)
             self._inside.abort()
             if self._world is not None:

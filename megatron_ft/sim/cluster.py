@@ -16,8 +16,9 @@ from typing import Any
 
 from megatron_ft.core import detector, replication
 from megatron_ft.core.membership import first_view
-from megatron_ft.core.recovery import Asked, Job
+from megatron_ft.core.recovery import Job
 from megatron_ft.faults import checkers
+from megatron_ft.sim.following import Following
 from megatron_ft.sim.group import Group, Pace
 from megatron_ft.sim.kernel import Kernel
 from megatron_ft.sim.network import STORE, Network
@@ -29,6 +30,8 @@ LIVENESS_BOUND = 600.0
 """So long after the last fault a history must have ended. A collective that lost a message is given up after 25, a silent
 group left out after 15 more, and the longest job takes 90 on one group."""
 SEEK_INTERVAL = 1.0
+FOLLOW_PATIENCE, SEAT_PATIENCE = 20.0, 60.0
+"""So long a group that comes back waits for a state, before it asks other donors, and for a seat, before it gives up."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,10 @@ def play(scenario: Scenario) -> History:
 
 @dataclass
 class Seeker:
-    """A new incarnation that is warm and waits for its seat."""
+    """A new incarnation that is warm, follows donors and waits for its seat."""
 
     incarnation: int
+    following: Following | None = None
     gone: bool = False
 
 
@@ -150,10 +154,10 @@ class Cluster:
 
     # --- life and death -----------------------------------------------------------------------------------------------
 
-    def _enter(self, me: GroupId, view: View) -> None:
+    def _enter(self, me: GroupId, view: View, following: Following | None = None) -> None:
         rng = self.rng
         pace = Pace(rng.uniform(0.5, 1.5), rng.uniform(0.1, 1.0), rng.uniform(0.3, 1.0), PATIENCE, rng.uniform(-9e5, 9e5))
-        group = Group(self, me, view, pace)
+        group = Group(self, me, view, pace, following)
         self.record("enter", group=me, incarnation=group.incarnation, epoch=view.epoch, view=view.to_json())
         self.groups[me, group.incarnation] = group
         group.start()
@@ -171,11 +175,7 @@ class Cluster:
 
     def _kill(self, me: GroupId, noticed: bool) -> None:
         if me in self.seekers:
-            seeker = self.seekers.pop(me)
-            seeker.gone = True
-            self.record("dead", group=me, incarnation=seeker.incarnation)
-            self._tell_end(me, seeker.incarnation, "killed while it waited for a seat")
-            self.look_for_end()
+            self._kill_seeker(me, "killed")
         group = self.newest(me)
         if group is None:
             return
@@ -186,22 +186,55 @@ class Cluster:
         for _, peer in sorted(self.groups.items()):
             if self.rng.random() < 0.5:
                 self._reset(peer, group.state.view.epoch)
+        if noticed:
+            for _, following in group.followers:
+                self.kernel.after(self.rng.uniform(0.01, 2.0), lambda f=following: f.lose((me, group.incarnation)))
 
     def _reset(self, peer: Group, epoch: int) -> None:
         self.kernel.after(self.rng.uniform(0.01, 2.0), lambda: None if peer.ended else peer.reset(epoch))
 
+    # --- coming back --------------------------------------------------------------------------------------------------
+
     def _start(self, me: GroupId) -> None:
-        """A new incarnation is warm and asks for a seat; a frozen old one may still be there."""
+        """A new incarnation is warm; a frozen old one may still be there."""
         older = self.newest(me)
         if me in self.seekers or (older is not None and not older.frozen):
             return
         self.starts[me] = self.starts.get(me, 0) + 1
-        seeker = self.seekers[me] = Seeker(self.starts[me])
-        asked = Asked(me, seeker.incarnation)
-        self.store.call(me, lambda store: store.append(asked), lambda: seeker.gone)
-        self._seek(me, seeker)
+        self.seekers[me] = Seeker(self.starts[me])
+        self._seek(me, self.seekers[me])
 
     def _seek(self, me: GroupId, seeker: Seeker) -> None:
+        """What a group that comes back does now and then, until it has its seat."""
+        if seeker.gone or self.over:
+            return
+        following, now = seeker.following, self.kernel.now
+        if following is not None and following.asked is not None:
+            if following.lost or now > following.asked + SEAT_PATIENCE:
+                self._kill_seeker(me, "gives up")
+            else:
+                self._look_for_seat(me, seeker)
+            return
+        if following is None or following.lost or now > following.since + FOLLOW_PATIENCE:
+            seeker.following = self._follow(me, seeker)
+        elif following.advance() is not None:
+            following.asked = now
+            asking = detector.Asking(me, seeker.incarnation, following.donors, following.newest)
+            self.store.call(me, lambda store: store.append(asking), lambda: seeker.gone)
+        self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
+
+    def _follow(self, me: GroupId, seeker: Seeker) -> Following | None:
+        """Ask one or two groups for their state, and for what comes of it."""
+        able = sorted(who for who, group in self.groups.items() if group.state.synced and who[0] != me)
+        if not able:
+            return None
+        following = Following(tuple(self.rng.sample(able, min(len(able), self.rng.randint(1, 2)))), self.kernel.now)
+        for donor in following.donors:
+            group, who = self.groups[donor], (me, seeker.incarnation)
+            self.network.send(me, donor[0], lambda group=group, who=who: group.followed_by(who, following))
+        return following
+
+    def _look_for_seat(self, me: GroupId, seeker: Seeker) -> None:
         def find(store: Store) -> View | bool:
             views = (value for key, value in store.values.items() if key[0] == "view")
             seats = (v for v in views if me in v.joined and v.incarnations[me] == seeker.incarnation)
@@ -212,11 +245,18 @@ class Cluster:
                 return
             if view:
                 del self.seekers[me]
-                self._enter(me, view)
-            elif not self.over:
+                self._enter(me, view, seeker.following)
+            else:
                 self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
 
         self.store.call(me, find, lambda: seeker.gone).then(answer)
+
+    def _kill_seeker(self, me: GroupId, how: str) -> None:
+        seeker = self.seekers.pop(me)
+        seeker.gone = True
+        self.record("dead", group=me, incarnation=seeker.incarnation)
+        self._tell_end(me, seeker.incarnation, f"{how} before it had a seat")
+        self.look_for_end()
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ft.core import detector, recovery
-from megatron_ft.core.stragglers import Speeds
+from megatron_ft.sim.following import Donor, Following, Outcome
 from megatron_ft.sim.kernel import Future, Thread
 from megatron_ft.sim.store import Operation, Store
 from megatron_ft.types import GroupId, View
@@ -43,15 +43,6 @@ class Pace:
     clock: float = 0.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A committed model: what a transfer carries. ``step`` is the one to go on with."""
-
-    step: int
-    params: str
-    speeds: Speeds
-
-
 class Sum(NamedTuple):
     """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0."""
 
@@ -62,7 +53,7 @@ class Sum(NamedTuple):
 class Group:
     """One incarnation of a group, from its seat to its end."""
 
-    def __init__(self, cluster: Cluster, me: GroupId, view: View, pace: Pace) -> None:
+    def __init__(self, cluster: Cluster, me: GroupId, view: View, pace: Pace, following: Following | None = None) -> None:
         self.me, self.cluster, self.pace = me, cluster, pace
         self.incarnation = view.incarnations.get(me, 0)
         self.state = recovery.start(me, cluster.job, view)
@@ -71,6 +62,10 @@ class Group:
         self.reset_step()
         self.ended = False
         self.frozen_until = 0.0
+        self.followers: list[tuple[Donor, Following]] = []
+        self._following = following
+        if following is not None:
+            following.arrived = self._poke
         self._backlog: list[Any] = []
         self._inbox: deque[recovery.Event] = deque()
         self._inbound: dict[tuple, dict[GroupId, Any]] = {}
@@ -81,6 +76,7 @@ class Group:
         self._thread = Thread(self._train())
 
     def start(self) -> None:
+        self._seated = self.cluster.kernel.now
         self._listen()
         self._thread.start()
 
@@ -136,9 +132,9 @@ class Group:
         if self.frozen:
             self._backlog.append(notice)
             return
-        event = understand(notice)
+        event = detector.judge(notice)
         self._inbox.append(event)
-        if self._open is not None and detector.ends(event, self._open):
+        if self._open is not None and detector.ends(event, self._open, self.state.step):
             self._broken = self._broken or "aborted by a notice"
         self._poke()
 
@@ -175,6 +171,8 @@ class Group:
                     yield from self._attempt(self._connect(view))
                 case recovery.Transfer(view=view):
                     yield from self._attempt(self._transfer(view))
+                case recovery.Follow(step=step):
+                    yield from self._follow(step)
                 case recovery.Reduce(step=step, buckets=buckets):
                     yield from self._attempt(self._reduce(step, buckets))
                 case recovery.Update(step=step):
@@ -294,6 +292,7 @@ class Group:
         self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params, speeds=known)
         self.reset_step()
         yield from self._feed(recovery.Updated(step, parts[0].seconds))
+        self._hand_on()
 
     def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
         """Look once for what the agreement waits for: the next view, else reports."""
@@ -312,9 +311,48 @@ class Group:
         """Stay reachable until every live group is done."""
         epoch = self.state.view.epoch
         self.cluster.look_for_end()
-        yield self._wait(self.cluster.kernel.now + self.pace.patience)
+        deadline = self.cluster.kernel.now + self.pace.patience
+        while not self._inbox and self.cluster.kernel.now < deadline:
+            yield self._wait(deadline)
         if not self._inbox and self.state.view.epoch == epoch:
             yield from self._break("not every live group is done")
+
+    # --- who comes back -----------------------------------------------------------------------------------------------
+
+    def followed_by(self, who: Donor, following: Following) -> None:
+        """Another process wants the state this one stands at, and all that comes of it."""
+        if self.ended:
+            return
+        if self.frozen:
+            self.cluster.kernel.at(self.frozen_until, lambda: self.followed_by(who, following))
+        elif self.state.synced:
+            self.followers.append((who, following))
+            self._send_state(who, following)
+
+    def _hand_on(self) -> None:
+        for who, following in self.followers:
+            self._send_state(who, following)
+
+    def _send_state(self, who: Donor, following: Following) -> None:
+        me, outcome = (self.me, self.incarnation), Outcome(self.state.step, self.params, self.state.speeds)
+        self.cluster.network.send(self.me, who[0], lambda: following.take(me, outcome))
+
+    def _follow(self, step: int) -> Body:
+        """Until it stands where the view does; not beyond: what a donor has made of ``step`` may be made again."""
+        deadline = self._seated + self.pace.patience
+        while not self._inbox:
+            outcome = self._following.advance(step)
+            if outcome is not None and outcome.step >= step:
+                if outcome.step > step:
+                    yield from self._feed(recovery.Strayed(f"it stands at {outcome.step}, the others at {step}"))
+                    return
+                self._take(outcome, self.state.view)
+                yield from self._feed(recovery.Followed(outcome.speeds))
+                return
+            if self._following.lost or self.cluster.kernel.now >= deadline:
+                yield from self._feed(recovery.Strayed("a donor is gone"))
+                return
+            yield self._wait(deadline)
 
     # --- waiting and talking ------------------------------------------------------------------------------------------
 
@@ -364,13 +402,6 @@ def _sum(parts: Iterable[Sum]) -> Sum:
 
 
 _HEARD = "a notice has come in"
-
-
-def understand(notice: Any) -> recovery.Event:
-    """A notice of the log as an event: what the detector makes of a signal; who asks for a seat is no signal."""
-    if isinstance(notice, recovery.Asked):
-        return notice
-    return detector.judge(notice)
 
 
 def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[recovery.Report]]:

@@ -42,11 +42,11 @@ def view_of_the_others(leader: Leader) -> View:
 
 def test_a_view_that_is_outdated_when_it_is_adopted_takes_nothing_from_the_next(tmp_path):
     """Groups 0 and 2 are dead by then: group 1 adopts view 1 and, in there, view 2, and has to write the record."""
-    rank = MagicMock(group=1, size=1, inner=None, num_buckets=2, lost_because="")
+    rank = MagicMock(group=1, incarnation=0, size=1, inner=None, num_buckets=2, lost_because="")
     first = View(epoch=0, live=tuple(range(GROUPS)), reason="the run starts", step=0, begun=Begun(tuple(range(GROUPS))))
     config = RunConfig(groups=GROUPS, microbatches_per_group=2)
     leader = Leader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
-    leader.enter(total=5)
+    leader.enter(total=5, comes_back=False)
     leader._agreement = Store(view_of_the_others(leader))
     leader._feed(recovery.Broke(0, "a collective failed"))
     for group in (0, 2):

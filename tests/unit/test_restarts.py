@@ -18,7 +18,7 @@ from megatron_ft.core.restarts import (
     never,
     started,
 )
-from megatron_ft.errors import GroupLeft, RunStopped, StoreError
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, View
 
 LIMITS = Limits(per_hour=100)
@@ -159,6 +159,7 @@ def ended(group=1, **how):
         (ended(code=0), 2, "ended"),
         (ended(code=1), 2, "failed"),
         (ended(code=StoreError.exit_code), 2, "died"),
+        (ended(code=StartOver.exit_code), 2, "died"),
         (ended(code=RunStopped.exit_code), 2, "over"),
         (ended(code=RunStopped.exit_code), 3, "died"),
         (ended(code=RunStopped.exit_code), 1, "died"),

@@ -68,11 +68,15 @@ class _Adapter(Bucketed, ABC):
         loss, norm = loss / microbatches, norm / microbatches
         self._buckets.average(microbatches, norm, self._clipping)
         progress("update")
-        if isfinite(norm):
+        result = StepResult(step, loss, microbatches, norm)
+        self.repeat(result)
+        return result
+
+    def repeat(self, result: StepResult) -> None:
+        if isfinite(result.gradient_norm):
             self._optimizer.give()
             # What ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep come to at the end of an accumulation.
             self.engine._take_model_step({})
-        return StepResult(step, loss, microbatches, norm)
 
     @abstractmethod
     def _loss_and_norm(self, loss: float) -> tuple[float, float]:

@@ -1,0 +1,162 @@
+"""Find checkpoints and load one position of one. What cannot be believed is said, with the file and what is wrong with it.
+
+Nothing is unpickled, and no byte is used before its file's checksum has been compared with the manifest's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft.core.checkpoints import Found, choose, newest_first
+from megatron_ft.errors import CheckpointError
+from megatron_ft.runtime.checkpoint import files, tensors
+from megatron_ft.runtime.checkpoint.write import MANIFEST, POSITION, SKELETON, VERSION, seal
+from megatron_ft.runtime.transfer import unflatten
+
+NAME = re.compile(r"step-(\d{8,})-([A-Za-z0-9][A-Za-z0-9._-]*)")
+_FILE = re.compile(r"position-\d{4,}/(skeleton\.json|part-\d{5,}-of-\d{5,}\.safetensors)")
+
+
+def find(directory: Path) -> list[Found]:
+    """Everything in ``directory`` that is or was to be a checkpoint, newest first. Contents are not read: see `verify`.
+
+    A directory that is not there holds none; one that cannot be read raises ``CheckpointError``.
+    """
+    with files.explained("looking for checkpoints in", directory):
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            return []
+    return newest_first([look(Path(directory) / name) for name in names if NAME.fullmatch(name)])
+
+
+def look(place: Path) -> Found:
+    """One checkpoint, by its path: what its manifest and its files' sizes tell."""
+    path, step = os.fspath(place), int(NAME.fullmatch(place.name)[1])
+    try:
+        text = (place / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return Found(path, step, False, f"it has no {MANIFEST}: its save was not finished", unfinished=True)
+    except OSError as error:
+        return Found(path, step, False, f"{place / MANIFEST} cannot be read: {error.strerror or error}")
+    try:
+        manifest = _manifest(text, step)
+        for name, entry in manifest["files"].items():
+            size = os.stat(place / name).st_size
+            if size != entry["bytes"]:
+                raise ValueError(f"{name} has {size} bytes, {entry['bytes']} were written")
+    except ValueError as error:
+        return Found(path, step, False, str(error))
+    except OSError as error:
+        return Found(path, step, False, f"{error.filename} cannot be read: {error.strerror or error}")
+    return Found(path, step, True, saved_at=manifest["saved_at"], manifest=manifest)
+
+
+def verify(found: Found) -> None:
+    """Read every file, and compare it with the manifest. Raises ``CheckpointError`` for the first that differs."""
+    _require_complete(found)
+    for name, entry in found.manifest["files"].items():
+        path = Path(found.path) / name
+        with files.explained("reading", path), path.open("rb") as file:
+            size, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        if (size, digest) != (entry["bytes"], entry["sha256"]):
+            raise CheckpointError(
+                f"{path} is damaged: {size} bytes with sha256 {digest}; {entry['bytes']} with {entry['sha256']} were written"
+            )
+
+
+def load(found: Found, position: int) -> Any:
+    """The state of one position, on the CPU. Raises ``CheckpointError`` naming the file and what is wrong with it."""
+    _require_complete(found)
+    prefix = POSITION.format(position) + "/"
+    own = {name: entry for name, entry in found.manifest["files"].items() if name.startswith(prefix)}
+    if not own:
+        raise CheckpointError(
+            f"{found.path} holds the positions 0 to {found.manifest['ranks_per_group'] - 1}, not {position}; start with as "
+            f"many ranks per group as it was saved with"
+        )
+    read: dict[str, torch.Tensor] = {}
+    for name, entry in own.items():
+        if not name.endswith(SKELETON):
+            with files.explained("reading", Path(found.path) / name):
+                read |= tensors.decode(Path(found.path) / name, entry["bytes"], entry["sha256"])
+    skeleton = _skeleton(Path(found.path) / prefix / SKELETON, own[prefix + SKELETON])
+    names = iter(skeleton["names"])
+    return unflatten(skeleton["state"], lambda dtype, shape, device: read[next(names)])
+
+
+def load_newest(
+    directory: Path, position: int, log: Callable[[str], None] = print
+) -> tuple[Found, Any] | None:
+    """The newest checkpoint that this position can be loaded from, and its state; None where there is none.
+
+    Where a group has several ranks they must go on from the same one, and one rank sees only its own files: then take
+    :func:`newest`, or :func:`load` what :func:`find` names and agree.
+    """
+    return _first(directory, lambda found: (found, load(found, position)), log)
+
+
+def newest(directory: Path, log: Callable[[str], None] = print) -> Found | None:
+    """The newest checkpoint whose every file is as it was written: all are read. None where there is none."""
+
+    def verified(found: Found) -> Found:
+        verify(found)
+        return found
+
+    return _first(directory, verified, log)
+
+
+def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], None]) -> Any:
+    """What ``use`` makes of the newest checkpoint that it accepts. For each later one, ``log`` hears why it is not used."""
+    found, damaged = find(directory), {}
+    while (choice := choose(found, damaged)).found:
+        try:
+            used = use(choice.found)
+        except CheckpointError as error:
+            damaged[choice.found.path] = str(error)
+        else:
+            break
+    for one, reason in choice.skipped:
+        log(f"checkpoint {one.path} of step {one.step} is not used: {reason}")
+    return used if choice.found else None
+
+
+def _manifest(text: bytes, step: int) -> Mapping[str, Any]:
+    """A manifest's body. Raises ``ValueError`` where it is not one that this version wrote for this step."""
+    try:
+        whole = json.loads(text)
+        version = whole["version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"its {MANIFEST} is damaged: it is not JSON with a version") from None
+    if version != VERSION:
+        raise ValueError(f"its format version is {version}, this megatron_ft reads {VERSION}: use the one that wrote it")
+    body = whole.get("checkpoint")
+    if not isinstance(body, dict) or seal(body) != whole.get("sha256"):
+        raise ValueError(f"its {MANIFEST} is damaged: the checksum does not fit the content")
+    # From here on it is what a writer of this version wrote; a name is checked all the same, for it is opened.
+    if strange := [name for name in body["files"] if not _FILE.fullmatch(name)]:
+        raise ValueError(f"its {MANIFEST} names the file {strange[0]!r}, which no checkpoint has")
+    if body["step"] != step:
+        raise ValueError(f"its {MANIFEST} is that of step {body['step']}: the directory was renamed")
+    return body
+
+
+def _skeleton(path: Path, entry: Mapping[str, Any]) -> Any:
+    with files.explained("reading", path):
+        text = path.read_bytes()
+    if (digest := hashlib.sha256(text).hexdigest()) != entry["sha256"]:
+        raise CheckpointError(f"{path} is damaged: its sha256 is {digest}, {entry['sha256']} was written")
+    return json.loads(text)
+
+
+def _require_complete(found: Found) -> None:
+    if not found.complete:
+        raise CheckpointError(f"{found.path} cannot be loaded: {found.reason}")

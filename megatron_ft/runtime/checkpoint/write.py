@@ -1,0 +1,228 @@
+"""Write a checkpoint: copy one part, write it, and, when all parts are written, the manifest that makes them one.
+
+    <directory>/step-00000812-<attempt>/manifest.json                     last of all; without it nothing is there
+                                        position-0003/skeleton.json       the state without its tensors
+                                                      part-00001-of-00004.safetensors
+
+Each writer's receipt has the checksums of what it was given, not of what it finds on disk. The leader puts the receipts
+into the manifest, so that a file which comes from another attempt, or was changed later, never passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ft.core import checkpoints
+from megatron_ft.errors import CheckpointError
+from megatron_ft.runtime.checkpoint import files, tensors
+from megatron_ft.runtime.transfer import flatten
+
+VERSION = 1
+MANIFEST = "manifest.json"
+SKELETON = "skeleton.json"
+STEP = "step-{:08d}-{}"
+POSITION = "position-{:04d}"
+PART = "part-{:05d}-of-{:05d}.safetensors"
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One part of a state, copied: training may change the original. ``names`` are those of all its tensors, in order."""
+
+    part: int
+    parts: int
+    skeleton: Any
+    names: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def snapshot(state: Any, part: int, parts: int) -> Snapshot:
+    """Copy what part ``part`` of ``parts`` holds to the CPU; the other parts are other groups' business."""
+    skeleton, found = flatten(state)
+    places = list(_places(skeleton, ""))
+    for path, tensor in zip((path for path, _ in places), found, strict=True):
+        if tensor.dtype not in tensors.CODES or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"state.{path} is a {tensor.layout} tensor of {tensor.dtype}; a checkpoint holds dense tensors of "
+                f"{', '.join(sorted(tensors.CODES.values()))}: convert it in the engine's state()"
+            )
+    for _, place in places:
+        place[2] = "cpu"  # groups differ in the device only, and that is for whoever loads to say
+    names = _unique([path for path, _ in places])
+    own = checkpoints.parts([tensor.numel() * tensor.element_size() for tensor in found], parts)[part]
+    copies = {
+        names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own
+    }
+    return Snapshot(part, parts, skeleton, names, copies)
+
+
+def write_part(directory: Path, step: int, attempt: str, position: int, snapshot: Snapshot) -> dict[str, Any]:
+    """Write one part. Returns the receipt for :func:`complete`, which can be sent as JSON.
+
+    ``attempt`` names this attempt to save this step, alike for all its writers and never used again: the run and the
+    epoch, say. ``directory`` must be there. Raises ``CheckpointError``.
+    """
+    name = _name(step, attempt)
+    skeleton = _json({"names": snapshot.names, "state": snapshot.skeleton})
+    part, parts = snapshot.part, snapshot.parts
+    with files.explained("writing a checkpoint to", directory):
+        place = files.make_directories(Path(directory), name, POSITION.format(position))
+        written = {PART.format(part + 1, parts): tensors.encode(snapshot.tensors)}
+        if part == 0:
+            written[SKELETON] = iter([skeleton])
+        return {
+            "step": step,
+            "attempt": attempt,
+            "position": position,
+            "part": part,
+            "parts": parts,
+            "skeleton": hashlib.sha256(skeleton).hexdigest(),
+            "files": {f"{place.name}/{file}": files.write(place / file, pieces) for file, pieces in written.items()},
+        }
+
+
+def complete(
+    directory: Path,
+    step: int,
+    attempt: str,
+    receipts: Sequence[Mapping[str, Any]],
+    *,
+    run_id: str,
+    groups: int,
+    ranks_per_group: int,
+    meta: Any = None,
+) -> Path:
+    """Make the parts a checkpoint: write its manifest. ``meta`` is the caller's, anything that JSON can hold.
+
+    Raises ``CheckpointError`` when a part is missing or does not belong to the others; then nothing is there.
+    """
+    directory = Path(directory)
+    place = directory / _name(step, attempt)
+    _check(place, step, attempt, receipts, ranks_per_group)
+    listed = {name: entry for receipt in receipts for name, entry in receipt["files"].items()}
+    for name, entry in listed.items():
+        _check_seen(place / name, entry["bytes"])
+    body = {
+        "run_id": run_id,
+        "step": step,
+        "attempt": attempt,
+        "groups": groups,
+        "ranks_per_group": ranks_per_group,
+        "parts": receipts[0]["parts"],
+        "saved_at": time.time(),
+        "files": dict(sorted(listed.items())),
+        "meta": meta,
+    }
+    with files.explained("completing the checkpoint", place):
+        # Who made these directories syncs them, but may not have come to it before the others were done.
+        files.sync_directory(place)
+        files.sync_directory(directory)
+        files.write(place / MANIFEST, [sealed(body)])
+    return place
+
+
+def sealed(body: Mapping[str, Any]) -> bytes:
+    """A manifest's bytes: with a checksum of itself, since a flipped digit in a number is valid JSON too."""
+    return json.dumps({"version": VERSION, "sha256": seal(body), "checkpoint": body}, indent=1).encode() + b"\n"
+
+
+def seal(body: Any) -> str:
+    """The checksum of what JSON makes of a manifest's body, independent of layout and of the order of keys."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(body)), sort_keys=True).encode()).hexdigest()
+
+
+def _check(
+    place: Path, step: int, attempt: str, receipts: Sequence[Mapping[str, Any]], ranks_per_group: int
+) -> None:
+    """That there is exactly one receipt for every part of every position, and all of one state."""
+    parts = {receipt["parts"] for receipt in receipts}
+    wanted = {(position, part) for position in range(ranks_per_group) for part in range(max(parts, default=0))}
+    given = [(receipt["position"], receipt["part"]) for receipt in receipts]
+    if len(parts) != 1 or set(given) != wanted or len(given) != len(wanted):
+        wrong = sorted(wanted.symmetric_difference(given)) or f"{len(given)} receipts, {len(parts)} divisions"
+        raise CheckpointError(
+            f"{place} cannot be completed: of each of {ranks_per_group} positions every part must be written once, and "
+            f"(position, part) {wrong} is missing, too many or doubled; save again"
+        )
+    strangers = [receipt for receipt in receipts if (receipt["step"], receipt["attempt"]) != (step, attempt)]
+    if strangers:
+        other = strangers[0]
+        raise CheckpointError(
+            f"{place} cannot be completed: position {other['position']}, part {other['part']} was written for step "
+            f"{other['step']}, attempt {other['attempt']}; save again"
+        )
+    for position in range(ranks_per_group):
+        differing = {receipt["skeleton"] for receipt in receipts if receipt["position"] == position}
+        if len(differing) > 1:
+            raise CheckpointError(
+                f"{place} cannot be completed: the groups that wrote the parts of position {position} have states with "
+                f"different values or shapes; ranks of equal position must hold the same state"
+            )
+
+
+def _check_seen(path: Path, size: int) -> None:
+    """That the leader's host sees the file. Opening asks the server, where a look at the name may not (NFS)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            seen = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was written, but this host cannot open it: {error.strerror}; checkpoint.directory must be on a file "
+            f"system that all hosts share"
+        ) from None
+    if seen != size:
+        raise CheckpointError(
+            f"{path} was written with {size} bytes, but this host sees {seen}; checkpoint.directory must be on a file "
+            f"system that all hosts share"
+        )
+
+
+def _name(step: int, attempt: str) -> str:
+    if not _ATTEMPT.fullmatch(attempt):
+        raise ValueError(f"attempt {attempt!r}: it is part of a directory's name, so letters, digits and . _ - only")
+    return STEP.format(step, attempt)
+
+
+def _places(skeleton: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
+    """Path and description of every tensor of a skeleton, in :func:`transfer.flatten`'s order."""
+    (kind, body), = skeleton.items()
+    if kind == "tensor":
+        yield path or "state", body
+    elif kind != "value":
+        for key, item in body if kind == "map" else enumerate(body):
+            yield from _places(item, f"{path}.{key}" if path else str(key))
+
+
+def _unique(paths: Sequence[str]) -> tuple[str, ...]:
+    """Different names for all: the keys 1 and "1", or "a.b" and "a" with "b" below it, give the same path."""
+    taken, names = {tensors.RESERVED}, []
+    for path in paths:
+        name, number = path, 1
+        while name in taken:
+            number += 1
+            name = f"{path}#{number}"
+        taken.add(name)
+        names.append(name)
+    return tuple(names)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

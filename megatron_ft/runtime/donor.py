@@ -1,0 +1,201 @@
+"""What a living rank does for one of equal position in a group that comes back: hand over its state, and then every step.
+
+All of it happens beside training. At the boundary that was agreed on, the training thread copies its share of the state (it
+is spread over several donors); a thread sends the copy while the next steps are computed. From then on the training thread
+copies, at each boundary, its share of the gradients the optimizer has just taken; with these the other rank makes the same
+step. Nothing is copied while nobody follows.
+
+Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take what
+is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_ft.engines.base import Engine, StepResult
+from megatron_ft.runtime import transfer, wire
+from megatron_ft.runtime.environment import RankEnvironment
+
+_MOST_WAITING = 8
+"""Steps that are kept for one who follows; each is a copy of this rank's share of the gradients."""
+_SEND_S = 60.0
+"""So long one who follows may take nothing."""
+_STATE_PACE, _STEP_PACE, _LONGEST_S = 1.0, 0.25, 10.0
+"""A share of the state is sent over the time of a step, one of a step's gradients over a quarter of it, neither over more
+than these seconds: the machine belongs to training, but at the entry others wait for the gradients."""
+
+
+class _Follower:
+    """One connection. ``part`` of ``parts`` is what this rank sends; ``at``: the step whose state comes first."""
+
+    def __init__(self, end: socket.socket, who: str, part: int, parts: int, at: int) -> None:
+        self.end, self.who, self.part, self.parts, self.at = end, who, part, parts, at
+        self.gone = False
+        self.queue: queue.Queue[tuple[dict[str, Any], list[torch.Tensor], float]] = queue.Queue()
+
+    def put(self, words: dict[str, Any], parts: list[torch.Tensor], pace_s: float) -> None:
+        self.queue.put((words, parts, pace_s))
+
+    def drop(self) -> None:
+        if not self.gone:
+            self.gone = True
+            wire.hang_up(self.end)
+            self.queue.put(({}, [], 0.0))  # in case it is waited for
+
+    def serve(self) -> None:
+        """Thread: send what is put, in order, each over ``pace_s``, until the other end has gone."""
+        try:
+            while not self.gone:
+                words, parts, pace_s = self.queue.get()
+                if not self.gone:
+                    wire.say(self.end, words)
+                    wire.send(self.end, parts, _Pace(sum(map(len, parts)), pace_s))
+        except OSError:
+            pass  # it will ask somebody else, or its agent starts it again
+        finally:
+            self.drop()
+
+
+class _Pace:
+    """Sleeps between pieces, so that all of them take a given time."""
+
+    def __init__(self, total: int, pace_s: float) -> None:
+        self._total, self._pace_s = max(total, 1), pace_s
+        self._sent, self._began = 0, time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._sent += count
+        ahead = self._began + self._pace_s * self._sent / self._total - time.monotonic()
+        if ahead > 0:
+            time.sleep(ahead)
+
+
+class Donor:
+    """One rank's. ``epoch`` is the present one, or None while this rank has no state to give; any thread asks.
+
+    ``where`` is told once, with the address, the port and the incarnation, by which the others find this rank.
+    """
+
+    def __init__(
+        self,
+        env: RankEnvironment,
+        engine: Engine,
+        epoch: Callable[[], int | None],
+        where: Callable[[list[Any]], None],
+    ) -> None:
+        self._env, self._engine, self._epoch = env, engine, epoch
+        self._step = -1
+        self._lock = threading.Lock()
+        self._followers: list[_Follower] = []
+        self._began, self._step_s = time.monotonic(), 0.0
+        self._listener = wire.listen(env.address)
+        where([env.address, self._listener.getsockname()[1], env.incarnation])
+        threading.Thread(target=self._accept, name="megatron_ft-donor", daemon=True).start()
+
+    # --- training thread ----------------------------------------------------------------------------------------------
+
+    def boundary(self, step: int, result: StepResult | None, carried: Callable[[], Mapping[str, Any]]) -> None:
+        """``step`` is about to begin; the reduced buffers hold the means of the one before.
+
+        Args:
+            result: of the step before, if this rank has taken it with these gradients; else who follows misses something.
+            carried: what the leader of the group hands over with the state.
+        """
+        now = time.monotonic()
+        self._step_s, self._began = now - self._began, now
+        self._step = step  # first: who comes too late for this boundary sees it
+        if not self._followers:
+            return
+        with self._lock:
+            followers = self._followers = [follower for follower in self._followers if not follower.gone]
+        for follower in followers:
+            if follower.at == step:
+                self._hand_over(follower, step, carried())
+            elif follower.at < step:
+                self._go_on(follower, step, result, carried())
+
+    def _hand_over(self, follower: _Follower, step: int, carried: Mapping[str, Any]) -> None:
+        skeleton, tensors = transfer.flatten(self._engine.state())
+        flat = [wire.as_bytes(tensor) for tensor in tensors]
+        mine = [
+            flat[which][first:last].to("cpu", copy=True)
+            for which, first, last in wire.share([len(each) for each in flat], follower.part, follower.parts)
+        ]
+        follower.put({"state": step, "skeleton": skeleton, "carried": carried}, mine, self._pace_s(_STATE_PACE))
+
+    def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
+        if result is None or result.step != step - 1 or follower.queue.qsize() >= _MOST_WAITING:
+            follower.drop()
+            return
+        buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
+        mine = [
+            wire.as_bytes(buckets[which][first:last].to("cpu", copy=True))
+            for which, first, last in wire.share([len(each) for each in buckets], follower.part, follower.parts)
+        ]
+        made = [result.step, result.loss, result.microbatches, result.gradient_norm]
+        follower.put({"step": step - 1, "result": made, "carried": carried}, mine, self._pace_s(_STEP_PACE))
+
+    def _pace_s(self, share: float) -> float:
+        return min(share * self._step_s, _LONGEST_S)
+
+    # --- other threads ------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._answer, args=(end,), name="megatron_ft-donor", daemon=True).start()
+
+    def _answer(self, end: socket.socket) -> None:
+        """Who calls says who it is and is told where this rank stands, as often as it asks; then it may follow."""
+        try:
+            end.settimeout(wire.CALL_TIMEOUT_S)
+            hello = wire.hear(end)
+            if hello.get("token") != wire.token(self._env.run_id) or hello.get("position") != self._env.position:
+                end.close()
+                return
+            while True:
+                stands = {"step": self._step, "epoch": self._epoch(), "step_s": self._step_s}
+                wire.say(end, {"incarnation": self._env.incarnation, **stands})
+                asked = wire.hear(end)
+                if "at" in asked:
+                    break
+            end.settimeout(_SEND_S)
+            follower = _Follower(end, hello["who"], asked["part"], asked["parts"], asked["at"])
+        except (OSError, ValueError, KeyError):
+            end.close()
+            return
+        with self._lock:
+            self._followers.append(follower)
+        if self._step >= follower.at:  # this boundary has passed
+            follower.drop()
+            return
+        print(f"megatron_ft: group {self._env.group}: {follower.who} follows from step {follower.at}", flush=True)
+        threading.Thread(target=self._watch, args=(follower,), name="megatron_ft-donor", daemon=True).start()
+        follower.serve()
+
+    @staticmethod
+    def _watch(follower: _Follower) -> None:
+        """Nothing is said on the connection any more: if something can be read, its other end has gone."""
+        with contextlib.suppress(OSError, ValueError):
+            select.select([follower.end], [], [])
+        follower.drop()
+
+    def close(self) -> None:
+        wire.hang_up(self._listener)
+        with self._lock:
+            for follower in self._followers:
+                follower.drop()
+

@@ -1,0 +1,138 @@
+"""Who writes what, how often, what to load and what to delete."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.core.checkpoints import (
+    LEAST_SAVES,
+    LONGEST_S,
+    Found,
+    checkpoint_period,
+    choose,
+    due,
+    expected_uptime_s,
+    newest_first,
+    parts,
+    period_s,
+    to_delete,
+    writers,
+)
+
+seconds = st.floats(1e-3, 1e7)
+one_found = st.builds(
+    Found,
+    path=st.uuids().map(str),
+    step=st.integers(0, 20),
+    complete=st.booleans(),
+    unfinished=st.booleans(),
+    saved_at=st.floats(0, 10),
+    reason=st.just("why"),
+)
+# What is complete has a manifest.
+founds = st.lists(
+    one_found.filter(lambda one: not (one.complete and one.unfinished)), max_size=12, unique_by=lambda one: one.path
+)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 12))
+def test_every_tensor_is_in_one_part_and_no_part_has_more_than_a_tensor_too_much(sizes, count):
+    found = parts(sizes, count)
+    assert len(found) == count
+    assert sorted(index for part in found for index in part) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in part) for part in found]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert found == parts(list(sizes), count) and all(list(part) == sorted(part) for part in found)
+
+
+def test_tensors_without_content_are_spread_too():
+    assert [len(part) for part in parts([0] * 8, 4)] == [2, 2, 2, 2]
+
+
+live = st.sets(st.integers(0, 40), min_size=1, max_size=20)
+
+
+@given(live, st.dictionaries(st.integers(0, 40), st.integers(0, 4)), st.integers(1, 12))
+def test_writers_live_are_different_and_spread_over_domains(living, domains, count):
+    chosen = writers(living, domains, count)
+    assert len(chosen) == len(set(chosen)) == min(count, len(living)) and set(chosen) <= living
+    domain = {group: domains.get(group, f"alone {group}") for group in living}
+    written = [sum(domain[group] == one for group in chosen) for one in set(domain.values())]
+    for one, number in zip(set(domain.values()), written, strict=True):
+        if number < sum(value == one for value in domain.values()):  # it could give another one
+            assert number >= max(written) - 1
+
+
+def test_writers_of_two_racks_alternate():
+    assert writers([0, 1, 2, 3, 4, 5], {0: "a", 1: "a", 2: "a", 3: "b", 4: "b", 5: "b"}, 4) == (0, 3, 1, 4)
+
+
+# --- how often --------------------------------------------------------------------------------------------------------
+
+
+@given(seconds, seconds, seconds)
+def test_the_period_is_where_the_derivative_of_availability_is_zero(save, uptime, restart):
+    period = checkpoint_period(save, uptime, restart)
+    assert period**2 - 2 * save * period == pytest.approx(2 * save * (uptime + restart), rel=1e-6)
+    assert period >= 2 * save
+
+
+@given(seconds, st.one_of(seconds, st.just(math.inf)), seconds, st.floats(0, 1e4))
+def test_the_period_keeps_its_limits(save, uptime, restart, write):
+    period = period_s(save, uptime, restart, write_s=write)
+    assert period >= LEAST_SAVES * save and period >= write
+    assert period <= max(LONGEST_S, LEAST_SAVES * save, write)
+    if 40 * save < uptime < 1e5 and save < 1 and restart < 1000 and write < 1e-3:  # the limits are not in its way
+        assert period == pytest.approx(checkpoint_period(save, uptime, restart))
+
+
+@given(seconds, seconds, st.integers(0, 50))
+def test_the_uptime_is_what_was_believed_until_something_is_seen(ran, prior, ends):
+    assert expected_uptime_s(0, 0, prior) == prior
+    assert prior <= expected_uptime_s(ran, 0, prior) < math.inf
+    assert expected_uptime_s(ran, ends + 1, prior) < expected_uptime_s(ran, ends, prior)
+
+
+def test_much_evidence_outweighs_the_prior():
+    assert expected_uptime_s(100 * 3600, 99, 30 * 86400) == pytest.approx(8.2 * 3600, rel=0.01)
+
+
+@given(st.floats(1, 1e4), st.floats(1, 1e3))
+def test_the_nearest_step_boundary_is_taken(period, step):
+    boundaries = [n * step for n in range(1, int(period / step) + 3)]
+    first = next(at for at in boundaries if due(at, period, step))
+    assert abs(first - period) <= min(abs(at - period) for at in boundaries) + 1e-6 or first == step
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+@given(founds, st.data())
+def test_the_newest_loadable_one_is_chosen_and_every_later_one_has_a_reason(found, data):
+    damaged = data.draw(st.dictionaries(st.sampled_from([one.path for one in found] or ["none"]), st.just("damaged")))
+    choice = choose(found, damaged)
+    good = [one for one in found if one.complete and one.path not in damaged]
+    assert (choice.found is None) == (not good)
+    if choice.found:
+        assert choice.found in good and choice.found.step == max(one.step for one in good)
+    ordered = newest_first(found)
+    later = ordered[: ordered.index(choice.found)] if choice.found else ordered
+    assert [one for one, _ in choice.skipped] == later
+    assert all(reason == damaged.get(one.path, "why") for one, reason in choice.skipped)
+
+
+@given(founds, st.integers(-1, 5))
+def test_what_is_deleted(found, keep):
+    gone = to_delete(found, keep)
+    left = [one for one in found if one not in gone]
+    complete = [one for one in newest_first(found) if one.complete]
+    assert choose(left).found == choose(found).found
+    assert [one for one in newest_first(left) if one.complete] == complete[: max(keep, 1)]
+    for one in found:
+        if not one.complete:  # with a manifest it may be whole, of a later step it may still be written
+            assert (one in gone) == bool(one.unfinished and complete and one.step < complete[0].step)
