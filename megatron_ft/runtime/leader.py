@@ -23,6 +23,7 @@ from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import Crew
+from megatron_ft.runtime.environment import seat
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
 from megatron_ft.runtime.interruption import Interruptions
@@ -134,7 +135,7 @@ class Leader:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
         self._pulse.enter("waiting")
         norm, sha256 = self._crew.fingerprint()
-        self._agreement.say(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
+        self._agreement.say(f"done/{seat(self.group, self._incarnation)}", {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
@@ -162,7 +163,9 @@ class Leader:
 
     def _write_end(self) -> bool:
         """As the lowest living group: once every live group is done, record it. False while one is not."""
-        done = {group: self._agreement.get(f"done/{group}") for group in self._state.view.live}
+        view = self._state.view
+        seats = {group: seat(group, view.incarnations.get(group, 0)) for group in view.live}
+        done = {group: self._agreement.get(f"done/{name}") for group, name in seats.items()}
         if any(value is None for value in done.values()):
             return False
         for group, value in done.items():
