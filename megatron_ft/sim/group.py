@@ -194,8 +194,8 @@ class Group:
                     self._open = None
                 case recovery.Publish(report=report):
                     yield self._ask(lambda store, r=report: store.set(("report", r.epoch, r.group), r))
-                case recovery.Announce(epoch=epoch, reason=reason):
-                    yield self._announce(epoch, reason)
+                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                    yield self._announce(epoch, reason, after)
                 case recovery.Propose(view=view):
                     standing = yield self._ask(lambda store, v=view: self.cluster.decide(store, self.me, v))
                     yield from self._adopt(standing)
@@ -391,8 +391,8 @@ class Group:
     def _ask(self, operation: Operation) -> Future:
         return self.cluster.store.call(self.me, operation, lambda: self.ended)
 
-    def _announce(self, epoch: int, reason: str) -> Future:
-        signal = detector.Reset(epoch, self.me, reason)
+    def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
+        signal = detector.Reset(epoch, self.me, reason, after)
         return self._ask(lambda store: store.append(signal))
 
 
