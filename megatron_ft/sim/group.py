@@ -116,14 +116,15 @@ class Group:
     # --- hearing ------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """The watcher: wait for the next entry of the log, hear it, wait for the one after."""
+        """The watcher: wait for the next entries of the log, hear them, wait for those after."""
         index = self._heard
-        future = self.cluster.store.call(self.me, lambda store: store.notice(index), lambda: self.ended)
-        future.then(self._heard_notice)
+        future = self.cluster.store.call(self.me, lambda store: store.news(index), lambda: self.ended)
+        future.then(self._heard_notices)
 
-    def _heard_notice(self, notice: Any) -> None:
-        self._heard += 1
-        self._hear(notice)
+    def _heard_notices(self, notices: list[Any]) -> None:
+        self._heard += len(notices)
+        for notice in notices:
+            self._hear(notice)
         self._listen()
 
     def _hear(self, notice: Any) -> None:
