@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
@@ -32,11 +31,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reset:
-    """A collective of ``epoch`` failed at group ``by``: reset, timeout, or any other error of the network."""
+    """A collective of ``epoch`` failed at group ``by``: reset, timeout, or any other error of the network. Or the group has
+    ended it for a reason that others may not know, for all that work on a step later than ``after``."""
 
     epoch: int
     by: GroupId
     detail: str
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def judge(signal: Signal) -> Verdict:
             return Died(exit_.group, str(exit_), incarnation, _blamed(exit_))
         case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
             return Died(group, f"rank {position} on {host} (pid {pid}) {why}", incarnation)
-        case Reset(epoch=epoch, by=by, detail=detail):
-            return Broke(epoch, f"group {by}: {detail}")
+        case Reset(epoch=epoch, by=by, detail=detail, after=after):
+            return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
@@ -125,13 +126,11 @@ def ends(verdict: Verdict, view: View, step: int) -> bool:
     match verdict:
         case Died(group=group, incarnation=incarnation):
             return group in view.live and incarnation >= view.incarnations.get(group, 0)
-        case Broke(epoch=epoch):
-            return epoch == view.epoch
-        case Asked():
-            return verdict.after < step and admissible(view, verdict)
+        case Broke(epoch=epoch, after=after):
+            return epoch == view.epoch and after < step
         case Missed(by=by, about=about, heard=heard):
             return not heard and all(set(unit) & set(view.live) for unit in (by, about))
-    return False  # who leaves in order is waited for
+    return False  # who leaves in order is waited for; that somebody's request has ended an epoch is announced
 
 
 def _blamed(exit_: Exit) -> Microbatch | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ft.core import links
-from megatron_ft.core.protocol import Asked, Leaves
+from megatron_ft.core.protocol import Asked, Broke, Leaves
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
@@ -77,7 +77,7 @@ class GroupState:
     transferred: bool = False
     reported: bool = False
     closed_by: str = ""
-    broken: Mapping[int, str] = field(default_factory=dict)
+    broken: Mapping[int, Broke] = field(default_factory=dict)
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     asking: Mapping[GroupId, Asked] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
