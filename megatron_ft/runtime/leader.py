@@ -215,8 +215,8 @@ class Leader:
                 case recovery.Publish(report=report):
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
-                case recovery.Announce(epoch=epoch, reason=reason):
-                    self._rank.tell_broken(epoch, reason)
+                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                    self._rank.tell_broken(epoch, reason, after)
                 case recovery.Propose(view=view):
                     self._adopt(self._agreement.propose(view))
                     return
