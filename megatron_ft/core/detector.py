@@ -87,11 +87,19 @@ class Asking:
     after: int
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking
+@dataclass(frozen=True)
+class Dismissed:
+    """An operator wants the group to leave. Nobody's verdict: the group says itself after which step it does."""
+
+    group: GroupId
+    why: str
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked
-"""What a signal comes to: an event of the protocol."""
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed
+
+
+Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed
+"""What a signal comes to: an event of the protocol, but for the wish that somebody leaves, which is for that group alone."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -108,6 +116,8 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
+        case Dismissed():
+            return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
         case Silent(by=by, about=about, heard=heard, silent_s=silent_s, incarnation=incarnation):
@@ -146,7 +156,14 @@ def _blamed(exit_: Exit) -> Microbatch | None:
         return None
 
 
-_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving", Asking: "asking"}
+_KINDS: dict[type, str] = {
+    Reset: "reset",
+    GivenUp: "given-up",
+    Silent: "silent",
+    Leaving: "leaving",
+    Asking: "asking",
+    Dismissed: "dismissed",
+}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, returns, voice
+from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
 from megatron_ft.runtime import history, store
 from megatron_ft.runtime.environment import RankEnvironment, seat
@@ -365,7 +366,8 @@ class Agent:
 
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
-        record.replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
+        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address}
+        record.replace(self._run_dir / "config.json", {**where, **self._config.to_json(), "command": command})
 
     def _write_ranks(self) -> None:
         living = [rank.listed(self._hosts.name()) for rank in self._living()]

@@ -266,6 +266,11 @@ class Session:
 
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""
+        if isinstance(verdict, detector.Dismissed):
+            if verdict.group == self.group:
+                print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
+                self.leave(verdict.why)
+            return
         self._census.hear(verdict)
         own = isinstance(verdict, Died) and verdict.group == self.group and verdict.incarnation >= self.env.incarnation
         if self._rank.size > 1 and own:
