@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
+from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 
@@ -86,11 +87,11 @@ class Asking:
     after: int
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Saves | Stops
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked
-"""What a signal comes to: an event of the protocol."""
+Verdict = Died | Broke | Missed | Leaves | Asked | Saves | Stops
+"""What a signal comes to: an event of the protocol, or a word about checkpoints, which the protocol never hears."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -107,6 +108,8 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}")
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
+        case Saves() | Stops():
+            return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
         case Silent(by=by, about=about, heard=heard, silent_s=silent_s, incarnation=incarnation):
@@ -147,7 +150,15 @@ def _blamed(exit_: Exit) -> Microbatch | None:
         return None
 
 
-_KINDS: dict[type, str] = {Reset: "reset", GivenUp: "given-up", Silent: "silent", Leaving: "leaving", Asking: "asking"}
+_KINDS: dict[type, str] = {
+    Reset: "reset",
+    GivenUp: "given-up",
+    Silent: "silent",
+    Leaving: "leaving",
+    Asking: "asking",
+    Saves: "saves",
+    Stops: "stops",
+}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:
