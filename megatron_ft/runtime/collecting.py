@@ -132,7 +132,10 @@ class Checkpoints:
         stops = bool(self._told) and saving.stopping(self._told, state.view)
         if now < due and not stops:
             return due
-        self._ask(state, state.step + self._rhythm.margin, stops)
+        at = state.step + self._rhythm.margin
+        if at > state.job.steps:  # the last step is so near that the save after it is the next one
+            return _NEVER
+        self._ask(state, at, stops)
         return 0.0
 
     def _obey(self, order: Saves, state: GroupState) -> None:
@@ -145,6 +148,7 @@ class Checkpoints:
         if mine and why:
             self._attempt.dropped = why
         elif mine:
+            self._history.write()  # no checkpoint may be of a step that the record does not have
             self._attempt.meta = self._meta(state, order)
         if order.part_of(self._rank.group) is not None:
             if not why:
