@@ -171,6 +171,12 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto: go on from the newest checkpoint, if there is one; never: refuse where there is one",
+    )
     parser.add_argument("--preload", type=_names, default=(), metavar="NAMES", help="modules imported once for all ranks")
     parser.add_argument("--no-preload", action="store_true", help="each rank imports torch by itself, nothing is forked")
     parser.add_argument("script", type=Path, help="the training script")
@@ -179,10 +185,9 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from megatron_ft import config
-    from megatron_ft.launch import forkserver
+    from megatron_ft.launch import forkserver, resume
 
-    run = config.load(options.config, groups=options.groups, ranks_per_group=options.ranks_per_group)
+    run = resume.config(options.config, options.groups, options.ranks_per_group)
     if options.hostfile is not None:
         _apply_hostfile(options, run)
     forks = None
@@ -236,6 +241,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
             job_id=options.job_id,
             track=options.track,
             overwrite=options.overwrite,
+            resume=options.resume,
         ),
         forks,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -122,6 +123,21 @@ class RejoinConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Whether, where and how often the run is saved, for what groups cannot survive together (docs/checkpoints.md)."""
+
+    directory: str = ""
+    """On a file system that all hosts share; seen from where the launcher is started. Empty: nothing is saved."""
+    period_s: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
+    """Seconds between two checkpoints. Auto: from what a save costs and how long the job has been seen to live."""
+    keep: int = 3
+    """So many of the newest stay."""
+
+    def check(self) -> None:
+        _at_least("fault_tolerance.checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FaultToleranceConfig:
     """What a user can set. Defaults are meant to be left alone.
 
@@ -153,6 +169,7 @@ class FaultToleranceConfig:
     """Seed of everything random that belongs to a microbatch: which samples, which dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     rejoin: RejoinConfig = field(default_factory=RejoinConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     model: Mapping[str, Any] = field(default_factory=dict, metadata={"read": _model})
     """What the model looks like, in the words of Hugging Face's config.json, or the path of one beside the config: checked
     against the ranks of a group before anything starts; the script gets it as ``session.config.model``."""
@@ -167,13 +184,16 @@ class FaultToleranceConfig:
         _at_least("fault_tolerance.seed", self.seed, 0)
         self.detector.check()
         self.rejoin.check()
+        self.checkpoint.check()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run: the section above plus the batch, resolved for a number of groups.
 
-    The global batch is ``groups * microbatches_per_group * samples_per_microbatch`` samples, in every step.
+    The global batch is ``shards * microbatches_per_group * samples_per_microbatch`` samples, in every step. There are as
+    many shards as groups, but in a run that goes on from a checkpoint as many as there were when it began: what is learned
+    must not depend on how many groups are there today.
     """
 
     groups: int
@@ -184,11 +204,17 @@ class RunConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """The other settings of the file, as they are there: those of DeepSpeed."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    shards: int = 0
+    """N; left out, ``groups``."""
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            object.__setattr__(self, "shards", self.groups)
 
     @property
     def microbatches(self) -> int:
         """N*G, the number of microbatches in every step."""
-        return self.groups * self.microbatches_per_group
+        return self.shards * self.microbatches_per_group
 
     @property
     def stages(self) -> int:
@@ -214,13 +240,16 @@ class RunConfig:
         section = dict(raw["fault_tolerance"])
         section["detector"] = DetectorConfig(**section["detector"])
         section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
+        section["checkpoint"] = CheckpointConfig(**section.get("checkpoint", {}))
         section["failure_domains"] = _auto_or_domains("fault_tolerance.failure_domains", section["failure_domains"])
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 
 
-def load(path: str | Path, *, groups: int, ranks_per_group: int | None = None) -> RunConfig:
+def load(
+    path: str | Path, *, groups: int, ranks_per_group: int | None = None, shards: int | None = None
+) -> RunConfig:
     """Read and resolve a config file. Raises ``ConfigError`` naming value, rule and remedy."""
-    return resolve(read(path), groups=groups, ranks_per_group=ranks_per_group)
+    return resolve(read(path), groups=groups, ranks_per_group=ranks_per_group, shards=shards)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -250,10 +279,14 @@ def _json(path: Path, what: str) -> dict[str, Any]:
     return raw
 
 
-def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None = None) -> RunConfig:
+def resolve(
+    raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None = None, shards: int | None = None
+) -> RunConfig:
     """Validate a config that is already a mapping, for a run of ``groups`` groups.
 
-    ``ranks_per_group``: by default what the settings of pipeline and tensor parallelism need.
+    Args:
+        ranks_per_group: by default what the settings of pipeline and tensor parallelism need.
+        shards: of a run that goes on, as many as it began with; else one for each group.
     """
     _at_least("--groups", groups, 1)
     if ranks_per_group is not None:
@@ -273,9 +306,14 @@ def resolve(raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None 
             f"lower it or start with more --groups"
         )
     split.check(raw, section.model)
-    samples, per_group = _batch(raw, groups)
+    if section.checkpoint.directory:  # a rank may be started elsewhere, and a script may go elsewhere
+        where = replace(section.checkpoint, directory=os.path.abspath(section.checkpoint.directory))
+        section = replace(section, checkpoint=where)
+    shards = shards or groups
+    samples, per_group = _batch(raw, shards)
     run = RunConfig(
         groups=groups,
+        shards=shards,
         ranks_per_group=split.ranks_per_group(raw, ranks_per_group),
         samples_per_microbatch=samples,
         microbatches_per_group=per_group,
@@ -298,15 +336,15 @@ def placement_of(run: RunConfig) -> replication.Placement:
     if settings.failure_domains != AUTO:
         return replication.domain_aware(_domains(run), redundancy)
     if settings.placement == "golomb":
-        return replication.golomb(run.groups, redundancy)
+        return replication.golomb(run.shards, redundancy)
     if settings.placement == "consecutive":
-        return replication.consecutive(run.groups, redundancy)
-    return replication.full(run.groups)
+        return replication.consecutive(run.shards, redundancy)
+    return replication.full(run.shards)
 
 
 def _redundancy(run: RunConfig) -> int:
     """The number in force. A redundancy that is asked for is refused rather than changed."""
-    settings, groups, name = run.fault_tolerance, run.groups, "fault_tolerance.redundancy"
+    settings, groups, name = run.fault_tolerance, run.shards, "fault_tolerance.redundancy"
     asked, placement = settings.redundancy, settings.placement
     if asked == AUTO:
         largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
@@ -342,7 +380,10 @@ def _domains(run: RunConfig) -> tuple[str, ...] | tuple[int, ...]:
             f"{name} names {len(settings.failure_domains)} domains but the run starts with {run.groups} groups; name one "
             f"for each group, in order"
         )
-    return settings.failure_domains
+    # A shard's number is its group's, where there is one; shards beyond the last group are nobody's own.
+    beyond = range(run.groups, run.shards)
+    missing = tuple(-1 - shard if isinstance(settings.failure_domains[0], int) else f"no group {shard}" for shard in beyond)
+    return (settings.failure_domains + missing)[: run.shards]
 
 
 def _batch(raw: Mapping[str, Any], groups: int) -> tuple[int, int]:

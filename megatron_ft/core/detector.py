@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
+from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 
@@ -95,11 +96,11 @@ class Dismissed:
     why: str
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Saves | Stops
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed
-"""What a signal comes to: an event of the protocol, but for the wish that somebody leaves, which is for that group alone."""
+Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Saves | Stops
+"""What a signal comes to: an event of the protocol; or a wish, or a word about checkpoints, not for the protocol."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -116,7 +117,7 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
-        case Dismissed():
+        case Dismissed() | Saves() | Stops():
             return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
@@ -163,6 +164,8 @@ _KINDS: dict[type, str] = {
     Leaving: "leaving",
     Asking: "asking",
     Dismissed: "dismissed",
+    Saves: "saves",
+    Stops: "stops",
 }
 
 

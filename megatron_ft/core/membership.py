@@ -12,9 +12,15 @@ from megatron_ft.core.protocol import Asked
 from megatron_ft.types import Begun, Bucket, GroupId, Report, View
 
 
-def first_view(groups: int) -> View:
-    """Epoch 0: everybody is live, and takes the initial model of group 0, whatever its own script initialised."""
+def first_view(groups: int, step: int = 0) -> View:
+    """Epoch 0: everybody is live, and takes the initial model of group 0, whatever its own script initialised.
+
+    A run that goes on from the checkpoint of ``step``: each group reads it for itself, so none of them has to live for the
+    others to have it.
+    """
     live = tuple(range(groups))
+    if step:
+        return View(0, live, f"the run goes on from the checkpoint of step {step}", step=step, begun=Begun(live))
     return View(
         epoch=0, live=live, reason="the run starts", step=0, source=0, behind=live[1:], begun=Begun(live)
     )

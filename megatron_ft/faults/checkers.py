@@ -25,7 +25,7 @@ def check_history(lines: Lines, microbatches: int, reference: Lines | None = Non
     ends = [line for line in lines if line["event"] == "end"]
     if len(ends) != 1:
         return [f"{len(ends)} end lines, there must be 1"]
-    found = _check_steps(lines, ends[0]["step"], microbatches)
+    found = _check_steps(lines, first_step(lines), ends[0]["step"], microbatches)
     found += _check_views(lines)
     found += _check_survivors(lines)
     if reference is not None:
@@ -45,10 +45,26 @@ def largest_loss_difference(lines: Lines, reference: Lines) -> float:
     return max((abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in common), default=float("inf"))
 
 
-def _check_steps(lines: Lines, last: int, microbatches: int) -> list[str]:
+def first_step(lines: Lines) -> int:
+    """Of a run that goes on from a checkpoint, the one it goes on with."""
+    return next((line["step"] for line in lines if line["event"] == "resume"), 0)
+
+
+def joined(starts: Sequence[Lines]) -> list[Mapping[str, Any]]:
+    """One history of a job that was started several times: what a checkpoint did not have was made again, and counts."""
+    found: list[Mapping[str, Any]] = []
+    for lines in starts:
+        if any(line["event"] in ("step", "end") for line in lines):  # else it was ended before it had made anything
+            begins = first_step(lines)
+            found = [line for line in found if line["event"] == "step" and line["step"] < begins]
+            found += [line for line in lines if line["event"] != "resume"]
+    return found
+
+
+def _check_steps(lines: Lines, first: int, last: int, microbatches: int) -> list[str]:
     counts = Counter(line["step"] for line in lines if line["event"] == "step")
-    found = [f"step {step} has {counts[step]} lines" for step in range(last + 1) if counts[step] != 1]
-    found += [f"step {step} is after the end" for step in counts if step > last]
+    found = [f"step {step} has {counts[step]} lines" for step in range(first, last + 1) if counts[step] != 1]
+    found += [f"step {step} is not of this run" for step in counts if not first <= step <= last]
     found += [
         f"step {line['step']} counts {line['microbatches']} microbatches, not {microbatches}"
         for line in lines
@@ -69,7 +85,7 @@ def _check_survivors(lines: Lines) -> list[str]:
 
 def _check_reference(lines: Lines, reference: Lines) -> list[str]:
     found = []
-    if losses(lines).keys() != losses(reference).keys():
+    if losses(lines).keys() != {step for step in losses(reference) if step >= first_step(lines)}:
         found.append("the steps are not those of the reference")
     loss = largest_loss_difference(lines, reference)
     if loss > LOSS_TOLERANCE:

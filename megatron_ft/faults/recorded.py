@@ -110,7 +110,7 @@ def _config(path: Path) -> RunConfig:
     data = _bytes(path)
     try:
         raw = json.loads(data)
-        run = RunConfig.from_json({f.name: raw[f.name] for f in fields(RunConfig)})
+        run = RunConfig.from_json({f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw or f.name != "shards"})
         run.fault_tolerance.check()
     except RecursionError:
         raise RecordError(f"{path} is not a config: it nests deeper than JSON can be read") from None
@@ -158,7 +158,7 @@ def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
         )
     settings = run.fault_tolerance
     return Job(
-        shards=run.groups,
+        shards=run.shards,
         per_shard=run.microbatches_per_group,
         buckets=begin["buckets"],
         steps=begin["steps"],

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,16 +22,20 @@ from typing import Any
 from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
+from megatron_ft.core.saving import Stops
 from megatron_ft.errors import GroupLeft, LaunchError
-from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, returns, voice
+from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, resume, returns, voice
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
 from megatron_ft.runtime import history, store
+from megatron_ft.runtime import resume as origins
 from megatron_ft.runtime.environment import RankEnvironment, seat
 from megatron_ft.types import Exit
 
 _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
+_SAVE_GRACE_S = 25.0
+"""After SIGTERM, where there is a last checkpoint to be made; who sent it (Slurm, Kubernetes) ends us after 30 s, mostly."""
 _RECORD_EVERY_S = 5.0
 """A record may be long: it is not read more often than that while the store is away."""
 _TRACKER_RESTARTS = 3
@@ -55,6 +60,7 @@ class LaunchOptions:
     job_id: str | None = None
     track: Sequence[str] = ()
     overwrite: bool = False
+    resume: str = resume.AUTO
 
 
 class Agent:
@@ -78,12 +84,18 @@ class Agent:
             self._config,
         )
         self._leads = where.rank == 0
-        self._run_dir = record.prepare(options.run_dir, options.overwrite) if self._leads else options.run_dir.resolve()
-        least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
-        self._hosts = hosts.Hosts(where, self._config, least_s, self._run_dir)
+        run_id = uuid.uuid4().hex[:12]
+        self._saved = resume.Directory(self._config, run_id, options.resume) if self._leads else None
+        try:
+            self._run_dir = self._prepare_record()
+            least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+            self._hosts = hosts.Hosts(where, self._config, least_s, self._run_dir, run_id)
+        except BaseException:
+            self._release()
+            raise
         self._run_id = self._hosts.run_id
         self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=_STORE_TIMEOUT_S)
-        self._first = {"view/0": first_view(self._config.groups).to_json()} if self._leads else {}
+        self._first = self._first_keys() if self._leads else {}
         self._voice = voice.Voice(self._store, self._first)
         self._returns = self._prepare_returns()
         self._ranks: list[Rank] = []
@@ -97,6 +109,22 @@ class Agent:
         self._complained = False
         self._look_again = 0.0
 
+    def _prepare_record(self) -> Path:
+        if not self._leads:
+            return self._options.run_dir.resolve()
+        aside = record.NOTHING if not self._saved.on else record.ANY if self._saved.origin else record.UNFINISHED
+        return record.prepare(self._options.run_dir, self._options.overwrite, aside)
+
+    def _first_keys(self) -> dict[str, Any]:
+        """What stands on the control store before any rank is started."""
+        origin = self._saved.origin
+        view = first_view(self._config.groups, origin.step if origin else 0)
+        return {"view/0": view.to_json(), **({origins.KEY: origin.to_json()} if origin else {})}
+
+    def _release(self) -> None:
+        if self._saved is not None:
+            self._saved.release()
+
     def run(self) -> int:
         if self._leads:
             self._write_config()
@@ -108,6 +136,8 @@ class Agent:
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
+            if (origin := self._saved.origin) is not None:
+                self._note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
         wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
         try:
             for group, position in self._hosts.ranks:
@@ -124,6 +154,7 @@ class Agent:
             code = self._conclude()
             self._end_tracker()
             self._hosts.leave()
+            self._release()
             wakeup.close()
         return code
 
@@ -145,8 +176,8 @@ class Agent:
         while self._living() or (deadline is None and self._returns.pending()):
             for number in wakeup.wait(monitor.LOOK_EVERY_S):
                 if number != signal.SIGCHLD:
-                    self._forward(signal.Signals(number))
-                    deadline = deadline or time.monotonic() + _GRACE_S
+                    grace_s = self._told_to_stop(signal.Signals(number))
+                    deadline = deadline or time.monotonic() + grace_s
             for rank in self._living():
                 if rank.process.poll() is not None:
                     self._buried(rank)
@@ -230,10 +261,15 @@ class Agent:
             detected_s=round(noticed - injected[-1], 6) if injected else None,
         )
 
-    def _forward(self, number: signal.Signals) -> None:
-        self._signalled = self._signalled or number
+    def _told_to_stop(self, number: signal.Signals) -> float:
+        """How long the ranks may take to end. They save once more if they can; told again, they end at once."""
+        first, self._signalled = self._signalled is None, self._signalled or number
+        if first and self._config.fault_tolerance.checkpoint.directory:
+            self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
+            return _SAVE_GRACE_S
         for rank in self._living():
             rank.process.send_signal(signal.SIGINT)  # SIGTERM would tell a group to leave in order
+        return _GRACE_S
 
     def _kill_leftover(self) -> None:
         """After the grace period: everything when we were told to stop, else only ranks that are outside of the run."""
@@ -328,8 +364,10 @@ class Agent:
         # All groups may have left with the store's answer, and the store have died since: then the record knows.
         if self._ended() or self._recorded_end():
             return 0
-        steps = [line["step"] for line in history.read(self._run_dir) if line["event"] == "step"]
+        lines = history.read(self._run_dir)
+        steps = [line["step"] for line in lines if line["event"] == "step"]
         code, reason = self._why(steps[-1] if steps else None)
+        reason += self._what_is_saved(lines)
         if self._leads:
             self._note("stop", reason=reason, exit_code=code)
         print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
@@ -349,6 +387,15 @@ class Agent:
         if death.code == 0:
             return 1, f"the script ended by itself {where}, before its session.steps() did; output in {rank.log}"
         return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {rank.log}"
+
+    def _what_is_saved(self, lines: Sequence[dict[str, Any]]) -> str:
+        """From where a later start goes on; empty where nobody asked for checkpoints."""
+        if not self._config.fault_tolerance.checkpoint.directory:
+            return ""
+        saved = [line["step"] for line in lines if line["event"] in ("checkpoint", "resume")]
+        if not saved:
+            return "; no checkpoint is complete, a later start begins anew"
+        return f"; the checkpoint of step {saved[-1]} is complete: start again to go on from there"
 
     # --- record and tracker -------------------------------------------------------------------------------------------
 

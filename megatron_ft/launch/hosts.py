@@ -103,7 +103,7 @@ def ranks_of(rank: int, hosts: int, groups: int, per_group: int) -> tuple[tuple[
 class Hosts:
     """All hosts of the run as one agent knows them, after :meth:`meet`."""
 
-    def __init__(self, where: Place, config: RunConfig, least_s: float, run_dir: Path) -> None:
+    def __init__(self, where: Place, config: RunConfig, least_s: float, run_dir: Path, run_id: str | None = None) -> None:
         self.place, self._config, self._least_s = where, config, least_s
         self._keeper: Keeper | None = None
         self.store_address = where.store
@@ -113,7 +113,7 @@ class Hosts:
         self._boot = self._boot_store(MEET_TIMEOUT_S)
         if where.rank == 0:
             settings = config.to_json()
-            self.run_id = uuid.uuid4().hex[:12]
+            self.run_id = run_id or uuid.uuid4().hex[:12]
             self._boot.set("run", {"run_id": self.run_id, "hosts": where.hosts, "config": settings})
         else:
             self.run_id = self._join()

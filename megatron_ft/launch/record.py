@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,20 @@ from megatron_ft.runtime import history
 RANKS = "ranks"
 """With several hosts each writes its own list there, and all of them to ``ranks.json``."""
 STORE = "store.json"
+EARLIER = "earlier"
+"""Where the records of the starts before go, each to a directory of its own: 0001, 0002, ..."""
+NOTHING, UNFINISHED, ANY = "nothing", "unfinished", "any"
+"""What may be put there."""
+_END_S = 2.0
+"""So long the processes of a run whose agent was killed may take to end."""
 _ALL = ("config.json", "ranks.json", STORE, RANKS, "history.jsonl", "timeline", "logs", "faults", "tensorboard", "wandb")
 
 
-def prepare(path: Path, overwrite: bool) -> Path:
-    """An empty place for the record. Raises ``LaunchError`` rather than mix two runs."""
+def prepare(path: Path, overwrite: bool, aside: str = NOTHING) -> Path:
+    """An empty place for the record. Raises ``LaunchError`` rather than mix two runs.
+
+    ``aside``: which record of an earlier start makes room, because the run goes on from checkpoints.
+    """
     if path.exists() and not path.is_dir():
         raise LaunchError(f"--run-dir {path} is a file; give a directory")
     if overwrite:
@@ -28,6 +39,9 @@ def prepare(path: Path, overwrite: bool) -> Path:
             else:
                 (path / name).unlink(missing_ok=True)
     lines = history.read(path)
+    if lines and aside != NOTHING and (aside == ANY or not any(line["event"] == "end" for line in lines)):
+        _put_aside(path)
+        lines = []
     ends = [line for line in lines if line["event"] == "end"]
     if ends:
         raise LaunchError(
@@ -36,8 +50,8 @@ def prepare(path: Path, overwrite: bool) -> Path:
         )
     if lines:
         raise LaunchError(
-            f"--run-dir {path} already holds a run that did not reach its end; resuming needs checkpoints, which this "
-            f"version does not write. Choose another directory, or pass --overwrite to delete that run"
+            f"--run-dir {path} already holds a run that did not reach its end; to go on with one, have it save checkpoints "
+            f"(fault_tolerance.checkpoint.directory). Choose another directory, or pass --overwrite to delete that run"
         )
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
@@ -46,6 +60,36 @@ def prepare(path: Path, overwrite: bool) -> Path:
     except OSError as error:
         raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
     return path.resolve()
+
+
+def _put_aside(path: Path) -> None:
+    """Move the record of an earlier start away; nothing of it is lost. Raises ``LaunchError`` while that run lives."""
+    deadline = time.monotonic() + _END_S
+    while living := [rank for rank in read(path / "ranks.json") if _lives(rank)]:
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"--run-dir {path} is that of a run whose rank {living[0]['position']} of group {living[0]['group']} lives "
+                f"(pid {living[0]['pid']}); wait for it to end, or choose another directory"
+            )
+        time.sleep(0.05)
+    (path / EARLIER).mkdir(exist_ok=True)
+    number = 1 + max((int(place.name) for place in (path / EARLIER).iterdir() if place.name.isdigit()), default=0)
+    room = path / EARLIER / f"{number:04d}"
+    room.mkdir()
+    for name in _ALL:
+        if (path / name).exists():
+            os.replace(path / name, room / name)
+
+
+def _lives(rank: dict[str, Any]) -> bool:
+    """Whether a rank of this host is there; a zombie is not."""
+    if rank["host"] != socket.gethostname():
+        return False
+    try:
+        fields = Path(f"/proc/{rank['pid']}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and int(fields[19]) == rank["start"]
 
 
 def replace(path: Path, value: Any) -> None:

@@ -50,7 +50,7 @@ class ProgressView:
     def __init__(self, groups: int, console: Console | None = None) -> None:
         self._console = console or Console()
         self._live, self._failures, self._steps, self._next_line = groups, 0, None, 0
-        self._groups = groups
+        self._groups, self._saved = groups, None
         self._view: Event = {"epoch": -1}
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -93,6 +93,10 @@ class ProgressView:
             self._say(f"group {event['group']} does not come back: {event['reason']}")
         elif kind == "stragglers":
             self._say(straggler_line(event))
+        elif kind == "checkpoint":
+            self._checkpoint(event)
+        elif kind == "checkpoint_failed":
+            self._say(f"step {event['step']} is not saved: {event['reason']}")
         elif kind == "step":
             self._step(event)
         elif kind == "end":
@@ -113,6 +117,12 @@ class ProgressView:
         self._next_line = event["step"] + max(1, total // 10)
         of = f"/{total}" if total else ""
         self._say(f"step {event['step'] + 1}{of}  loss {event['loss']:.4f}  live {self._live}/{self._groups}")
+
+    def _checkpoint(self, event: Event) -> None:
+        """The first, and from then on those that come with a line of a step anyway."""
+        if self._saved is None or self._bar is not None or event["step"] >= self._next_line:
+            self._say(checkpoint_line(event))
+        self._saved = event["step"]
 
     @staticmethod
     def _fault(event: Event) -> str:
@@ -143,6 +153,15 @@ def restart_line(event: Event) -> str:
     after = f", {event['after_s']:.1f} s after it was lost" if event["after_s"] > 0.1 else ""
     return (
         f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}){after}"
+    )
+
+
+def checkpoint_line(event: Event) -> str:
+    """What was saved, in words."""
+    megabytes = event["bytes"] / 2**20
+    return (
+        f"step {event['step']} is saved: {megabytes:.1f} MiB by groups {' '.join(map(str, event['writers']))} in "
+        f"{event['seconds']:.2f} s, {event['blocked_s']:.3f} s of them in training's way"
     )
 
 

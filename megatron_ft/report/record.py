@@ -114,7 +114,7 @@ class RunRecord:
     def steps_lost(self) -> int:
         """Step numbers up to the last one that have no line; ``end`` tells which the last one is."""
         last = max([*self.losses, self.end["step"] if self.end else -1], default=-1)
-        return sum(step not in self.losses for step in range(last + 1))
+        return sum(step not in self.losses for step in range(checkers.first_step(self.lines), last + 1))
 
     @cached_property
     def failures(self) -> list[Failure]:

@@ -64,6 +64,10 @@ def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Tabl
     table.add_row("steps lost", str(record.steps_lost))
     table.add_row("microbatches in every step", " ".join(str(n) for n in sorted({s["microbatches"] for s in steps})))
     table.add_row("groups at the start / at the end", f"{record.groups} / {len(steps[-1]['live']) if steps else 0}")
+    if saved := record.events("checkpoint"):
+        failed = len(record.events("checkpoint_failed"))
+        more = f", {failed} failed" if failed else ""
+        table.add_row("checkpoints / newest", f"{len(saved)}{more} / step {saved[-1]['step']}")
     if record.end:
         table.add_row("final loss", f"{record.end['loss']:.6f}")
     if reference is not None:

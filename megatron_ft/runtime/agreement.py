@@ -29,6 +29,10 @@ class Agreement:
         self._mine: dict[str, Any] = {}
         self._said: list[tuple[detector.Signal, str]] = []
 
+    @property
+    def run_id(self) -> str:
+        return self._store.run_id
+
     def clone(self) -> Agreement:
         """For another thread, on a connection of its own; what is said through it is not remembered."""
         return Agreement(self._store.clone(), self._group, self._patience_s)

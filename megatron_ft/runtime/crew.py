@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_ft.core import detector
+from megatron_ft.core.saving import Saves
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, Ready, StepResult
 from megatron_ft.runtime.communicator import Broken
@@ -119,6 +121,11 @@ class Crew:
         """The group stands where the others do."""
         self._order("arrive")
         self.rank.arrive()
+
+    def save(self, order: Saves) -> None:
+        """All ranks copy their share of the state, and write it beside what follows."""
+        self._order("save", order=detector.to_json(order))
+        self.rank.saving.take(order, self.rank.engine)
 
     def share_state(self) -> None:
         """Before the first step: all ranks start from the leader's model."""

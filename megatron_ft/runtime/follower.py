@@ -12,6 +12,7 @@ from megatron_ft.core import detector
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import StepResult
 from megatron_ft.errors import ConfigError, GroupLeft, RunStopped
+from megatron_ft.runtime import resume
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import connect_together
 from megatron_ft.runtime.interruption import note_patch
@@ -29,7 +30,7 @@ class Follower:
         self._total = 0
         self._said_leaving = False
 
-    def enter(self, total: int, comes_back: bool) -> None:
+    def enter(self, total: int, comes_back: bool, origin: resume.Origin | None = None) -> None:
         """The first step is about to begin; of a group that comes back, when it has its seat."""
         self._total = total
         while comes_back and self._obey(refuse="fingerprint") != "enter":
@@ -92,6 +93,8 @@ class Follower:
             case "end_step":
                 self.step = fields["following"]
                 rank.end_step(fields["epoch"])
+            case "save":
+                rank.saving.take(detector.from_json(fields["order"]), rank.engine)
             case "share_state":
                 rank.share_state()
             case "follow":

@@ -15,11 +15,14 @@ from typing import Any
 from megatron_ft.config import RunConfig
 from megatron_ft.core import detector, recovery
 from megatron_ft.core.replication import Placement
+from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, StepResult
 from megatron_ft.errors import GroupLeft, RunStopped, StartOver
+from megatron_ft.runtime import resume
 from megatron_ft.runtime.agreement import Agreement
+from megatron_ft.runtime.collecting import Checkpoints
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import Crew
@@ -54,6 +57,7 @@ class Leader:
         self._pace = Pace(rank.size)
         self._measured: Mapping[int, float] = {}
         self._interruptions = Interruptions(history, rank.group, placement)
+        self._checkpoints = Checkpoints(rank, self._crew, config, agreement, history)
         self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
         self._first_view = self._committed_under = first_view
         self._state: recovery.GroupState | None = None
@@ -69,11 +73,12 @@ class Leader:
         """The next one the script has to train; of a group that comes back not known before it has its seat."""
         return self._state.step if self._state is not None else self._first_view.step if self._first_view is not None else 0
 
-    def enter(self, total: int, comes_back: bool) -> None:
-        """The first step of ``total`` is about to begin, or this group comes back into the run; the engine is attached."""
+    def enter(self, total: int, comes_back: bool, origin: resume.Origin | None = None) -> None:
+        """The first step of ``total`` is about to begin, or this group comes back into the run; the engine is attached, and
+        has the state of ``origin``, if there is one."""
         settings = self._config.fault_tolerance
         job = recovery.Job(
-            shards=self._config.groups,
+            shards=self._config.shards,
             per_shard=self._config.microbatches_per_group,
             buckets=self._rank.num_buckets,
             steps=total,
@@ -86,17 +91,19 @@ class Leader:
         if comes_back:
             self._come_back(job)
             return
-        self._begin_with(self._first_view, job)
+        self._begin_with(self._first_view, job, origin)
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
         self._record_view(self._first_view)
-        self._crew.share_state()  # who is behind will get another one, unless all die that have it
+        if origin is None:
+            self._crew.share_state()  # who is behind will get another one, unless all die that have it
 
-    def _begin_with(self, view: View, job: recovery.Job) -> None:
+    def _begin_with(self, view: View, job: recovery.Job, origin: resume.Origin | None = None) -> None:
         self._state = recovery.start(self.group, job, view)
         self._next = recovery.next_action(self._state)
         self._history.set_writer(self.group == min(view.live))
         self._rank.carry = self._carried
         self._rank.epoch = lambda: self._state.view.epoch if self._state.synced else None
+        self._checkpoints.begin(view, origin)
 
     def _come_back(self, job: recovery.Job) -> None:
         """Follow the others until this group has its seat."""
@@ -146,12 +153,14 @@ class Leader:
                 deadline = time.monotonic() + patience_s
                 continue
             self._interruptions.resumed(self._state)
-            if self.group == min(self._state.view.live) and self._write_end():
+            self._checkpoints.boundary(self._state, 0.0)
+            if self.group == min(self._state.view.live) and self._checkpoints.at_end(self._state) and self._write_end():
                 break
             if time.monotonic() > deadline:
                 self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
             time.sleep(5 * _POLL_S)
         self._crew.end()
+        self._checkpoints.close()
 
     def leave(self, why: str) -> None:
         """Leave in order after the present step. Callable from any thread and from a signal handler."""
@@ -159,7 +168,10 @@ class Leader:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread."""
-        self._verdicts.put(verdict)
+        if isinstance(verdict, Saves | Stops):
+            self._checkpoints.hear(verdict)
+        else:
+            self._verdicts.put(verdict)
 
     def _write_end(self) -> bool:
         """As the lowest living group: once every live group is done, record it. False while one is not."""
@@ -258,12 +270,13 @@ class Leader:
 
     def _begin(self, dataset: Dataset) -> None:
         state = self._state
+        self._checkpoints.boundary(state, self._line.get("duration_s", 0.0))
         self._crew.begin(state.step, dataset, lambda: self._needs(state))
         self._rank.say_seconds(self._pace.begin())
 
     def _needs(self, state: recovery.GroupState) -> Needs:
         """Of the step that begins in ``state``."""
-        job, everything = state.job, self._placement.redundancy == self._config.groups
+        job, everything = state.job, self._placement.redundancy == self._config.shards
         # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
         hosted = () if everything else self._placement.stack(self.group)
         stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
@@ -419,6 +432,7 @@ class Leader:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)
             self._interruptions.adopted(view)
+            self._checkpoints.adopted(view)
             self._rank.prepare(view, self._state.step)
         self._feed(recovery.ViewSeen(view))  # last: if the view is outdated already, the next one is adopted in there
 

@@ -41,6 +41,7 @@ from megatron_ft.runtime.pace import Slots
 from megatron_ft.runtime.points import Points
 from megatron_ft.runtime.pulse import Pulse
 from megatron_ft.runtime.reduction import Reduction
+from megatron_ft.runtime.saving import Saving
 from megatron_ft.runtime.shared import OwnGradients, SharedGradients
 from megatron_ft.runtime.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View
@@ -83,6 +84,7 @@ class Rank:
         self.carry: Callable[[], Mapping[str, Any]] = dict
         self.epoch: Callable[[], int | None] = lambda: None
         self.following = Following(self, env, agreement)
+        self.saving = Saving(env, agreement)
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""

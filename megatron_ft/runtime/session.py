@@ -25,11 +25,13 @@ from megatron_ft import config as config_module
 from megatron_ft import split
 from megatron_ft.core import detector
 from megatron_ft.core.protocol import Died
+from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, StoreError
+from megatron_ft.runtime import resume
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.follower import Follower
@@ -65,7 +67,8 @@ def init(config: str | Path | None = None, *, seed: int | None = None) -> Sessio
     """
     env = RankEnvironment.from_env()
     if config is not None:
-        own = config_module.load(config, groups=env.config.groups, ranks_per_group=env.config.ranks_per_group)
+        sizes = {"groups": env.config.groups, "ranks_per_group": env.config.ranks_per_group, "shards": env.config.shards}
+        own = config_module.load(config, **sizes)
         if own != env.config:
             raise ConfigError(
                 f"the script's config {config} differs from the one the run was launched with; pass the same file, or "
@@ -92,6 +95,7 @@ class Session:
         patience_s = self._settings.detector.collective_timeout_s
         agreement = self._agreement = Agreement(self._store, env.group, patience_s)
         self._engine: Engine | None = None
+        self._origin: resume.Origin | None = None
         first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         history = History(env.run_dir)
         self._rank = Rank(env, agreement, history)
@@ -174,7 +178,7 @@ class Session:
             path,
             seq_len=seq_len,
             samples_per_microbatch=self.config.samples_per_microbatch,
-            groups=self.config.groups,
+            groups=self.config.shards,
             microbatches_per_group=self.config.microbatches_per_group,
             seed=self._settings.seed,
         )
@@ -187,7 +191,8 @@ class Session:
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
         self._total = total
-        if self._comes_back and self._engine is not None:  # only then it is known which step comes first
+        # Who comes back knows then only which step is the first, and what was loaded can be looked at before that.
+        if (self._comes_back or self._origin is not None) and self._engine is not None:
             with self._until_lost():
                 self._enter(self._engine)
         step = self._part.step
@@ -219,7 +224,9 @@ class Session:
     def _enter(self, engine: Engine) -> None:
         self._entered = True
         self._rank.attach(engine)
-        self._part.enter(self._total, self._comes_back)
+        if self._origin is not None:
+            self._rank.result = resume.load(self._origin, self.config, self.position, engine)
+        self._part.enter(self._total, self._comes_back, self._origin)
 
     @property
     def _comes_back(self) -> bool:
@@ -254,13 +261,14 @@ class Session:
             self._store.check_begun()
             if self._comes_back:
                 return None
-            raw = self._store.get("view/0")
+            raw, origin = self._store.get("view/0"), self._store.get(resume.KEY)
         except StoreLostMemory:
             self._store.restore()
             raise
         if raw is None:
             raise StoreGone(f"control store {self.env.store} knows no view of run {self.env.run_id}; start it again")
         view = View.from_json(raw)
+        self._origin = None if origin is None else resume.Origin(**origin)
         self._agreement.adopted(view)
         return view
 
@@ -270,6 +278,9 @@ class Session:
             if verdict.group == self.group:
                 print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
                 self.leave(verdict.why)
+            return
+        if isinstance(verdict, Saves | Stops):  # no step waits for these
+            self._part.hear(verdict)
             return
         self._census.hear(verdict)
         own = isinstance(verdict, Died) and verdict.group == self.group and verdict.incarnation >= self.env.incarnation

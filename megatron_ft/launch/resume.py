@@ -1,0 +1,126 @@
+"""What a launch goes on from: the checkpoint directory as the agent of host 0 holds it, from before the start to the end.
+
+A launch with ``checkpoint.directory`` goes on from the newest checkpoint there that is whole; with none it begins. How many
+shards a step has comes from the checkpoint and not from ``--groups``, so the config is resolved with it, on every host
+alike; host 0 alone reads all of its files, and says which one it is.
+
+Failures it assumes: checkpoints that are unfinished or damaged, a directory that cannot be read or is another job's, a
+config that has changed since. What cannot be gone on from is said before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft import config as config_module
+from megatron_ft.config import RunConfig
+from megatron_ft.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ft.core.checkpoints import Found
+    from megatron_ft.runtime.resume import Origin
+
+AUTO, NEVER = "auto", "never"
+_KNOWN_BY_SCRIPT = ("fault_tolerance.seed",)
+"""A script may set these itself; its ranks compare them."""
+
+
+def config(path: Path, groups: int, ranks_per_group: int | None) -> RunConfig:
+    """The run's config, with as many shards as the checkpoints have. Raises ``FTError``."""
+    raw = config_module.read(path)
+    found = _any(raw)
+    shards = None if found is None else _meta(found)["shards"]
+    run = config_module.resolve(raw, groups=groups, ranks_per_group=ranks_per_group, shards=shards)
+    if found is not None:
+        _check(run, found)
+    return run
+
+
+def _any(raw: Mapping[str, Any]) -> Found | None:
+    """The newest checkpoint that looks whole, without having read it."""
+    section = raw.get("fault_tolerance")
+    settings = section.get("checkpoint") if isinstance(section, Mapping) else None
+    directory = settings.get("directory") if isinstance(settings, Mapping) else None
+    if not isinstance(directory, str) or not directory or not _holds_some(Path(directory)):
+        return None
+    from megatron_ft.core.checkpoints import choose  # not before it is known to be needed: this imports torch
+    from megatron_ft.runtime import checkpoint
+
+    return choose(checkpoint.find(Path(directory))).found
+
+
+def _holds_some(directory: Path) -> bool:
+    try:
+        return any(name.startswith("step-") for name in os.listdir(directory))
+    except OSError:
+        return False  # whoever takes the lock there says what is wrong
+
+
+def _meta(found: Found) -> Mapping[str, Any]:
+    meta = found.manifest["meta"]
+    if not isinstance(meta, Mapping) or "shards" not in meta:
+        raise CheckpointError(
+            f"checkpoint {found.path} does not say which run it is of: it was not written by a run; name another "
+            f"checkpoint.directory"
+        )
+    return meta
+
+
+def _check(run: RunConfig, found: Found) -> None:
+    from megatron_ft.runtime import resume
+
+    ranks = found.manifest["ranks_per_group"]
+    if ranks != run.ranks_per_group:
+        raise ConfigError(
+            f"a group has {run.ranks_per_group} ranks, but checkpoint {found.path} was saved with {ranks}; start with "
+            f"--ranks-per-group {ranks}, stages and slices as they were (the number of groups may differ), or name another "
+            f"checkpoint.directory"
+        )
+    resume.check(run, found.path, _meta(found), but=_KNOWN_BY_SCRIPT)
+
+
+class Directory:
+    """Held for run ``run_id``. ``origin`` is what it goes on from, None for a run that begins. Raises ``FTError``."""
+
+    def __init__(self, run: RunConfig, run_id: str, mode: str = AUTO) -> None:
+        from megatron_ft.runtime import checkpoint
+
+        settings = run.fault_tolerance.checkpoint
+        self.on, self.origin = bool(settings.directory), None
+        if not self.on:
+            return
+        place = Path(settings.directory)
+        self._lock = checkpoint.lock(place, run_id)
+        try:
+            self.origin = self._choose(run, place, mode)
+        except BaseException:
+            self.release()
+            raise
+
+    def _choose(self, run: RunConfig, place: Path, mode: str) -> Origin | None:
+        from megatron_ft.runtime import checkpoint, resume
+
+        if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
+            raise CheckpointError(
+                f"--resume never, but checkpoint.directory {place} holds checkpoints of another run, and the newest by step "
+                f"is what a later start goes on from; name another directory, or move its step-* directories away"
+            )
+        found = checkpoint.newest(place, log=_say)
+        if found is None:
+            return None
+        _check(run, found)
+        _say(f"the run goes on from {found.path}, before step {found.step}")
+        return resume.Origin.of(found)
+
+    def release(self) -> None:
+        """The run has ended."""
+        if self.on:
+            self._lock.release()
+
+
+def _say(line: str) -> None:
+    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)

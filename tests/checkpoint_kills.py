@@ -1,0 +1,132 @@
+"""Whole jobs killed at random moments and started again: ``make checkpoint-kills``, RUNS and SEED as for ``make chaos``.
+
+Everything goes at once (agent, control store, ranks), as in a power cut, while the job saves nearly all the time; then the
+same command starts it again. What comes out must be what the uninterrupted job came to, step for step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import common
+from megatron_ft.data import prepare
+from megatron_ft.faults import checkers
+from megatron_ft.runtime import checkpoint
+from tests import support
+
+GROUPS, STEPS, PERIOD_S = 2, 80, 0.05
+MOMENT_S = (0.0, 0.8)
+"""A kill comes so long after the first step of a start; all that are left may have been made by then."""
+EARLY, EARLY_S = 0.2, 3.0
+"""So many of them come so long after the start itself: while processes start, or a checkpoint is loaded."""
+
+
+@dataclass
+class Played:
+    """A job that was killed some times. ``at``: the step that each kill came after; ``torn``: how many of them came while
+    something was being saved, or had been since the last complete save."""
+
+    starts: list[list[dict]]
+    at: list[int] = field(default_factory=list)
+    torn: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict]:
+        return checkers.joined(self.starts)
+
+
+def start(directory: Path, data_dir: Path, saved: Path | None = None, groups: int = GROUPS, **options) -> support.Run:
+    checkpoints = {"checkpoint": {"directory": str(saved), "period_s": PERIOD_S}} if saved is not None else {}
+    return support.start(directory, data_dir, **{"steps": STEPS, "groups": groups, **checkpoints, **options})
+
+
+def play(directory: Path, data_dir: Path, kills: int, rng: random.Random, **options) -> Played:
+    """Start it, kill it ``kills`` times, let it end."""
+    saved = directory.with_name(f"{directory.name}-checkpoints")
+    played = Played([])
+    for kill in range(kills + 1):
+        run = start(directory.with_name(f"{directory.name}-{kill}"), data_dir, saved, **options)
+        if kill < kills and rng.random() < EARLY:
+            _kill_all(run, rng.uniform(0.0, EARLY_S))
+        elif kill < kills:
+            _await_step(run)
+            _kill_all(run, rng.uniform(*MOMENT_S))
+        said = run.finish()
+        played.starts.append(run.history)
+        steps = [line["step"] for line in run.events("step")]
+        begins = checkers.first_step(run.history)
+        if kill < kills:
+            played.at.append(max(steps, default=begins - 1))
+            played.torn += any(found.unfinished for found in checkpoint.find(saved))
+        if steps != list(range(begins, begins + len(steps))):
+            played.violations.append(f"start {kill} goes on with step {begins} and made the steps {steps}")
+        if kill == kills and run.process.returncode:
+            played.violations.append(f"exit code {run.process.returncode}: {said}\n{run.logs()}")
+    return played
+
+
+def _await_step(run: support.Run) -> None:
+    """Until its first step, or its end: nothing may be left to do."""
+    while run.process.poll() is None and not run.events("step"):
+        time.sleep(0.005)
+
+
+def _kill_all(run: support.Run, after_s: float) -> None:
+    time.sleep(after_s)
+    pids = []
+    with contextlib.suppress(OSError):  # not there yet
+        pids += [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
+        pids += [json.loads((run.directory / "store.json").read_text())["pid"]]
+    for pid in (run.process.pid, *pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def judge(played: Played, reference: list[dict], microbatches: int) -> list[str]:
+    return played.violations + checkers.check_history(played.lines, microbatches, reference)
+
+
+def off(played: Played, reference: list[dict]) -> float:
+    """By how much the losses differ, of the steps of all starts: also of those that were made again."""
+    return max(checkers.largest_loss_difference(lines, reference) for lines in played.starts if checkers.losses(lines))
+
+
+def main(runs: int, seed: int, kills: int = 5) -> int:
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+        prepare(root / "data", [text], vocab_size=512, log=lambda line: None)
+        alone = start(root / "alone", root / "data")
+        alone.check()
+        for number in range(runs):
+            rng = random.Random(f"{seed}/{number}")
+            played = play(root / f"run{number}", root / "data", kills, rng)
+            found = judge(played, alone.history, GROUPS * support.PER_GROUP)
+            resumed = [checkers.first_step(lines) for lines in played.starts]
+            largest = off(played, alone.history)
+            result = {"seed": f"{seed}/{number}", "killed_after_step": played.at, "began_with_step": resumed}
+            results.append({**result, "unfinished_checkpoints": played.torn, "violations": found, "off": largest})
+            came_out = "; ".join(found) or f"ok, losses off by {largest:.1e}"
+            print(f"{number + 1}/{runs} killed after {played.at}, began with {resumed}: {came_out}", flush=True)
+    bad = sum(bool(result["violations"]) for result in results)
+    path = common.save("checkpoint_kills", {"kills_each": kills, "seed": seed, "results": results})
+    torn = sum(result["unfinished_checkpoints"] for result in results)
+    worst = max(result["off"] for result in results)
+    print(f"{runs} jobs, {runs * kills} kills, {torn} of them with a save unfinished; {bad} jobs broke a promise; losses off")
+    print(f"by up to {worst:.1e}; raw results in {path}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 10, int(sys.argv[2]) if sys.argv[2:] else 0))

@@ -1,0 +1,222 @@
+"""Runs that save and go on: jobs killed, told to stop, damaged checkpoints, other numbers of groups, disks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.faults import checkers, inject
+from megatron_ft.runtime import checkpoint
+from megatron_ft.runtime.points import Hold
+from tests import checkpoint_kills, support
+
+MICROBATCHES = support.GROUPS * support.PER_GROUP
+OFTEN, ONCE = 0.05, 1e6
+"""Seconds between two saves: nearly always, and only at the end."""
+
+
+def start(directory: Path, data_dir: Path, saved: Path, period_s: float = ONCE, **options) -> support.Run:
+    return support.start(directory, data_dir, checkpoint={"directory": str(saved), "period_s": period_s}, **options)
+
+
+def complete(saved: Path) -> list[int]:
+    """Steps of the checkpoints that are whole, newest first; all of their files are read."""
+    found = [one for one in checkpoint.find(saved) if one.complete]
+    for one in found:
+        checkpoint.verify(one)
+    return [one.step for one in found]
+
+
+def went_well(run: support.Run) -> str:
+    said = run.finish()
+    assert run.process.returncode == 0, f"{said}\n{run.logs()}"
+    return " ".join(said.split())
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, data_dir):
+    """The reference's job, ended after four steps: its checkpoints."""
+    root = tmp_path_factory.mktemp("halfway")
+    went_well(start(root / "run", data_dir, root / "saved", steps=4))
+    assert complete(root / "saved") == [4]
+    return root / "saved"
+
+
+@pytest.fixture
+def saved(tmp_path, halfway):
+    return Path(shutil.copytree(halfway, tmp_path / "saved"))
+
+
+def equals_the_rest(run: support.Run, reference: support.Run, tolerance: float) -> None:
+    """From step 4 on what the uninterrupted run has made: the same samples in every step."""
+    lines = run.events("step")
+    assert [line["step"] for line in lines] == [4, 5, 6, 7]
+    assert {line["microbatches"] for line in lines} == {MICROBATCHES}
+    theirs = {line["step"]: line["loss"] for line in reference.events("step")}
+    assert [line["loss"] for line in lines] == pytest.approx([theirs[line["step"]] for line in lines], rel=tolerance)
+
+
+def test_a_job_that_is_killed_again_and_again_comes_to_what_an_uninterrupted_one_does(tmp_path, data_dir):
+    alone = checkpoint_kills.start(tmp_path / "alone", data_dir, steps=40)
+    alone.check()
+    played = checkpoint_kills.play(tmp_path / "run", data_dir, 2, random.Random(5), steps=40)
+    assert not checkpoint_kills.judge(played, alone.history, checkpoint_kills.GROUPS * support.PER_GROUP)
+    assert checkpoint_kills.off(played, alone.history) <= checkers.LOSS_TOLERANCE
+
+
+@pytest.mark.parametrize("groups", [2, 3, 5])
+def test_another_number_of_groups_trains_the_same_batches(tmp_path, data_dir, reference, saved, groups):
+    run = start(tmp_path / "run", data_dir, saved, groups=groups)
+    went_well(run)
+    equals_the_rest(run, reference, 1e-4)
+    assert {len(line["live"]) for line in run.events("step")} == {groups}
+    assert complete(saved) == [8, 4]
+
+
+def test_a_group_that_dies_after_going_on_is_recovered_from(tmp_path, data_dir, reference, saved):
+    """Group 0 at the first barrier: everybody has read the checkpoint, nobody needs it for its model."""
+    hold = Hold(0, 4, "connect")
+    run = start(tmp_path / "run", data_dir, saved, holds=[hold])
+    run.strike(hold)
+    went_well(run)
+    equals_the_rest(run, reference, checkers.LOSS_TOLERANCE)
+    (begin,) = run.events("resume")
+    assert begin["step"] == 4 and begin["checkpoint"].startswith(str(saved))
+
+
+def test_a_finished_run_says_so(tmp_path, data_dir, saved):
+    run = start(tmp_path / "run", data_dir, saved, steps=4)
+    assert "all 4 steps done" in went_well(run)
+    assert not run.events("step") and len(run.events("end")) == 1
+    assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, data_dir):
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=30)
+    went_well(run)
+    steps = complete(saved)
+    assert len(steps) == 3 and steps[0] == 30, "keep is 3"
+    newest = Path(checkpoint.find(saved)[0].path)
+    part = max(newest.glob("position-*/*.safetensors"), key=os.path.getsize)
+    os.truncate(part, part.stat().st_size - 1)
+    again = start(tmp_path / "run", data_dir, saved, OFTEN, steps=31)  # the same directory: the same command
+    said = went_well(again)
+    assert "of step 30 is not used" in said and part.name in said
+    assert [line["step"] for line in again.events("step")] == list(range(steps[1], 31))
+    assert checkers.losses(again.history)[29] == checkers.losses(_earlier(again))[29]
+
+
+def _earlier(run: support.Run) -> list[dict]:
+    """The record of the start before, put aside."""
+    return support.history.read(run.directory / "earlier" / "0001")
+
+
+def test_a_job_that_is_told_to_stop_saves_first(tmp_path, data_dir):
+    """With two ranks in each group."""
+    options = {"groups": 2, "extra": ["--ranks-per-group", "2"]}
+    alone = support.start(tmp_path / "alone", data_dir, steps=12, **options)
+    alone.check()
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", steps=100_000, **options)
+    support.wait_for_step(run, 3)
+    run.process.send_signal(signal.SIGTERM)
+    said = " ".join(run.finish().split())
+    assert run.process.returncode == 128 + signal.SIGTERM, said
+    last = run.events("step")[-1]["step"]
+    assert f"stopped by SIGTERM after step {last}; the checkpoint of step {last + 1} is complete" in said
+    assert complete(tmp_path / "saved") == [last + 1] and not run.events("fault")
+    again = start(tmp_path / "run", data_dir, tmp_path / "saved", steps=max(12, last + 2), **options)
+    went_well(again)
+    both = checkers.joined([_earlier(again), again.history])
+    assert list(checkers.losses(both)) == list(range(max(12, last + 2)))
+    assert checkers.largest_loss_difference(both, alone.history) <= checkers.LOSS_TOLERANCE
+
+
+def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(tmp_path, data_dir, reference):
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, preexec_fn=small_files)
+    run.check(reference)
+    failed = run.events("checkpoint_failed")
+    assert failed and "files may not be that large there" in failed[0]["reason"]
+    assert not run.events("checkpoint") and not complete(tmp_path / "saved")
+
+
+SLOW = """
+import time
+from megatron_ft.runtime import checkpoint
+write = checkpoint.write_part
+def write_slowly(*arguments):
+    time.sleep(2.0)
+    return write(*arguments)
+checkpoint.write_part = write_slowly
+"""
+
+
+def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint_only(tmp_path, data_dir):
+    """Group 0 gave the order and dies while everybody writes: group 1 gives the next one."""
+    script = support.changed_script(tmp_path / "train.py", SLOW)
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script, steps=100_000, groups=3)
+    support.wait_for(lambda: bool(checkpoint.find(tmp_path / "saved")) or bool(run.events("step")), run)
+    support.wait_for_step(run, 8)  # within two seconds
+    assert not run.events("checkpoint")
+    os.kill(inject.pid_of(run.directory, 0), signal.SIGKILL)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    assert run.events("checkpoint")[0]["writers"] == [1, 2]
+    assert all(line["epoch"] == 1 for line in run.events("step") if line["step"] >= run.events("checkpoint")[0]["step"])
+    assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
+
+
+def test_two_jobs_cannot_have_one_directory(tmp_path, data_dir):
+    saved = tmp_path / "saved"
+    first = start(tmp_path / "first", data_dir, saved, steps=100_000, groups=2)
+    support.wait_for_step(first, 1)
+    second = start(tmp_path / "second", data_dir, saved, groups=2)
+    said = " ".join(second.finish().split())
+    assert second.process.returncode == 2 and "is in use by run" in said and not second.history
+    first.process.kill()
+    first.finish()
+    third = start(tmp_path / "first", data_dir, saved, steps=1, groups=2)  # a dead one is in nobody's way
+    went_well(third)
+
+
+def test_a_directory_that_cannot_be_one_is_refused_before_anything_starts(tmp_path, data_dir):
+    (tmp_path / "file").write_text("")
+    run = start(tmp_path / "run", data_dir, tmp_path / "file" / "saved")
+    said = " ".join(run.finish().split())
+    assert run.process.returncode == 2 and "something on its way is a file" in said and not run.history
+
+
+def test_what_would_learn_something_else_is_refused_before_training(tmp_path, data_dir, saved):
+    own = ("--layers", 2, "--seq-len", 32, "--width", 32)
+    for options, words in (
+        ({"own": own}, "is a tensor of shape"),
+        ({"own": ("--layers", 2, "--seq-len", 32, "--width", 64, "--seed", 7)}, "fault_tolerance.seed is 7"),
+        ({"nonfinite": "stop"}, "fault_tolerance.nonfinite is 'stop'"),
+        ({"extra": ["--ranks-per-group", "2"]}, "was saved with 1"),
+        ({"extra": ["--resume", "never"]}, "holds checkpoints of another run"),
+    ):
+        run = start(tmp_path / "run", data_dir, saved, groups=2, **options)
+        said = " ".join(run.finish().split())
+        assert run.process.returncode == 2 and words in said, said
+        assert not run.events("step") and complete(saved) == [4]
+
+
+def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    for rank in json.loads((run.directory / "ranks.json").read_text()):
+        os.kill(rank["pid"], signal.SIGKILL)
+    said = " ".join(run.finish().split())
+    assert "no group is left" in said and f"the checkpoint of step {complete(saved)[0]} is complete" in said
