@@ -24,6 +24,7 @@ does the same with torchft at several settings, which shows how tight they can b
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -66,16 +67,31 @@ def main() -> None:
     verdicts = report(results)
     if options.quick:
         return None
+    load = {"median": statistics.median(loads), "largest": max(loads)}
+    measured = {**common.about("recovery", " ".join(sys.argv)), "load_average_1m": load}
     rows = [
-        {"fault": fault, "megabytes": megabytes, "system": system, **summary(trials), "trials": trials}
+        {"fault": fault, "megabytes": megabytes, "system": system, **summary(trials), "measured": measured, "trials": trials}
         for (fault, megabytes), systems in results.items()
         for system, trials in systems.items()
     ]
-    about = {"load_average_1m": {"median": statistics.median(loads), "largest": max(loads)}, "skipped": skipped}
+    verdicts, rows = _with_others(verdicts, rows, set(results))
     settings = {TIGHTEST: recovery_torchft.TIGHTEST, DEFAULTS: "none given"}
-    path = common.save("recovery", {**about, "torchft_settings": settings, "verdicts": verdicts, "results": rows})
+    more = {"skipped": skipped, "torchft_settings": settings, "verdicts": verdicts, "results": rows}
+    path = common.save("recovery", more)
     print(f"load average while measuring: median {statistics.median(loads):.1f}, largest {max(loads):.1f}")
     print(f"raw numbers in {path}")
+
+
+def _with_others(verdicts: list[dict], rows: list[dict], mine: set[tuple[str, int]]) -> tuple[list[dict], list[dict]]:
+    """What was measured now, beside what an earlier command has measured of other faults and sizes."""
+    path = common.RESULTS / "recovery.json"
+    if not path.exists():
+        return verdicts, rows
+    before = json.loads(path.read_text())
+    once = {name: value for name, value in before.items() if name not in ("verdicts", "results")}
+    others = [{"measured": once, **row} for row in before["results"] if (row["fault"], row["megabytes"]) not in mine]
+    said = tuple(f"{fault}, {megabytes} MB:" for fault, megabytes in mine)
+    return [v for v in before["verdicts"] if not v["asked"].startswith(said)] + verdicts, others + rows
 
 
 def _options() -> argparse.Namespace:

@@ -15,12 +15,12 @@ def build(megabytes: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(megabytes)))
 
 
-def batch(*number: int) -> torch.Tensor:
-    """One sample, a pure function of its number."""
+def batch(*number: int, samples: int = 1) -> torch.Tensor:
+    """Samples, a pure function of their number."""
     seed = 0
     for part in number:
         seed = seed * 1_000_003 + part + 1
-    return torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed % 2**63))
+    return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed % 2**63))
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

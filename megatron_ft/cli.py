@@ -1,4 +1,4 @@
-"""``megatron-ft``: plan | simulate | prepare | launch | inject | report | doctor. A user's mistake is told in one line."""
+"""``megatron-ft plan | simulate | prepare | launch | leave | inject | report | doctor``. A user's mistake gets one line."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands.add_parser("simulate", help="play a whole training run with failures under each policy"))
     _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
+    _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
     _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
     _add_doctor(commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it"))
@@ -281,6 +282,21 @@ def _inject(options: argparse.Namespace) -> int:
     from megatron_ft.faults import command
 
     return command.run(options)
+
+
+def _add_leave(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="of the run")
+    parser.add_argument("group", type=int, help="its number")
+    parser.add_argument("--why", default="asked by megatron-ft leave", help="for the record")
+    parser.add_argument("--patience-s", type=float, default=600.0, help="how long its answer is waited for (default: 600)")
+    parser.set_defaults(run=_leave)
+
+
+def _leave(options: argparse.Namespace) -> int:
+    from megatron_ft.launch import ask
+
+    ask.leave(options.run_dir, options.group, options.why, options.patience_s)
+    return 0
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,6 @@ from megatron_ft.errors import ConfigError
 
 AUTO = "auto"
 EMBEDDED, ETCD = "embedded", "etcd://"
-REJOIN = False
-"""By default. Off until a group that was started again can enter the run."""
 
 USED_ENGINE_KEYS = frozenset(
     {
@@ -115,7 +113,7 @@ class DetectorConfig:
 class RejoinConfig:
     """Whether lost groups come back."""
 
-    enabled: bool = REJOIN
+    enabled: bool = True
     """A lost group is started again by the agents of its hosts, and enters at the beginning of a step."""
     restarts_per_hour: int = 6
     """So often in any hour; a group that is lost once more is not started again."""

@@ -45,6 +45,12 @@ class RunStopped(FTError):
     exit_code = 3
 
 
+class StartOver(RunStopped):
+    """This group came back and cannot go on from what it has received; its next start can. ``launch`` sees to that."""
+
+    exit_code = 6
+
+
 class GroupLeft(RunStopped):
     """This group has left in order, as it was told to; what it did until then counts."""
 

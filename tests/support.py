@@ -66,7 +66,7 @@ class Run:
 
 def write_config(path: Path, engine: Mapping[str, object] | None = None, **changes) -> Path:
     """The config of the test job; ``changes`` replace keys of the fault_tolerance section, ``engine`` adds others."""
-    section = {"bucket_mb": 0.1, **changes}
+    section = {"bucket_mb": 0.1, "rejoin": {"enabled": False}, **changes}
     path.write_text(
         json.dumps(
             {

@@ -4,8 +4,12 @@ Groups are :class:`GroupState` machines. The world plays store, network and agen
 assumptions of ``core.recovery``: notices arrive at any time, a dead group's last all-reduce may have finished at some
 survivors and not at others, groups run at any relative speed, any group may die between any two actions.
 
+A group that comes back follows one or two donors: each hands it its own part of the model, and from then on what every step
+adds to it; messages overtake each other, and some of what a donor had sent is lost with it.
+
 What it checks at every update: the value of each bucket is the sum over exactly the step's N*G microbatches, each once.
-And whenever two groups work on the same step of the same view: that they follow the same plan, whoever is slow.
+And whenever two groups work on the same step of the same view: that they follow the same plan, whoever is slow, and hold
+the same version of every step before, which shows in the epochs its buckets were summed in.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megatron_ft.core import recovery
+from megatron_ft.core import detector, recovery
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.recovery import GroupState, Job
 from megatron_ft.core.scheduler import microbatches_of_step
@@ -22,6 +27,21 @@ from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Assignment, GroupId, Microbatch, Report, View
 
 Value = frozenset[Microbatch]
+Donor = tuple[GroupId, int]
+
+
+class Bucket(NamedTuple):
+    """A sum, and the epoch in which it was made: its version."""
+
+    value: Value
+    epoch: int
+
+
+class Model(NamedTuple):
+    """All that a group has committed; ``speeds`` belong to it."""
+
+    steps: tuple[tuple[Bucket, ...], ...]
+    speeds: Speeds
 
 
 @dataclass
@@ -29,10 +49,78 @@ class Group:
     state: GroupState
     action: recovery.Action
     local: list[set[Microbatch]]
-    reduced: dict[int, Value] = field(default_factory=dict)
-    committed: list[tuple[Value, ...]] = field(default_factory=list)
+    reduced: dict[int, Bucket] = field(default_factory=dict)
+    done: list[tuple[Bucket, ...]] = field(default_factory=list)
     measured: dict[GroupId, float] = field(default_factory=dict)  # what came with bucket 0
     notices_seen: int = 0
+    aborted: bool = False  # a notice has ended the communicator under its hands
+    following: Following | None = None  # what it enters with
+    followers: list[Following] = field(default_factory=list)
+
+    @property
+    def committed(self) -> list[tuple[Value, ...]]:
+        return [tuple(bucket.value for bucket in step) for step in self.done]
+
+    @property
+    def model(self) -> Model:
+        return Model(tuple(self.done), self.state.speeds)
+
+
+class Sent(NamedTuple):
+    """On its way to who follows: a donor's whole model, what one more step has added to it, or (None) that it is lost."""
+
+    donor: Donor
+    step: int
+    whole: Model | None
+
+
+@dataclass
+class Following:
+    """What one incarnation that comes back does and has, before it has its state. Each donor has its own part of it."""
+
+    me: GroupId
+    incarnation: int
+    requests: dict[Donor, Group] = field(default_factory=dict)
+    donors: tuple[Donor, ...] = ()
+    mail: list[Sent] = field(default_factory=list)
+    first: dict[Donor, int] = field(default_factory=dict)  # the step that each donor's part begins with
+    kept: dict[Donor, dict[int, Model]] = field(default_factory=dict)  # arrived, by the step to go on with
+    parts: dict[Donor, int] = field(default_factory=dict)  # where each donor's part stands
+    lost: set[Donor] = field(default_factory=set)
+    asked: bool = False
+    gone: bool = False
+
+    def arrive(self, sent: Sent) -> None:
+        if sent.whole is None:
+            self.lost.add(sent.donor)
+        elif sent.donor in self.donors:  # and not of an attempt before
+            self.kept.setdefault(sent.donor, {})[sent.step] = sent.whole
+
+    def apply(self, limit: int | None) -> None:
+        """Bring every donor's part as far as what it sent goes, one step after the other, up to ``limit``."""
+        for donor, models in self.kept.items():
+            if donor not in self.parts and self.first.get(donor) in models:
+                self.parts[donor] = self.first[donor]
+            while donor in self.parts and self.parts[donor] + 1 in models and self.parts[donor] != limit:
+                self.parts[donor] += 1
+
+    @property
+    def stands(self) -> int | None:
+        """The step to go on with, once all parts are of the same."""
+        found = set(self.parts.values())
+        return found.pop() if len(self.parts) == len(self.donors) and len(found) == 1 else None
+
+    @property
+    def newest(self) -> int:
+        return max(step for models in self.kept.values() for step in models)
+
+    @property
+    def model(self) -> Model:
+        """All parts of one version, or somebody has followed what the others made again."""
+        models = {donor: self.kept[donor][step] for donor, step in self.parts.items()}
+        (first, *others) = models.values()
+        assert all(other == first for other in others), f"group {self.me} has parts of different models: {models}"
+        return first
 
 
 class World:
@@ -44,21 +132,23 @@ class World:
         self.rates: dict[int, float] = {}  # seconds per microbatch, 1 for who is not in it
         self.erratic = False  # instead, random ones
         self.poison: Microbatch | None = None  # kills whoever computes it
-        self.plans: dict[tuple[int, int], tuple[Assignment, Speeds]] = {}  # (epoch, step) -> what all must agree on
+        self.plans: dict[tuple[int, int], tuple[Assignment, Model]] = {}  # (epoch, step) -> what all must agree on
         self.views: dict[int, View] = {0: first_view(job.shards)}
         self.reports: dict[int, dict[int, Report]] = {}
         self.notices: list[recovery.Event] = []
-        self.seekers: dict[int, int] = {}  # warm groups that asked for a seat, with their incarnation
+        self.seekers: dict[int, Following] = {}  # warm groups without a seat
+        self.entries: Counter[str] = Counter()  # how often what became of those who come back
         self.starts: dict[int, int] = {}  # group -> its newest incarnation
         self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
         self.times: dict[tuple[int, int], dict[int, float]] = {}  # (epoch, step) -> seconds that come with bucket 0
         self.connected: dict[int, set[int]] = {}
-        self.sent: dict[tuple[int, int], tuple[int, list, dict[int, Value], dict[int, float], Speeds]] = {}
+        self.sent: dict[tuple[int, int], tuple[int, Model, dict[int, Bucket], dict[int, float]]] = {}
         self.alive: dict[int, Group] = {}
         for me in range(job.shards):
             state = recovery.start(me, job, self.views[0])
             self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(job.buckets)])
         self.ended: dict[int, Group] = {}
+        self.held: set[int] = set()  # what donors send to these is on its way, until somebody lets it arrive
         self.frozen: set[int] = set()  # stopped processes: they neither act nor hear, until somebody thaws them
         self.ghosts: dict[int, Group] = {}  # frozen processes whose group has been started anew meanwhile
         self.store_up = True
@@ -72,30 +162,168 @@ class World:
         self.say(f"{me} dies" if computing is None else f"{me} dies of microbatch {computing}")
         self.frozen.discard(me)
         self.ended[me] = self.alive.pop(me)
-        self.notices.append(recovery.Died(me, f"group {me} ended with {how}", self.starts.get(me, 0), computing))
+        self.abandon(self.ended[me])
+        self.notices.append(recovery.Died(me, f"group {me} ended with {how}", self.ended[me].state.incarnation, computing))
 
     def accuse(self, me: int) -> None:
         """Everybody is told that the group is dead; it is not."""
         self.say(f"{me} is taken for dead")
-        self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.starts.get(me, 0)))
+        self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
 
     def leave(self, me: int) -> None:
         """It was told to leave: it goes on to the end of its step, and everybody hears of it some time."""
-        after = self.alive[me].state.step
-        self.say(f"{me} leaves after step {after}")
-        self.notices.append(recovery.Leaves(me, after, f"group {me} leaves after step {after}", self.starts.get(me, 0)))
+        state = self.alive[me].state
+        self.say(f"{me} leaves after step {state.step}")
+        why = f"group {me} leaves after step {state.step}"
+        self.notices.append(recovery.Leaves(me, state.step, why, state.incarnation))
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    def come(self, me: int, *donors: int) -> None:
+        """A new incarnation of a dead or new group is warm, and begins to follow; the lowest group if none is named."""
+        self.starts[me] = self.starts.get(me, 0) + 1
+        self.seekers[me] = Following(me, self.starts[me])
+        self.follow(me, *donors)
+
+    def follow(self, me: int, *donors: int) -> None:
+        """It asks these for their state, and for what every step from then on adds to it."""
+        following = self.seekers[me]
+        able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
+        names = donors or able[:1]
+        if not names:
+            return
+        self.say(f"{me} follows {' and '.join(map(str, names))}")
+        found = {(name, self.alive[name].state.incarnation): self.alive[name] for name in names}
+        self.seekers[me] = Following(me, following.incarnation, found, tuple(found))
+        following.gone = True
+        for donor in found.values():
+            donor.followers.append(self.seekers[me])
+
+    def answer(self, following: Following, donor: Donor) -> bool:
+        """The donor hands over its state, as soon as it has one."""
+        group = following.requests[donor]
+        if not group.state.synced or group.state.stopped or donor[0] in self.frozen:
+            return False
+        del following.requests[donor]
+        following.first[donor] = group.state.step
+        following.mail.append(Sent(donor, group.state.step, group.model))
+        return True
+
+    def hand_on(self, group: Group) -> None:
+        """It has committed a step: who follows it and has its state gets what that adds."""
+        donor = group.state.me, group.state.incarnation
+        for following in group.followers:
+            if not following.gone and donor in following.first:
+                following.mail.append(Sent(donor, group.state.step, group.model))
+
+    def abandon(self, group: Group) -> None:
+        """Who follows this group gets no more from it; some of what is on its way may be lost too."""
+        donor = group.state.me, group.state.incarnation
+        for following in group.followers:
+            following.requests.pop(donor, None)
+            if self.erratic:
+                following.mail = [sent for sent in following.mail if sent.donor != donor or self.rng.random() < 0.5]
+            following.mail.append(Sent(donor, 0, None))
+        group.followers.clear()
+
+    def lose(self, me: int, donor: int) -> None:
+        """What that donor has sent and has not arrived never does."""
+        following = self.seekers[me] if me in self.seekers else self.alive[me].following
+        assert any(sent.whole for sent in following.mail if sent.donor[0] == donor), "there is nothing to lose"
+        following.mail = [sent for sent in following.mail if sent.donor[0] != donor or sent.whole is None]
+        self.say(f"what {donor} has sent to {me} is lost")
+
+    def receive(self, following: Following) -> bool:
+        """One message comes in, whichever; it may take its time."""
+        if not following.mail or following.me in self.held or self.erratic and self.rng.random() < 0.8:
+            return False
+        following.arrive(following.mail.pop(self.rng.randrange(len(following.mail)) if self.erratic else 0))
+        return True
 
     def ask(self, me: int) -> None:
-        """A new incarnation of a dead or new group is warm and asks for a seat."""
-        self.starts[me] = self.seekers[me] = self.starts.get(me, 0) + 1
-        self.say(f"{me} asks for a seat")
-        self.notices.append(recovery.Asked(me, self.seekers[me]))
+        """It has a state, and asks for a seat."""
+        following = self.seekers[me]
+        following.asked = True
+        self.say(f"{me} asks for a seat after step {following.newest}")
+        self.notices.append(recovery.Asked(me, following.incarnation, following.donors, following.newest))
+
+    def back(self, me: int, *donors: int) -> None:
+        """It comes, follows, receives their state and asks."""
+        self.come(me, *donors)
+        while self.seek(me):
+            pass
+
+    def seek(self, me: int) -> bool:
+        """One thing that who has no seat yet can do; False when it can only wait."""
+        following = self.seekers[me]
+        for donor in sorted(following.requests):
+            if self.answer(following, donor):
+                return True
+        if self.receive(following):
+            following.apply(None)
+            return True
+        late = self.erratic and bool(following.mail)
+        if following.asked:
+            if not following.lost:
+                return late
+            self.say(f"{me} gives up waiting for its seat")
+            self.kill_seeker(me)
+            return True
+        if following.lost or not following.donors:
+            able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
+            if not able:
+                return False
+            self.follow(me, *self.rng.sample(able, self.rng.randint(1, min(2, len(able)))) if self.erratic else able[:1])
+            return True
+        if following.stands is None:
+            return late
+        self.ask(me)
+        return True
 
     def kill_seeker(self, me: int) -> None:
         """It dies before, or just when, it gets its seat."""
-        incarnation = self.seekers.pop(me)
+        following = self.seekers.pop(me)
+        following.gone = True
         self.say(f"{me} dies waiting for its seat")
-        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", incarnation))
+        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", following.incarnation))
+
+    def seat(self, me: int, view: View) -> None:
+        """The joiner reads the view that lets it in; unless it has died meanwhile."""
+        following = self.seekers.get(me)
+        if following is None or following.incarnation != view.incarnations[me]:
+            return
+        del self.seekers[me]
+        if me in self.alive and me in self.frozen:
+            self.ghosts[me] = self.alive[me]
+            self.frozen.discard(me)
+        state = recovery.start(me, self.job, view)
+        local = [set() for _ in range(self.job.buckets)]
+        self.alive[me] = Group(state, recovery.next_action(state), local, following=following)
+        self.entries["entered"] += 1
+        if len(view.joined) > 1:
+            self.entries["beside another"] += 1
+        assert not view.behind and not view.final, f"group {me} enters where something is handed over: {view}"
+
+    def _follow(self, me: int, group: Group, action: recovery.Follow) -> bool:
+        """Get to the step that goes on, and not beyond."""
+        following = group.following
+        heard = self.receive(following)
+        following.apply(action.step)
+        ahead = {donor: step for donor, step in following.parts.items() if step > action.step}
+        assert not ahead, f"group {me} has to get to step {action.step}, and stands at {ahead}"
+        if following.stands == action.step:
+            group.done = list(following.model.steps)
+            following.gone = True
+            self.entries["followed"] += 1
+            self.say(f"{me} has the state of its donors, which stands before step {action.step}")
+            self.feed(me, recovery.Followed(following.model.speeds))
+            return True
+        if following.lost and not following.mail:
+            self.entries["strayed"] += 1
+            names = " and ".join(str(group) for group, _ in sorted(following.lost))
+            self.feed(me, recovery.Strayed(f"group {names} is lost and has not handed over its part"))
+            return True
+        return heard or self.erratic and bool(following.mail)
 
     def freeze(self, me: int) -> None:
         """The process is stopped (SIGSTOP, a lost network, a long garbage collection); nobody is told."""
@@ -159,6 +387,7 @@ class World:
         group = self.alive[me]
         event = self.notices[group.notices_seen]
         group.notices_seen += 1
+        group.aborted |= group.state.connected and detector.ends(event, group.state.view, group.state.step)
         self.feed(me, event)
 
     # --- the shell of one group ---------------------------------------------------------------------------------------
@@ -170,26 +399,31 @@ class World:
         group.action = actions[-1]
         if group.state.stopped != before.stopped:
             self.say(f"{me} stops: {group.state.stopped}")
-            if "same microbatch" in group.state.stopped:  # it has a seat, so its agent is heard
-                self.notices.append(recovery.Died(me, f"group {me} ended by itself", self.starts.get(me, 0)))
+            self.abandon(group)
+            if "outside view" not in group.state.stopped:  # it has a seat, so its agent is heard
+                self.notices.append(recovery.Died(me, f"group {me} ended by itself", group.state.incarnation))
+            if "has to start over" in group.state.stopped:
+                self.ended[me] = self.alive.pop(me)
+                return
         if group.state.plan is not before.plan:
-            self.compare_plans(group.state)
+            self.compare_plans(group)
         for action in actions:
             if isinstance(action, recovery.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
                 why = group.state.closed_by
                 self.say(f"{me} reports step {action.report.step} have {list(action.report.have)} because {why}")
             elif isinstance(action, recovery.Announce):
-                self.notices.append(recovery.Broke(action.epoch, action.reason))
+                self.notices.append(recovery.Broke(action.epoch, action.reason, action.after))
             elif isinstance(action, recovery.Propose):
                 self.propose(me, action.view)
                 return
 
-    def compare_plans(self, state: GroupState) -> None:
-        """Who has the state that the step starts from plans it like everybody else."""
+    def compare_plans(self, group: Group) -> None:
+        """Who has the state that the step starts from has the same as everybody else, and plans the step alike."""
+        state = group.state
         if not state.synced or state.stopped:
             return
-        mine = {group: state.plan.of(group) for group in state.plan.assignment}, state.speeds
+        mine = {number: state.plan.of(number) for number in state.plan.assignment}, group.model
         others = self.plans.setdefault((state.view.epoch, state.step), mine)
         assert mine == others, f"group {state.me} plans step {state.step} as {mine}, others as {others}"
 
@@ -212,16 +446,6 @@ class World:
             for group in view.joined:
                 self.seat(group, view)
         self.feed(me, recovery.ViewSeen(winner))
-
-    def seat(self, me: int, view: View) -> None:
-        """The joiner reads the view that lets it in; unless it has died meanwhile."""
-        if self.seekers.get(me) == view.incarnations[me]:
-            del self.seekers[me]
-            if me in self.alive and me in self.frozen:
-                self.ghosts[me] = self.alive[me]
-                self.frozen.discard(me)
-            state = recovery.start(me, self.job, view)
-            self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(self.job.buckets)])
 
     def act(self, me: int) -> bool:
         """Let one group do its present action once; False when it can only wait."""
@@ -248,28 +472,42 @@ class World:
         present = self.connected.setdefault(epoch, set())
         present.add(me)
         if present >= set(action.view.live):
+            group.aborted = False
             self.feed(me, recovery.Connected(epoch))
             return True
         return False
 
+    def broken(self, me: int, group: Group) -> bool:
+        """Its communicator was aborted by a notice that core did not take for a reason: the shell has to find one."""
+        if not group.aborted:
+            return False
+        epoch = group.state.view.epoch
+        reason = f"group {me}: aborted by a notice"
+        self.notices.append(recovery.Broke(epoch, reason))
+        self.feed(me, recovery.Broke(epoch, reason))
+        return True
+
     def _transfer(self, me: int, group: Group, action: recovery.Transfer) -> bool:
+        if self.broken(me, group):
+            return True
         view = action.view
         if me == view.source or me in view.final.values():
-            committed, reduced, state = list(group.committed), dict(group.reduced), group.state
-            self.sent[view.epoch, me] = (state.step, committed, reduced, dict(group.measured), state.speeds)
+            self.sent[view.epoch, me] = (group.state.step, group.model, dict(group.reduced), dict(group.measured))
         needs = {view.source} if me in view.behind else set()
         needs |= {owner for bucket, owner in view.final.items() if me in view.missing.get(bucket, ())}
         if any((view.epoch, owner) not in self.sent for owner in needs):
             return False
         speeds = None
         if me in view.behind:
-            step, committed, _, _, speeds = self.sent[view.epoch, view.source]
+            step, model, _, _ = self.sent[view.epoch, view.source]
+            speeds = model.speeds
             if step > group.state.step:
                 self.say(f"{me} takes the state of step {step - 1} from {view.source}")
                 self.reset_step(group)
+                self.abandon(group)  # it knows the state after that step, and not what the step has added
             elif not group.state.synced:
                 self.say(f"{me} receives the model of {view.source}, which stands before step {step}")
-            group.committed = list(committed)
+            group.done = list(model.steps)
         for bucket, owner in view.final.items():
             if me in view.missing.get(bucket, ()):
                 self.say(f"{me} takes bucket {bucket} from {owner}")
@@ -281,6 +519,8 @@ class World:
 
     def _reduce(self, me: int, group: Group, action: recovery.Reduce) -> bool:
         """Arrive at every bucket asked for; see at most one of them finish per call."""
+        if self.broken(me, group):
+            return True
         self.arrive(me)
         for bucket in action.buckets:
             key = (group.state.view.epoch, action.step, bucket)
@@ -288,7 +528,7 @@ class World:
             if set(values) >= set(group.state.view.live):
                 count = Counter(m for value in values.values() for m in value)
                 assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
-                group.reduced[bucket] = frozenset(count)
+                group.reduced[bucket] = Bucket(frozenset(count), group.state.view.epoch)
                 if bucket == 0:
                     group.measured = dict(self.times[key[:2]])
                 self.say(f"{me} sees bucket {bucket} finish")
@@ -309,14 +549,15 @@ class World:
     def _update(self, me: int, group: Group, action: recovery.Update) -> bool:
         expected = frozenset(microbatches_of_step(action.step, self.job.shards, self.job.per_shard))
         for bucket in range(self.job.buckets):
-            got = group.reduced.get(bucket)
+            got = group.reduced.get(bucket, Bucket(frozenset(), -1)).value
             assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
-        assert len(group.committed) == action.step
-        group.committed.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
+        assert len(group.done) == action.step
+        group.done.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
         measured = group.measured
         self.reset_step(group)
         self.say(f"{me} commits step {action.step}")
         self.feed(me, recovery.Updated(action.step, measured))
+        self.hand_on(group)
         return True
 
     def _awaitview(self, me: int, group: Group, action: recovery.AwaitView) -> bool:
@@ -350,24 +591,40 @@ class World:
         moved = True
         while moved and not until():
             moved = False
+            for me in sorted(self.seekers):
+                moved |= me in self.seekers and self.seek(me)
+                if until():
+                    return
             for me in sorted(self.alive):
-                while self.pending(me):
+                while me in self.alive and self.pending(me):
                     self.notice(me)
                     moved = True
-                moved |= self.act(me)
+                moved |= me in self.alive and self.act(me)
                 if until():
                     return
 
     def come_or_go(self) -> bool:
-        """A dead group, or a new one, asks for a seat, or one that waits for it dies; True for an ask."""
+        """A dead group, or a new one, comes, or one that waits for its seat dies; True if one comes."""
         if self.seekers and self.rng.random() < 0.3:
             self.kill_seeker(self.rng.choice(sorted(self.seekers)))
             return False
         free = [g for g in range(self.job.shards + 2) if g not in self.alive and g not in self.seekers]
         if not free:
             return False
-        self.ask(self.rng.choice(free))
+        gone = [g for g in free if g in self.ended]
+        me = self.rng.choice(gone if gone and self.rng.random() < 0.7 else free)
+        able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
+        self.come(me, *self.rng.sample(able, min(len(able), self.rng.randint(1, 2))))
         return True
+
+    def kill_somebody(self) -> None:
+        """Often just one that somebody follows."""
+        donors = {donor for f in self.following() for donor, _ in f.donors} & set(self.alive)
+        self.kill(self.rng.choice(sorted(donors if donors and self.rng.random() < 0.7 else self.alive)))
+
+    def following(self) -> list[Following]:
+        entering = [group.following for group in self.alive.values() if group.state.following]
+        return [*self.seekers.values(), *(following for following in entering if following is not None)]
 
     def run(self, kills: int, joins: int = 0, cuts: int = 0, leaves: int = 0, max_turns: int = 20_000) -> None:
         """Random schedule with so many deaths, entries, cuts and orderly leaves; returns when every live group has finished.
@@ -378,9 +635,10 @@ class World:
         for _ in range(max_turns):
             if not self.alive:
                 return
-            if kills and len(self.alive) > 1 and self.rng.random() < 0.02:
+            entering = any(group.state.following for group in self.alive.values())
+            if kills and len(self.alive) > 1 and self.rng.random() < (0.15 if entering else 0.02):
                 kills -= 1
-                self.kill(self.rng.choice(sorted(self.alive)))
+                self.kill_somebody()
             if self.rng.random() < 0.05:
                 self.break_epoch()
             if joins and self.rng.random() < 0.03:
@@ -393,12 +651,15 @@ class World:
                 self.cut()
             movers = sorted(self.alive)
             self.rng.shuffle(movers)
+            for me in sorted(self.seekers):
+                if self.rng.random() < 0.5:
+                    self.seek(me)
             heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
             for me in heard:
                 self.notice(me)
             if any(self.act(me) for me in movers[: self.rng.randint(1, len(movers))]) or heard:
                 continue
-            if any(self.act(me) for me in movers):
+            if any(self.act(me) for me in movers) or any(self.seek(me) for me in sorted(self.seekers)):
                 continue
             for me in movers:
                 if self.pending(me):

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
 from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.types import Exit, GroupId, Microbatch, View
@@ -33,11 +32,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reset:
-    """A collective of ``epoch`` failed at group ``by``: reset, timeout, or any other error of the network."""
+    """A collective of ``epoch`` failed at group ``by``: reset, timeout, or any other error of the network. Or the group has
+    ended it for a reason that others may not know, for all that work on a step later than ``after``."""
 
     epoch: int
     by: GroupId
     detail: str
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,19 @@ class Asking:
     after: int
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Saves | Stops
+@dataclass(frozen=True)
+class Dismissed:
+    """An operator wants the group to leave. Nobody's verdict: the group says itself after which step it does."""
+
+    group: GroupId
+    why: str
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked | Saves | Stops
-"""What a signal comes to: an event of the protocol, or a word about checkpoints, which the protocol never hears."""
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Saves | Stops
+
+
+Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Saves | Stops
+"""What a signal comes to: an event of the protocol; or a wish, or a word about checkpoints, not for the protocol."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -104,11 +113,11 @@ def judge(signal: Signal) -> Verdict:
             return Died(exit_.group, str(exit_), incarnation, _blamed(exit_))
         case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
             return Died(group, f"rank {position} on {host} (pid {pid}) {why}", incarnation)
-        case Reset(epoch=epoch, by=by, detail=detail):
-            return Broke(epoch, f"group {by}: {detail}")
+        case Reset(epoch=epoch, by=by, detail=detail, after=after):
+            return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
-        case Saves() | Stops():
+        case Dismissed() | Saves() | Stops():
             return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
@@ -128,13 +137,11 @@ def ends(verdict: Verdict, view: View, step: int) -> bool:
     match verdict:
         case Died(group=group, incarnation=incarnation):
             return group in view.live and incarnation >= view.incarnations.get(group, 0)
-        case Broke(epoch=epoch):
-            return epoch == view.epoch
-        case Asked():
-            return verdict.after < step and admissible(view, verdict)
+        case Broke(epoch=epoch, after=after):
+            return epoch == view.epoch and after < step
         case Missed(by=by, about=about, heard=heard):
             return not heard and all(set(unit) & set(view.live) for unit in (by, about))
-    return False  # who leaves in order is waited for
+    return False  # who leaves in order is waited for; that somebody's request has ended an epoch is announced
 
 
 def _blamed(exit_: Exit) -> Microbatch | None:
@@ -156,6 +163,7 @@ _KINDS: dict[type, str] = {
     Silent: "silent",
     Leaving: "leaving",
     Asking: "asking",
+    Dismissed: "dismissed",
     Saves: "saves",
     Stops: "stops",
 }

@@ -54,7 +54,8 @@ def next_view(
     source, behind = _state_transfer(view, told, step)
     holders = {group: r for group, r in told.items() if r.step == step and group not in behind}
     final, missing = _bucket_transfer(holders, behind)
-    joined = {} if behind or final else _entering(view, live, asking or {})
+    together = not behind and not final and all(r.step == step for r in told.values() if r.synced)
+    joined = _entering(view, live, asking or {}) if together else {}
     return View(
         epoch=view.epoch + 1,
         live=tuple(sorted((*live, *joined))),
@@ -89,7 +90,8 @@ def admissible(view: View, asked: Asked) -> bool:
 
 def _entering(view: View, live: tuple[GroupId, ...], asking: Mapping[GroupId, Asked]) -> dict[GroupId, int]:
     """Who of those that ask gets a seat beside ``live``, with the incarnation; only where all of these hold the same state,
-    and no bucket of the step is final: who enters has neither, and is given nothing on the way.
+    and no bucket of the step is final: who enters has neither, and is given nothing on the way. Who can commit the step
+    before by itself has not done so: if all that have are lost, the step goes back to that one.
     """
     left = replace(view, live=live)
     return {group: asked.incarnation for group, asked in sorted(asking.items()) if admissible(left, asked)}

@@ -112,10 +112,14 @@ class Strayed:
 
 @dataclass(frozen=True)
 class Broke:
-    """Something of ``epoch`` failed and nobody is named; another group may say so of an epoch not yet entered here."""
+    """Something of ``epoch`` failed and nobody is named; another group may say so of an epoch not yet entered here.
+
+    It is over for who works on a step later than ``after``; who does not finishes that one first.
+    """
 
     epoch: int
     reason: str
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -171,10 +175,11 @@ class Publish:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell every group that the epoch is over; the reason is this group's own, so the others may not know."""
+    """Tell every group that the epoch is over, after that step; the reason is this group's own, the others may not know."""
 
     epoch: int
     reason: str
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -251,5 +256,6 @@ class Stop:
 
 
 Action = (
-    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow | Reduce | Update | AwaitView | Finish | Stop
-)
+    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow
+    | Reduce | Update | AwaitView | Finish | Stop
+)  # fmt: skip

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft.core import links, membership, scheduler, stragglers
+from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import (
     Abort,
     Action,
@@ -56,7 +57,6 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
-from megatron_ft.core.membership import admissible
 from megatron_ft.core.state import GroupState, Job, changed
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, GroupId, Plan, Report, View
@@ -95,8 +95,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = _asked(state, event)
         case Strayed(reason=reason):
             state = changed(state, stopped=f"group {state.me} has to start over: {reason}")
-        case Broke(epoch=epoch, reason=reason):
-            state = changed(state, broken={epoch: reason, **state.broken}) if epoch >= state.view.epoch else state
+        case Broke():
+            state = _broke(state, event)
         case Missed():
             state = _missed(state, event)
         case ReportSeen(report=report):
@@ -204,6 +204,14 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
     return changed(state, asking={**state.asking, event.group: event})
 
 
+def _broke(state: GroupState, event: Broke) -> GroupState:
+    """Of what was said of an epoch the first word counts; unless a later one ends it sooner."""
+    said = state.broken.get(event.epoch)
+    if event.epoch < state.view.epoch or (said is not None and said.after <= event.after):
+        return state
+    return changed(state, broken={**state.broken, event.epoch: event})
+
+
 def _missed(state: GroupState, event: Missed) -> GroupState:
     others = {pair: why for pair, why in state.missed.items() if pair != (event.by, event.about)}
     if event.heard:
@@ -269,17 +277,20 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     if state.reported or state.stopped or not _news(state):
         return state, ()
     epoch, entry = state.view.epoch, _entry(state)
-    # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, and who has
-    # finished sees nobody leave. They would stay in an epoch the others have left. Who asks is heard of by everybody: to
-    # announce that would only break the reductions of those who are still in the step before.
+    # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, who has
+    # finished sees nobody leave, and who asks may be dead before others had to let it in. They would stay in an epoch the
+    # others have left. Those who are still in the step before an entry finish that one first.
     untold = "; ".join(state.cut.values()) or _parting(state) or entry
-    reason = state.broken.get(epoch) or "; ".join(state.dead.values()) or untold
+    said = state.broken.get(epoch)
+    failed = said.reason if said is not None and said.after < state.step else ""
+    reason = failed or "; ".join(state.dead.values()) or untold
     if not reason:
         return state, ()
     report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
-    announcement = (Announce(epoch, reason),) if reason == untold != entry else ()
+    after = state.step - 1 if reason == entry else -1
+    announcement = (Announce(epoch, reason, after),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
 
 
@@ -300,8 +311,8 @@ def _parting(state: GroupState) -> str:
 def _entry(state: GroupState) -> str:
     """The reason to end an epoch for those who ask for a seat; empty while that would cost anybody anything.
 
-    Everybody ends it at the boundary after the step that was asked for, without a word, so nobody is in the middle of a
-    reduction. Who hears of it only after that does so at once: the others are waiting in that step by then. A view that
+    Everybody ends it at the boundary after the step that was asked for, so nobody is in the middle of a reduction. Who
+    hears of it only after that does so at once: the others are waiting in that step by then. A view that
     hands over state is left alone until that is done, which it is everywhere once a step of it is committed.
     """
     view = state.view
@@ -347,7 +358,8 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
         silent = dict.fromkeys(_unreported(state), why)
     if state.cut and state.settled_s < state.job.settle_s:
         return ()
-    asking = {} if state.finished else state.asking
+    over = any(report.step >= state.job.steps for report in state.reports.values())  # nobody would connect any more
+    asking = {} if over else state.asking
     view = membership.next_view(state.view, state.reports, _out(state), silent, state.closed_by, asking)
     return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
 

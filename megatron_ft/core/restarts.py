@@ -23,16 +23,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_ft.errors import GroupLeft, RunStopped, StoreError
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, GroupId, View
 
 HOUR_S = 3600.0
 _DOUBLINGS = 30
 """More would only overflow: the longest pause is reached long before."""
 
-Kind = Literal["died", "failed", "left", "over"]
-"""died: taken down from outside, or left out or cut off while it lived. failed: ended by itself, with an exception. left:
-somebody wanted it to end. over: it stopped because the whole run does."""
+Kind = Literal["died", "failed", "left", "ended", "over"]
+"""died: taken down from outside, or left out or cut off while it lived. failed: ended by itself, with an exception. left: in
+order. ended: somebody, or its script, wanted it to end. over: it stopped because the whole run does."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _pause_s(doublings: int, limits: Limits) -> float:
 
 def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits) -> str:
     """Why it is not started again; empty if it is."""
-    if loss.kind in ("left", "over"):
+    if loss.kind in ("left", "ended", "over"):
         return loss.why
     if group.words is not None and group.words == words_before:
         return (
@@ -141,13 +141,16 @@ def started(group: Group, now: float) -> Group:
 def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:
     """What the end of a process says about its group."""
     if exit_.signal is not None:
-        return "left" if exit_.signal == "SIGTERM" else "died"
-    if exit_.code in (0, GroupLeft.exit_code):
-        return "left"
-    if exit_.code == StoreError.exit_code:
-        return "died"  # it was cut off from the store for too long
-    if exit_.code == RunStopped.exit_code:
-        return "died" if seats.left_out(exit_.group, incarnation) else "over"
+        return "ended" if exit_.signal == "SIGTERM" else "died"
+    match exit_.code:
+        case 0:
+            return "ended"
+        case GroupLeft.exit_code:
+            return "left"
+        case StoreError.exit_code | StartOver.exit_code:
+            return "died"  # it was cut off from the store for too long, or has lost those it followed
+        case RunStopped.exit_code:
+            return "died" if seats.left_out(exit_.group, incarnation) else "over"
     return "failed"
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ft.core import links
-from megatron_ft.core.protocol import Asked, Leaves
+from megatron_ft.core.protocol import Asked, Broke, Leaves
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
@@ -54,10 +54,10 @@ class GroupState:
     ``plan``, ``computed`` and ``have`` belong to ``step``. While the view says that ``step`` is decided elsewhere,
     ``ahead`` is where its holders' plan for the step after comes from; ``plan`` is kept, because they may all die
     before they hand the state over (hard case 7). While ``following``, this group has a seat and not yet the state it
-    entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves`` the newest incarnation of each group that is known to
-    be dead, whether it ever had a seat or not; ``missed`` the hosts (as their groups) that do not hear each other, with
-    the reason; nothing new was said of that for ``settled_s``. ``speeds`` is part of the state that ``step`` starts from.
-    ``deadly`` are the groups that each microbatch has killed.
+    entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves``
+    the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed`` the hosts
+    (as their groups) that do not hear each other, with the reason; nothing new was said of that for ``settled_s``.
+    ``speeds`` is part of the state that ``step`` starts from. ``deadly`` are the groups that each microbatch has killed.
     """
 
     me: GroupId
@@ -77,7 +77,7 @@ class GroupState:
     transferred: bool = False
     reported: bool = False
     closed_by: str = ""
-    broken: Mapping[int, str] = field(default_factory=dict)
+    broken: Mapping[int, Broke] = field(default_factory=dict)
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     asking: Mapping[GroupId, Asked] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)

@@ -103,8 +103,8 @@ class Engine(Protocol):
         """
 
     def repeat(self, result: StepResult) -> None:
-        """Take the optimizer's step of ``result`` as another group has: the reduced buffers hold what :meth:`update` has left
-        in them there."""
+        """Take the optimizer's step of ``result`` as another group has: the reduced buffers hold what :meth:`update` has
+        left in them there."""
 
     def local_finite(self) -> bool:
         """Whether this group's own part of the step, losses included, is finite. Asked after a norm that is not."""

@@ -51,7 +51,7 @@ def first_step(lines: Lines) -> int:
 
 
 def joined(starts: Sequence[Lines]) -> list[Mapping[str, Any]]:
-    """One history of a job that was started several times: what a checkpoint did not have was made again, and counts then."""
+    """One history of a job that was started several times: what a checkpoint did not have was made again, and counts."""
     found: list[Mapping[str, Any]] = []
     for lines in starts:
         if any(line["event"] in ("step", "end") for line in lines):  # else it was ended before it had made anything

@@ -70,4 +70,4 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
 
 def describe(hold: Hold) -> str:
     """A hold in words, for records and messages."""
-    return f"{points.describe(hold.point, hold.bucket)}, step {hold.step}"
+    return points.describe(hold.point, hold.bucket) + ("" if hold.step is None else f", step {hold.step}")

@@ -198,6 +198,8 @@ def _obey(action: protocol.Action, past: _Past, have: Collection | None = None) 
             return protocol.Connected(view.epoch)
         case protocol.Transfer(view=view):
             return protocol.Transferred(view.epoch, past.speeds(view.step))
+        case protocol.Follow(step=step):
+            return protocol.Followed(past.speeds(step))
         case protocol.Reduce(buckets=buckets):
             wanted = [bucket for bucket in buckets if have is None or bucket in have]
             return protocol.Reduced(wanted[0]) if wanted else None
@@ -417,7 +419,9 @@ def _heard(old: View, new: View) -> list[protocol.Event]:
     """What ended the epoch, first, and all else that the proposer of the view must have heard."""
     seats = old.incarnations
     died = [protocol.Died(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
-    asked = [protocol.Asked(group, new.incarnations.get(group, 0)) for group in new.joined]
+    # A view does not say whom those that enter have followed: members of it, or they would not have entered.
+    donors = tuple((group, seats.get(group, 0)) for group in new.live if group not in new.joined)
+    asked = [protocol.Asked(group, new.incarnations.get(group, 0), donors, new.step - 1) for group in new.joined]
     first = next((event for event in died if event.reason == new.reason), protocol.Broke(old.epoch, new.reason))
     return [first, *(event for event in died if event is not first), *asked]
 

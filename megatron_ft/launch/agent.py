@@ -23,8 +23,9 @@ from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.saving import Stops
-from megatron_ft.errors import GroupLeft, LaunchError, RunStopped
+from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, resume, returns, voice
+from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
 from megatron_ft.runtime import history, store
 from megatron_ft.runtime import resume as origins
@@ -165,7 +166,8 @@ class Agent:
         return self._starter.start(env)
 
     def _reap_strays(self) -> None:
-        known = {rank.process.pid for rank in self._ranks} | self._hosts.pids()
+        # Not those that have ended: a run of weeks may see their pids again.
+        known = {rank.process.pid for rank in self._living()} | self._hosts.pids()
         forkserver.reap_strays(known | ({self._tracker.pid} if self._tracker is not None else set()))
 
     def _supervise(self, wakeup: _Wakeup) -> None:
@@ -239,8 +241,8 @@ class Agent:
             self._voice.say_ended()  # it has left with the store's answer, and the store has died since
         if not rank.dropped and not self._ended():
             self._tell(detector.Ended(death, rank.incarnation))
-            if not self._exits or code != RunStopped.exit_code or self._returns.seated(rank.group, rank.incarnation):
-                self._exits.append((rank, death))  # a newcomer that finds nobody is not why the run ends
+            if not self._exits or self._returns.seated(rank.group, rank.incarnation):
+                self._exits.append((rank, death))  # a newcomer that never had a seat is not why the run ends
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 self._record_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
         self._write_ranks()
@@ -411,7 +413,8 @@ class Agent:
 
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
-        record.replace(self._run_dir / "config.json", {"run_id": self._run_id, **self._config.to_json(), "command": command})
+        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address}
+        record.replace(self._run_dir / "config.json", {**where, **self._config.to_json(), "command": command})
 
     def _write_ranks(self) -> None:
         living = [rank.listed(self._hosts.name()) for rank in self._living()]

@@ -31,8 +31,9 @@ from typing import Any, BinaryIO
 
 from megatron_ft.launch import lifeline
 
-PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.runtime.session")
-"""The second is what torch imports when the first optimizer is made: as much as the first."""
+PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.runtime.session", "megatron_ft.core.flow")
+"""The second is what torch imports when the first optimizer is made: as much as the first. The last is imported when the
+first plan needs it: in the middle of a step."""
 SERVE = "--serve-forks"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")

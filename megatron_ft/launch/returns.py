@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from megatron_ft.config import FaultToleranceConfig
 from megatron_ft.core import detector, restarts
 from megatron_ft.core.protocol import Died, Leaves
+from megatron_ft.errors import RunStopped
 from megatron_ft.launch.voice import Voice
 from megatron_ft.runtime.environment import seat
 from megatron_ft.types import GroupId, View
@@ -68,7 +69,7 @@ class Returns:
         self._begun, self._clock, self._patience_s = begun, clock, patience_s
         self._groups = {group: restarts.Group(since=clock()) for group in here}
         self._seats = restarts.Seats(first, settings.min_groups)
-        self._seen: list[detector.Signal] = []
+        self._unjudged: list[detector.Signal] = []
         self._to_say: dict[str, dict[str, str]] = {}
         self._refusals: list[Refusal] = []
         self._away_since: float | None = None
@@ -80,8 +81,13 @@ class Returns:
 
     def hear(self, signal: detector.Signal) -> None:
         """What this agent has seen itself; it need not wait for the store to tell."""
-        if not self._off:
-            self._seen.append(signal)
+        if self._off:
+            return
+        stopped = isinstance(signal, detector.Ended) and signal.exit.code == RunStopped.exit_code
+        if stopped:  # whether all stop, or go on without it, the newest view tells
+            self._unjudged.append(signal)
+        else:
+            self._take(signal)
 
     def look(self) -> None:
         """Take in what has happened, as far as the store tells."""
@@ -92,12 +98,12 @@ class Returns:
         self._seats = self._seats.after(self._voice.newest_view(self._seats.view))
         self._known = not self._voice.away
         if not self._known:
-            self._seen += heard
+            self._unjudged += heard
             self._away_since = self._away_since or self._clock()
             return
         self._away_since = None
-        seen, self._seen = [*self._seen, *heard], []
-        for signal in sorted(seen, key=lambda signal: not isinstance(signal, detector.Leaving)):  # said before it ended
+        unjudged, self._unjudged = self._unjudged, []
+        for signal in (*unjudged, *heard):
             self._take(signal)
         for group in self._shared & self._leads.keys():
             if not self._leads[group]:
@@ -134,7 +140,7 @@ class Returns:
             return False
         if self._away_since is not None and self._clock() - self._away_since >= self._patience_s:
             return False
-        return bool(self._seen) or any(group.pending for group in self._groups.values())
+        return bool(self._unjudged) or any(group.pending for group in self._groups.values())
 
     @property
     def hopeless(self) -> bool:
@@ -164,14 +170,15 @@ class Returns:
             self._groups[verdict.group] = restarts.never(known, verdict.reason)
 
     def _loss(self, signal: detector.Signal, verdict: Died) -> restarts.Loss:
-        begun = self._begun(verdict.group, verdict.incarnation)
         if not isinstance(signal, detector.Ended):
-            return restarts.Loss(verdict.incarnation, "died", verdict.reason, begun)
+            return restarts.Loss(verdict.incarnation, "died", verdict.reason)
         exit_ = signal.exit
         kind = restarts.kind_of(exit_, verdict.incarnation, self._seats)
-        # The process id would make any two exceptions different ones.
-        why = (exit_.detail or f"exit code {exit_.code}") if kind == "failed" else verdict.reason
-        return restarts.Loss(verdict.incarnation, kind, why, begun)
+        if kind != "failed":
+            return restarts.Loss(verdict.incarnation, kind, verdict.reason)
+        begun = self._begun(verdict.group, verdict.incarnation)
+        # Not the whole reason: the process id would make any two exceptions different ones.
+        return restarts.Loss(verdict.incarnation, kind, exit_.detail or f"exit code {exit_.code}", begun)
 
     def _lost(self, number: GroupId, loss: restarts.Loss) -> None:
         before = self._groups[number]
@@ -182,7 +189,7 @@ class Returns:
             after = replace(after, due=None, never=before.never)  # that is for the leading host to say
         self._groups[number] = after
         if after.never and not before.never:
-            if loss.kind != "over":
+            if loss.kind not in ("left", "over"):
                 self._refusals.append(Refusal(number, after.incarnation, after.never))
             self._decide(number, after.incarnation + 1, {"never": after.never})
 

@@ -51,6 +51,7 @@ class ProgressView:
         self._console = console or Console()
         self._live, self._failures, self._steps, self._next_line = groups, 0, None, 0
         self._groups, self._saved = groups, None
+        self._view: Event = {"epoch": -1}
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = Progress(
@@ -80,12 +81,12 @@ class ProgressView:
         if kind == "begin":
             self._steps = event["steps"]
         elif kind == "view":
-            self._live = len(event["live"])
+            self._live, self._view = len(event["live"]), event
         elif kind == "fault":
             self._failures += 1
             self._say(self._fault(event))
         elif kind == "recovery":
-            self._say(recovery_line(event))
+            self._say(recovery_line(event, self._view))
         elif kind == "restart":
             self._say(restart_line(event))
         elif kind == "given_up":
@@ -136,8 +137,11 @@ class ProgressView:
         self._console.print(line, markup=False, highlight=False)
 
 
-def recovery_line(event: Event) -> str:
-    """What a recovery came to, in words."""
+def recovery_line(event: Event, view: Event) -> str:
+    """What a recovery came to, in words. ``view``: the newest."""
+    if view["epoch"] == event["epoch"] and view["joined"] and not event["patched"]:
+        back = " ".join(map(str, view["joined"]))
+        return f"group {back} is back in step {event['step']}; the others waited {event['stall_s']:.2f} s"
     by = " ".join(sorted(event["patched_by"], key=int))
     patched = f"{event['patched']} microbatches taken over by groups {by}" if event["patched"] else "nothing to patch"
     return f"step {event['step']} goes on: {patched}; stalled {event['stall_s']:.2f} s"
@@ -146,9 +150,9 @@ def recovery_line(event: Event) -> str:
 def restart_line(event: Event) -> str:
     """How a lost group comes back, in words."""
     pids = " ".join(map(str, event["pids"])) or "none could be started"
+    after = f", {event['after_s']:.1f} s after it was lost" if event["after_s"] > 0.1 else ""
     return (
-        f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}), "
-        f"{event['after_s']:.2f} s after it was lost"
+        f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}){after}"
     )
 
 

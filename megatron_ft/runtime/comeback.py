@@ -11,6 +11,7 @@ a group that has not what it said it had.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.core import detector
 from megatron_ft.core.protocol import Died
 from megatron_ft.engines.base import StepResult
-from megatron_ft.errors import RunStopped
+from megatron_ft.errors import RunStopped, StartOver, StoreError
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.guest import Donor, Gone, Guest, look_up
@@ -44,14 +45,17 @@ def address_key(group: int, position: int) -> str:
 
 
 class Following:
-    """One rank's part. ``astray`` says why the last attempt is over."""
+    """One rank's part. ``astray`` says why the last attempt is over; ``view`` is the newest since it began: a thread looks
+    for it, because the training thread may be at a step, and the others wait for this rank's connections. ``donors``: the
+    incarnation of each."""
 
     def __init__(self, rank: Rank, env: RankEnvironment, agreement: Agreement) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
         self._guest: Guest | None = None
-        self._donors: Mapping[int, int] = {}
+        self.donors: Mapping[int, int] = {}
         self.astray = ""
         self.bytes = 0
+        self.view: View | None = None
 
     @property
     def stands(self) -> int:
@@ -77,20 +81,43 @@ class Following:
         """Of the last step, where one was made."""
         return self._guest.result
 
-    def begin(self, donors: Sequence[Sequence[int]], at: int) -> int:
-        """Call donors, (group, incarnation), and ask for the state of step ``at``."""
+    def begin(self, donors: Sequence[Sequence[int]], at: int, epoch: int) -> int:
+        """Call donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
         self.end()
-        self.astray = ""
-        self._donors = {group: incarnation for group, incarnation in donors}
+        self.astray, self.view = "", None
+        self.donors = dict(donors)
         env = self.env
         try:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
-            self._guest = Guest(self._rank.engine, env.run_id, env.position, who, found, at)
+            guest = self._guest = Guest(self._rank.engine, env.run_id, env.position, who, found, at)
+            arguments = (guest, epoch, self.agreement.clone())
+            threading.Thread(target=self._look_for_seat, args=arguments, name="megatron_ft-seat", daemon=True).start()
             self._rank.points.reach("follow", at)
         except Gone as gone:
             self.astray = str(gone)
         return self._together(ASTRAY if self.astray else DONE)
+
+    def has_seat(self, view: View) -> bool:
+        env = self.env
+        return env.group in view.joined and view.incarnations[env.group] == env.incarnation
+
+    def _look_for_seat(self, guest: Guest, epoch: int, agreement: Agreement) -> None:
+        """Thread: until there is one, or another attempt."""
+        try:
+            while guest is self._guest:
+                view = agreement.view(epoch + 1)
+                if view is None:
+                    time.sleep(_POLL_S)
+                    continue
+                epoch = view.epoch
+                if self.has_seat(view):
+                    self._rank.take_seat(view, agreement)
+                    self.view = view
+                    return
+                self.view = view
+        except StoreError:
+            return  # the training thread finds out
 
     def _find(self, group: int, incarnation: int) -> Donor:
         said = self.agreement.get(address_key(group, self.env.position))
@@ -127,15 +154,18 @@ class Following:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Any thread: a donor that is frozen says nothing more, and its connection stands."""
-        if isinstance(verdict, Died) and self._guest is not None:
-            if verdict.incarnation >= self._donors.get(verdict.group, float("inf")):
-                self._guest.give_up(verdict.group, verdict.reason)
+        guest = self._guest
+        if guest is None or not isinstance(verdict, Died):
+            return
+        if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
+            guest.give_up(verdict.group, verdict.reason)
 
     def end(self) -> None:
         """This rank needs its donors no more."""
-        if self._guest is not None:
-            self.bytes += self._guest.received
-            self._guest.close()
+        guest, self._guest = self._guest, None
+        if guest is not None:
+            self.bytes += guest.received
+            guest.close()
 
 
 class Return:
@@ -179,12 +209,17 @@ class Return:
         """Get a state, follow, and ask for a seat; None when another attempt has to be made."""
         at = max(donor.step for donor in donors) + self._margin
         names = [(donor.group, donor.incarnation) for donor in donors]
-        if self._crew.follow(names, at) != DONE or self._crew.take_state() != DONE:
+        if self._crew.follow(names, at, donors[0].epoch) != DONE or self._crew.take_state() != DONE:
             self._margin = min(2 * self._margin, _MARGIN[1])
             return None
-        epoch, asked = donors[0].epoch, False
+        asked = False
         while True:
             self._hear()
+            view = self._following.view
+            if view is not None and self._following.has_seat(view):
+                return view
+            if view is not None and not all(g in view.live and view.incarnations.get(g, 0) == n for g, n in names):
+                return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
             if self._following.ready:
                 if self._crew.make_step() != DONE:
                     return self._over(asked, self._following.astray)
@@ -192,23 +227,15 @@ class Return:
                 asked = True
                 stands = self._following.stands
                 self._agreement.announce(detector.Asking(self._env.group, self._env.incarnation, tuple(names), stands))
+            elif self._following.broken:
+                return self._over(asked, self._following.broken)
             else:
-                view = self._agreement.view(epoch + 1)
-                if view is None:
-                    self._look_for_end()
-                    if self._following.broken:
-                        return self._over(asked, self._following.broken)
-                    time.sleep(_POLL_S)
-                    continue
-                epoch = view.epoch
-                if self._env.group in view.joined and view.incarnations[self._env.group] == self._env.incarnation:
-                    return view
-                if not all(g in view.live and view.incarnations.get(g, 0) == number for g, number in names):
-                    return self._over(asked, f"view {epoch} has gone on without a group that it follows")
+                self._look_for_end()
+                time.sleep(_POLL_S)
 
     def _over(self, asked: bool, why: str) -> None:
         if asked:
-            raise RunStopped(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
+            raise StartOver(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
 
     def _look_for_end(self) -> None:
         if self._agreement.get("ended") is not None:

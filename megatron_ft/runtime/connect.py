@@ -28,15 +28,21 @@ class Connector:
         self._env, self._agreement = env, agreement
         self._elsewhere = agreement.clone()
         self._build: Build | None = None
+        self._lock = threading.Lock()
 
-    def begin(self, view: View) -> None:
-        """Build the communicator of ``view`` at this position in the background."""
+    def begin(self, view: View, agreement: Agreement | None = None) -> None:
+        """Build the communicator of ``view`` at this position in the background. ``agreement``: of the calling thread, if it
+        is not the training thread."""
+        with self._lock:
+            self._begin(view, agreement or self._agreement)
+
+    def _begin(self, view: View, agreement: Agreement) -> None:
         if self._build is not None and self._build.epoch == view.epoch:
             return
         if self._build is not None:
             self._build.give_up()
         env, store = self._env, self._elsewhere
-        self._agreement.say(self._ready(view, env.group), True)
+        agreement.say(self._ready(view, env.group), True)
         timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
         name = f"outer/{view.epoch}/{env.position}"
         ready = lambda: all(store.get(self._ready(view, group)) is not None for group in view.live)  # noqa: E731

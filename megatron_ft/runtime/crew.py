@@ -100,10 +100,10 @@ class Crew:
         self._order("end_step", epoch=epoch, following=following)
         self.rank.end_step(epoch)
 
-    def follow(self, donors: Sequence[tuple[int, int]], at: int) -> int:
+    def follow(self, donors: Sequence[tuple[int, int]], at: int, epoch: int) -> int:
         """All ranks ask (group, incarnation) for the state of step ``at``; the worst answer (``runtime.comeback``)."""
-        self._order("follow", donors=donors, at=at)
-        return self.rank.following.begin(donors, at)
+        self._order("follow", donors=donors, at=at, epoch=epoch)
+        return self.rank.following.begin(donors, at, epoch)
 
     def take_state(self) -> int:
         self._order("take_state")

@@ -5,8 +5,8 @@ is spread over several donors); a thread sends the copy while the next steps are
 copies, at each boundary, its share of the gradients the optimizer has just taken; with these the other rank makes the same
 step. Nothing is copied while nobody follows.
 
-Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take what
-is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
+Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take
+what is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _MOST_WAITING = 8
 """Steps that are kept for one who follows; each is a copy of this rank's share of the gradients."""
 _SEND_S = 60.0
 """So long one who follows may take nothing."""
-_PACE = (0.5, 5.0)
-"""A share is sent over half the time of a step, at most over these seconds: the rest of the machine belongs to training."""
+_STATE_PACE, _STEP_PACE, _LONGEST_S = 1.0, 0.25, 10.0
+"""A share of the state is sent over the time of a step, one of a step's gradients over a quarter of it, neither over more
+than these seconds: the machine belongs to training, but at the entry others wait for the gradients."""
 
 
 class _Follower:
@@ -55,14 +56,16 @@ class _Follower:
         """Thread: send what is put, in order, each over ``pace_s``, until the other end has gone."""
         try:
             while not self.gone:
-                words, parts, pace_s = self.queue.get()
-                if not self.gone:
-                    wire.say(self.end, words)
-                    wire.send(self.end, parts, _Pace(sum(map(len, parts)), pace_s))
+                self._send(*self.queue.get())  # what was sent is not held while the next is waited for
         except OSError:
             pass  # it will ask somebody else, or its agent starts it again
         finally:
             self.drop()
+
+    def _send(self, words: dict[str, Any], parts: list[torch.Tensor], pace_s: float) -> None:
+        if not self.gone:
+            wire.say(self.end, words)
+            wire.send(self.end, parts, _Pace(sum(map(len, parts)), pace_s))
 
 
 class _Pace:
@@ -130,7 +133,7 @@ class Donor:
             flat[which][first:last].to("cpu", copy=True)
             for which, first, last in wire.share([len(each) for each in flat], follower.part, follower.parts)
         ]
-        follower.put({"state": step, "skeleton": skeleton, "carried": carried}, mine, self._pace_s())
+        follower.put({"state": step, "skeleton": skeleton, "carried": carried}, mine, self._pace_s(_STATE_PACE))
 
     def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
         if result is None or result.step != step - 1 or follower.queue.qsize() >= _MOST_WAITING:
@@ -142,11 +145,10 @@ class Donor:
             for which, first, last in wire.share([len(each) for each in buckets], follower.part, follower.parts)
         ]
         made = [result.step, result.loss, result.microbatches, result.gradient_norm]
-        follower.put({"step": step - 1, "result": made, "carried": carried}, mine, self._pace_s())
+        follower.put({"step": step - 1, "result": made, "carried": carried}, mine, self._pace_s(_STEP_PACE))
 
-    def _pace_s(self) -> float:
-        share, longest = _PACE
-        return min(share * self._step_s, longest)
+    def _pace_s(self, share: float) -> float:
+        return min(share * self._step_s, _LONGEST_S)
 
     # --- other threads ------------------------------------------------------------------------------------------------
 

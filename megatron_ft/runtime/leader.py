@@ -19,13 +19,14 @@ from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Listed, StepResult
-from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver
 from megatron_ft.runtime import resume
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.collecting import Checkpoints
-from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
+from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import Crew
+from megatron_ft.runtime.environment import seat
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
 from megatron_ft.runtime.interruption import Interruptions
@@ -63,6 +64,7 @@ class Leader:
         self._next: recovery.Action = recovery.Finish(0)
         self._leaving, self._said_leaving = "", False
         self._line: Mapping[str, Any] = {}
+        self._warm = 0.0
         if first_view is not None:
             agreement.adopted(first_view)
 
@@ -105,15 +107,14 @@ class Leader:
 
     def _come_back(self, job: recovery.Job) -> None:
         """Follow the others until this group has its seat."""
-        began = time.monotonic()
+        self._warm = time.monotonic()
         self._pulse.enter("waiting")
+        self._points.reach("warm", 0)
         view = Return(self._rank.following, self._crew, self._hear_before).seat()
         self._agreement.adopted(view)
         self._first_view = self._committed_under = view
         self._begin_with(view, job)
         self._record_view(view)
-        took = {"seconds": round(time.monotonic() - began, 6), "stands": self._rank.following.stands}
-        self._history.note("rejoin", group=self.group, incarnation=self._incarnation, step=view.step, **took)
         self._rank.prepare(view, view.step)
         self._crew.enter(view.step)
 
@@ -141,7 +142,7 @@ class Leader:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
         self._pulse.enter("waiting")
         norm, sha256 = self._crew.fingerprint()
-        self._agreement.say(f"done/{self.group}", {"params_norm": norm, "params_sha256": sha256})
+        self._agreement.say(f"done/{seat(self.group, self._incarnation)}", {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
@@ -174,7 +175,9 @@ class Leader:
 
     def _write_end(self) -> bool:
         """As the lowest living group: once every live group is done, record it. False while one is not."""
-        done = {group: self._agreement.get(f"done/{group}") for group in self._state.view.live}
+        view = self._state.view
+        seats = {group: seat(group, view.incarnations.get(group, 0)) for group in view.live}
+        done = {group: self._agreement.get(f"done/{name}") for group, name in seats.items()}
         if any(value is None for value in done.values()):
             return False
         for group, value in done.items():
@@ -224,8 +227,8 @@ class Leader:
                 case recovery.Publish(report=report):
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
-                case recovery.Announce(epoch=epoch, reason=reason):
-                    self._rank.tell_broken(epoch, reason)
+                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                    self._rank.tell_broken(epoch, reason, after)
                 case recovery.Propose(view=view):
                     self._adopt(self._agreement.propose(view))
                     return
@@ -261,7 +264,7 @@ class Leader:
                 left = self._said_leaving
                 reason = f"group {self.group} has left: {self._leaving}" if left else reason
                 self._crew.stop(reason, left)
-                raise (GroupLeft if left else RunStopped)(reason)
+                raise (GroupLeft if left else StartOver if self._state.following else RunStopped)(reason)
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
 
@@ -367,13 +370,13 @@ class Leader:
         if following.stands > step:
             self._feed(recovery.Strayed(f"it has made step {step}, which is made again"))
             return
-        self._crew.arrive()
         carried, self._rank.result = following.carried, following.result or self._rank.result
+        self._crew.arrive()
         if carried["line"]:
             self._take_line(carried["line"])
-        self._history.note(
-            "rejoined", group=self.group, incarnation=self._incarnation, step=step, received_bytes=following.bytes
-        )
+        took = {"seconds": round(time.monotonic() - self._warm, 6), "received_bytes": following.bytes}
+        who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
+        self._history.note("rejoined", **who, step=step, **took)
         self._feed(recovery.Followed(Speeds.from_json(carried["speeds"])))
 
     def _take_line(self, line: Mapping[str, Any]) -> None:

@@ -39,11 +39,13 @@ DIRECTORY = "faults"
 """Of the mailboxes, in the run directory."""
 
 POINTS = (
-    "begin", "forward", "backward", "reduce", "bucket", "gate", "update", "recover", "connect", "patch", "follow", "finish"
+    "begin", "forward", "backward", "reduce", "bucket", "gate", "update", "recover", "connect", "patch", "warm", "follow",
+    "finish"
 )  # fmt: skip
 """begin: the step starts; forward, backward: of a microbatch; reduce: the all-reduce of ``bucket`` has just been started;
 bucket: ``bucket`` has been reduced; gate: after the last bucket; update: inside the optimizer's step; recover: the report
-is published; connect: before the new communicator; patch: before a taken-over microbatch; follow: a group that comes back has asked for the state of ``step``; finish: all steps committed."""
+is published; connect: before the new communicator; patch: before a taken-over microbatch; warm: a group that comes back is
+about to look for others; follow: it has asked for the state of ``step``; finish: all steps committed."""
 
 ACTIONS = ("hold", "exception", "oom", "gil", "slow", "nan", "bitflip")
 _CORRUPTIONS = ("nan", "bitflip")
@@ -54,14 +56,14 @@ LOOK_EVERY_S = 0.02
 
 @dataclass(frozen=True)
 class Hold:
-    """Stop a rank at ``point`` of ``step``; ``bucket`` narrows it further where the point has one.
+    """Stop a rank at ``point`` of ``step``, or of any; ``bucket`` narrows it further where the point has one.
 
     ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: which start
     of the group.
     """
 
     group: int
-    step: int
+    step: int | None
     point: str
     bucket: int | None = None
     position: int = 0

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from megatron_ft.core import detector
-from megatron_ft.core.protocol import Asked, Broke, Missed
+from megatron_ft.core.protocol import Broke, Missed
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.base import Engine, JointEngine, Listed, Ready, StepResult
@@ -154,8 +154,7 @@ class Rank:
             if isinstance(verdict, Missed) and verdict.heard:
                 self._heard = [earlier for earlier in self._heard if not _takes_back(verdict, earlier)]
                 return
-            if not isinstance(verdict, Asked):  # of the present epoch or of none
-                self._heard.append(verdict)
+            self._heard.append(verdict)
             if self._outer is not None and detector.ends(verdict, self._view, self._step):
                 self._outer.abort()
 
@@ -174,11 +173,11 @@ class Rank:
         with self._lock:
             return any(detector.ends(verdict, view, self._step) for verdict in self._heard)
 
-    def tell_broken(self, epoch: int, reason: str) -> None:
-        """Tell all groups, once, that ``epoch`` is over."""
+    def tell_broken(self, epoch: int, reason: str, after: int = -1) -> None:
+        """Tell all groups, once, that ``epoch`` is over, for those who work on a step later than ``after``."""
         if epoch > self._told:
             self._told = epoch
-            self.agreement.announce(detector.Reset(epoch, self.group, reason))
+            self.agreement.announce(detector.Reset(epoch, self.group, reason, after))
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -257,6 +256,10 @@ class Rank:
         return {group: seconds for group, seconds in enumerate(self._slots.read()) if seconds}
 
     # --- between groups -----------------------------------------------------------------------------------------------
+
+    def take_seat(self, view: View, agreement: Agreement) -> None:
+        """Another thread has found the view in which this group has its seat: the others wait for its connections."""
+        self._connector.begin(view, agreement)
 
     def prepare(self, view: View, step: int) -> None:
         """Begin to build the communicator of ``view``, beside whatever has to be computed before it is needed."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from megatron_ft.core import detector
-from megatron_ft.core.protocol import Died, Leaves, Missed
+from megatron_ft.core.protocol import Asked, Died, Leaves, Missed
 from megatron_ft.errors import RunStopped, StoreError
 from megatron_ft.runtime.rank import Rank
 from megatron_ft.runtime.store import ControlStore
@@ -28,7 +28,7 @@ class Census:
     """Which groups may still be there, from what was heard. The watcher's thread writes, the training thread reads."""
 
     def __init__(self, groups: int) -> None:
-        self._gone: set[int] = set()
+        self._gone: dict[int, int] = {}  # group -> the newest start of it that is
         self._silent: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self._groups = set(range(groups))
         self.changed = threading.Event()
@@ -37,14 +37,17 @@ class Census:
         match verdict:
             case Missed(by=by, about=about, heard=heard):
                 (self._silent.discard if heard else self._silent.add)((by, about))
-            case Died(group=group) | Leaves(group=group):
-                self._gone.add(group)
+            case Died(group=group, incarnation=number) | Leaves(group=group, incarnation=number):
+                self._gone[group] = max(number, self._gone.get(group, 0))
+            case Asked(group=group, incarnation=number) if number > self._gone.get(group, -1):
+                self._groups.add(group)
+                self._gone.pop(group, None)
         self.changed.set()
 
     def anybody(self, me: int) -> bool:
         """Whether a group is left that ``me`` could hope for: not known to be gone, on a host that is heard of."""
         unheard = {group for by, about in list(self._silent) if me in by for group in about}
-        return bool(self._groups - self._gone - unheard)
+        return bool(self._groups - self._gone.keys() - unheard)
 
 
 def wait_for_return(

@@ -274,6 +274,11 @@ class Session:
 
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""
+        if isinstance(verdict, detector.Dismissed):
+            if verdict.group == self.group:
+                print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
+                self.leave(verdict.why)
+            return
         if isinstance(verdict, Saves | Stops):  # no step waits for these
             self._part.hear(verdict)
             return

@@ -57,6 +57,8 @@ class Timeline:
         try:
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                if os.fstat(self._fd).st_size:  # of an older start of the group, which may have died in the middle of a line
+                    lines = "\n" + lines
             os.write(self._fd, lines.encode())
         except OSError:
             self._close()  # a file system that is back may not know the old descriptor any more

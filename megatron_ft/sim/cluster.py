@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ft.core import detector, replication
@@ -62,10 +62,12 @@ def play(scenario: Scenario) -> History:
 
 @dataclass
 class Seeker:
-    """A new incarnation that is warm, follows donors and waits for its seat."""
+    """A new incarnation that is warm, follows donors and waits for its seat. ``inbox``: who has read the view that gives it
+    one greets it before it has read that itself."""
 
     incarnation: int
     following: Following | None = None
+    inbox: list[tuple[GroupId, tuple, Any]] = field(default_factory=list)
     gone: bool = False
 
 
@@ -126,8 +128,11 @@ class Cluster:
         """Send to one incarnation, over a connection to that process; nobody else ever gets it."""
 
         def arrive() -> None:
+            seeker = self.seekers.get(target)
             if (target, incarnation) in self.groups:
                 self.groups[target, incarnation].receive(sender, key, value)
+            elif seeker is not None and seeker.incarnation == incarnation:
+                seeker.inbox.append((sender, key, value))
 
         self.network.send(sender, target, arrive)
 
@@ -246,6 +251,8 @@ class Cluster:
             if view:
                 del self.seekers[me]
                 self._enter(me, view, seeker.following)
+                for message in seeker.inbox:
+                    self.groups[me, seeker.incarnation].receive(*message)
             else:
                 self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
 

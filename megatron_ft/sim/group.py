@@ -116,14 +116,15 @@ class Group:
     # --- hearing ------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """The watcher: wait for the next entry of the log, hear it, wait for the one after."""
+        """The watcher: wait for the next entries of the log, hear them, wait for those after."""
         index = self._heard
-        future = self.cluster.store.call(self.me, lambda store: store.notice(index), lambda: self.ended)
-        future.then(self._heard_notice)
+        future = self.cluster.store.call(self.me, lambda store: store.news(index), lambda: self.ended)
+        future.then(self._heard_notices)
 
-    def _heard_notice(self, notice: Any) -> None:
-        self._heard += 1
-        self._hear(notice)
+    def _heard_notices(self, notices: list[Any]) -> None:
+        self._heard += len(notices)
+        for notice in notices:
+            self._hear(notice)
         self._listen()
 
     def _hear(self, notice: Any) -> None:
@@ -194,8 +195,8 @@ class Group:
                     self._open = None
                 case recovery.Publish(report=report):
                     yield self._ask(lambda store, r=report: store.set(("report", r.epoch, r.group), r))
-                case recovery.Announce(epoch=epoch, reason=reason):
-                    yield self._announce(epoch, reason)
+                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                    yield self._announce(epoch, reason, after)
                 case recovery.Propose(view=view):
                     standing = yield self._ask(lambda store, v=view: self.cluster.decide(store, self.me, v))
                     yield from self._adopt(standing)
@@ -391,8 +392,8 @@ class Group:
     def _ask(self, operation: Operation) -> Future:
         return self.cluster.store.call(self.me, operation, lambda: self.ended)
 
-    def _announce(self, epoch: int, reason: str) -> Future:
-        signal = detector.Reset(epoch, self.me, reason)
+    def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
+        signal = detector.Reset(epoch, self.me, reason, after)
         return self._ask(lambda store: store.append(signal))
 
 

@@ -93,8 +93,9 @@ class Store:
             request.serve()
         return True
 
-    def notice(self, index: int) -> Any | None:
-        return self.notices[index] if index < len(self.notices) else None
+    def news(self, index: int) -> list[Any] | None:
+        """All notices from that one on: who has just come has a whole log to read."""
+        return self.notices[index:] or None
 
     # --- faults -------------------------------------------------------------------------------------------------------
 

@@ -346,10 +346,10 @@ def case_27(world: World) -> Iterator[None]:
     """Hard case 27: all but one die, then two come back: the run never stopped, the plan spreads again."""
     for group in (B, C, D):
         world.kill(group)
-    world.ask(B), world.ask(C)
+    world.back(B, A), world.back(C, A)
     yield
     committed(world, A=2, B=2, C=2, D=0)
-    assert world.views[1].live == (A,) and world.views[2].live == (A, B, C)
+    assert world.views[1].live == (A,) and world.views[2].live == (A, B, C) and not world.views[2].behind
 
 
 # --- not dead, or not quite -------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def case_11_again(world: World) -> Iterator[None]:
     until_view(world, 1)
     outside(world, D)
     world.kill(D)
-    world.ask(D)
+    world.back(D)
     yield
     committed(world, A=2, B=2, C=2, D=2)
     assert world.views[2].joined == (D,) and world.views[2].incarnations == {D: 1}
@@ -515,7 +515,7 @@ def case_18(world: World) -> Iterator[None]:
     world.freeze(D)
     world.accuse(D)
     until_view(world, 1)
-    world.ask(D)
+    world.back(D)
     world.play(until=lambda: D in world.ghosts and world.alive[D].state.synced)
     ghost = world.wake_ghost(D)
     assert "outside view 1" in ghost.state.stopped and not ghost.committed
@@ -528,8 +528,8 @@ def case_18_same_view(world: World) -> Iterator[None]:
     """Hard case 18: as before, and one view both leaves the old D out and lets the new one in: the old one reads that
     group 3 is live, in another incarnation than its own, and stops."""
     world.freeze(D)
+    world.back(D)
     world.accuse(D)
-    world.ask(D)
     world.play(until=lambda: D in world.ghosts)
     view = world.views[1]
     assert D in view.live and D in view.lost and view.incarnations == {D: 1}
@@ -590,23 +590,33 @@ def case_16(world: World) -> Iterator[None]:
 def case_23(world: World) -> Iterator[None]:
     """Hard case 23: E comes on top of four groups, and a step has four microbatches: E has none, reduces zeros and
     keeps step."""
-    world.ask(E)
+    world.back(E)
     yield
     committed(world, A=2, B=2, C=2, D=2, E=2)
     assert not any(line.startswith("4 computes") for line in world.log)
     assert world.arrived[1, 1, 0][E] == frozenset() and "4 commits step 1" in world.log
 
 
-def d_has_a_seat_again(world: World) -> None:
-    """D has died, and the next view lets its new incarnation in; it has no state yet."""
+def d_has_a_seat_again(world: World, *donors: int) -> None:
+    """D has died and come back, and the next view lets it in; what its donors added to the model since is on its way."""
     d_is_lost(world)
-    world.ask(D)
+    world.back(D, *donors)
+    world.held.add(D)
     world.play(until=lambda: 2 in world.views)
+    view = world.views[2]
+    assert (view.step, view.joined, view.behind) == (1, (D,), ()), "it gets its seat at the boundary, and nobody waits"
+
+
+def d_is_there_again(world: World) -> None:
+    """It has started over, and follows B."""
+    world.play(until=lambda: D not in world.alive and len(world.alive) == len(world.views[max(world.views)].live))
+    world.held.discard(D)
+    world.back(D, B)
 
 
 def case_25(world: World) -> Iterator[None]:
     """Hard case 25: D gets its seat and dies before it has the state: the others go on without it."""
-    d_has_a_seat_again(world)
+    d_has_a_seat_again(world, A)
     world.kill(D)
     yield
     committed(world, A=2, B=2, C=2, D=0)
@@ -616,29 +626,82 @@ def case_25(world: World) -> Iterator[None]:
 def case_25_waiting(world: World) -> Iterator[None]:
     """Hard case 25: D dies while it waits for its seat: it never enters, and nobody was held up."""
     d_is_lost(world)
-    world.ask(D)
+    world.back(D)
     world.kill_seeker(D)
     yield
     committed(world, A=2, B=2, C=2, D=0)
     assert max(world.views) == 1
 
 
-def case_25_source(world: World) -> Iterator[None]:
-    """Hard case 25: D gets its seat, and the group that was to hand it the state dies before it did: D takes it from
-    another one."""
-    d_has_a_seat_again(world)
-    world.kill(world.views[2].source)
+def case_25_withdrawn(world: World) -> Iterator[None]:
+    """Hard case 25: D asks for a seat and dies. A and B have heard it ask when they come to the boundary, and end the
+    epoch; C has heard by then that D is dead, and nothing that would make it do so: it is told."""
+    d_is_lost(world)
+    world.back(D)
+    for me in (A, B):
+        world.notice(me)
+    world.kill_seeker(D)
+    while world.pending(C):
+        world.notice(C)
+    while not (world.alive[A].state.reported and world.alive[B].state.reported):
+        for me in (A, B, C):
+            world.act(me)
     yield
-    first, second = world.views[2].source, world.views[3].source
-    assert first != second and world.views[3].behind == (D,)
-    committed(world, **{**dict.fromkeys("ABCD", 2), "ABCD"[first]: len(world.ended[first].committed)})
-    assert f"3 receives the model of {second}, which stands before step 0" in world.log
+    committed(world, A=2, B=2, C=2, D=0)
+    assert world.views[2].live == (A, B, C) and world.views[2].step == 1 and not world.views[2].behind
+
+
+@in_job(steps=3)
+def case_25_source(world: World) -> Iterator[None]:
+    """Hard case 25: D follows A and B and gets its seat. A dies, and its part of what step 0 comes to never arrives: D
+    cannot get to the others' state. It starts over, follows B and enters one step later."""
+    d_has_a_seat_again(world, A, B)
+    world.kill(A)
+    world.lose(D, A)
+    d_is_there_again(world)
+    yield
+    committed(world, A=1, B=3, C=3, D=3)
+    assert "D has to start over" in "".join(world.log).replace("group 3 has", "D has")
+    assert world.views[max(world.views)].incarnations == {D: 2}
+
+
+def case_25_sent(world: World) -> Iterator[None]:
+    """Hard case 25: D follows A and gets its seat, and A dies; everything that D needed was sent before. It arrives, and D
+    goes on with what A had committed, which is what all have committed."""
+    d_has_a_seat_again(world, A)
+    world.kill(A)
+    world.held.discard(D)
+    yield
+    committed(world, A=1, B=2, C=2, D=2)
+    assert world.entries == {"entered": 1, "followed": 1}
+
+
+@in_job(steps=3)
+def case_25_alone(world: World) -> Iterator[None]:
+    """Hard cases 7 and 25: E follows A, and A commits step 0 before anybody else has seen a bucket of it. E has all of that
+    step and asks for a seat; A dies, and the others make step 0 again. E does not get a seat with a step that is lost: it
+    starts over with what B has."""
+    world.come(E, A)
+    world.seek(E), world.seek(E)
+    everybody_reduces(world)
+    see(world, A, 4)
+    world.act(A)
+    while world.seek(E):
+        pass
+    assert world.seekers[E].asked and world.seekers[E].stands == 1
+    world.kill(A)
+    world.play(until=lambda: E not in world.seekers)
+    world.back(E, B)
+    yield
+    committed(world, A=1, B=3, C=3, D=3, E=3)
+    versions = {"ABCDE"[me]: group.done[0][0].epoch for me, group in (world.ended | world.alive).items()}
+    assert versions == {"A": 0, "B": 1, "C": 1, "D": 1, "E": 1}, "the epoch in which step 0 was made"
 
 
 def case_25_slow(world: World) -> Iterator[None]:
     """Hard case 25: D gets its seat and then hangs; after report_timeout the others go on without it, and when it wakes
     up it finds itself outside."""
-    d_has_a_seat_again(world)
+    d_has_a_seat_again(world, A)
     world.freeze(D)
     world.play()
     world.reset(A)
@@ -652,13 +715,13 @@ def case_25_slow(world: World) -> Iterator[None]:
 
 
 def case_26(world: World) -> Iterator[None]:
-    """Hard case 26: D is dead and asks for a seat again; C dies at the boundary where D enters: one view for both."""
+    """Hard case 26: D has come back and asked for a seat; C dies at the boundary where D enters: one view for both."""
     d_is_lost(world)
-    world.ask(D)
-    world.play(until=lambda: isinstance(world.alive[A].action, recovery.Reduce))
+    world.back(D)
+    world.play(until=lambda: all(g.state.reported and g.state.step == 1 for g in world.alive.values()))
     world.kill(C)
     yield
-    committed(world, A=2, B=2, C=0, D=2)
+    committed(world, A=2, B=2, C=1, D=2)
     assert any(set(view.lost) == {C} and view.joined == (D,) for view in world.views.values())
 
 
@@ -667,10 +730,65 @@ def case_26_two(world: World) -> Iterator[None]:
     world.kill(C)
     world.kill(D)
     until_view(world, 1)
-    world.ask(C), world.ask(D)
+    world.back(C, A), world.back(D, A, B)
     yield
     committed(world, A=2, B=2, C=2, D=2)
-    assert world.views[2].joined == world.views[2].behind == (C, D) and max(world.views) == 2
+    assert world.views[2].joined == (C, D) and not world.views[2].behind and max(world.views) == 2
+    assert world.entries == {"entered": 2, "beside another": 2, "followed": 2}
+
+
+@in_job(steps=3)
+def case_26_behind(world: World) -> Iterator[None]:
+    """Hard cases 6 and 26: E asks for a seat. A has passed its gate, B and C are a step behind, and D dies: the view has a
+    state to hand over, so E does not enter with it. It does one boundary later."""
+    world.back(E, A)
+    a_has_passed_its_gate(world)
+    yield
+    committed(world, A=3, B=3, C=3, D=0, E=3)
+    first, second = world.views[1], world.views[2]
+    assert (first.behind, first.joined) == ((B, C), ()) and (second.step, second.joined) == (2, (E,))
+
+
+@in_job(steps=3)
+def case_26_complete(world: World) -> Iterator[None]:
+    """Hard cases 6 and 26: E follows B and asks for a seat. A has committed step 0, the others hold all its buckets and are
+    about to; a connection resets. Nobody is behind, and E does not enter all the same: A dies at once, and the step goes
+    back to the one of which E has no bucket. E enters when all have committed it."""
+    world.back(E, B)
+    everybody_reduces(world)
+    for me in (A, B, C, D):
+        see(world, me, 4)
+    world.act(A)
+    world.reset(C)
+    until_view(world, 1)
+    assert world.views[1].step == 1 and not world.views[1].behind and not world.views[1].joined
+    world.kill(A)
+    until_view(world, 2)
+    assert world.views[2].step == 0 and set(world.views[2].final) == {0, 1, 2, 3}
+    yield
+    committed(world, A=1, B=3, C=3, D=3, E=3)
+    assert (world.views[3].step, world.views[3].joined) == (1, (E,))
+
+
+@in_job(steps=3)
+def case_26_late(world: World) -> Iterator[None]:
+    """Hard case 26: E asks for a seat, and who should have heard of it at the boundary after step 0 has not. A hears it in
+    the middle of step 1: it ends the epoch, because others might have. B has seen a bucket finish, so E gets its seat one
+    boundary later; the bucket stays, and nobody is left behind."""
+    world.back(E, A)
+    while not all(isinstance(g.action, recovery.Reduce) and g.action.step == 1 for g in world.alive.values()):
+        for me in (A, B, C, D):
+            if world.alive[me].state.step == 0 or not isinstance(world.alive[me].action, recovery.Reduce):
+                world.act(me)
+    for me in (A, B, C, D):
+        world.arrive(me)
+    see(world, B, 1)
+    everybody_hears(world)
+    yield
+    committed(world, A=3, B=3, C=3, D=3, E=3)
+    first, second = world.views[1], world.views[2]
+    assert (first.step, set(first.final), first.joined, first.behind) == (1, {0}, (), ())
+    assert (second.step, second.joined, second.behind) == (2, (E,), ())
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -678,7 +796,7 @@ def case_26_two(world: World) -> Iterator[None]:
 
 def case_wipe_out(world: World) -> Iterator[None]:
     """Wipe-out: D has just entered and has no state yet when A, B and C die: it stops with the reason."""
-    d_has_a_seat_again(world)
+    d_has_a_seat_again(world, A)
     for group in (A, B, C):
         world.kill(group)
     yield
@@ -746,17 +864,18 @@ def case_slow_behind(world: World) -> Iterator[None]:
     assert "0 computes 1/3.1" in world.log and sum(line.startswith("3 computes 1/3.") for line in world.log) == 1
 
 
-@in_job(**SLOW, steps=3)
+@in_job(**SLOW, steps=4)
 def case_slow_joins(world: World) -> Iterator[None]:
-    """D is slow, C dies and comes back: it enters with step 2 and plans like those who have seen how slow D is."""
+    """D is slow, C dies and comes back: it enters with step 2, gets its share of step 3, and plans like those who have seen
+    how slow D is."""
     world.rates = {D: 3.0}
     world.kill(C)
     world.play(until=lambda: all(group.state.step == 1 for group in world.alive.values()))
-    world.ask(C)
+    world.back(C)
     yield
-    committed(world, A=3, B=3, C=3, D=3)
+    committed(world, A=4, B=4, C=4, D=4)
     assert world.alive[C].state.speeds.slow == {D: 3.0}
-    assert sum(line.startswith("3 computes 2/") for line in world.log) == 1
+    assert [sum(line.startswith(f"{me} computes 3/") for line in world.log) for me in (A, B, C, D)] == [4, 4, 3, 1]
 
 
 def case_deadly(world: World) -> Iterator[None]:

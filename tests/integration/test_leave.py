@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
@@ -36,3 +37,25 @@ def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
     assert run.process.returncode != 0 and "Traceback" not in said, said
     assert len(run.events("leave")) == support.GROUPS
     assert run.events("stop")[0]["reason"] in " ".join(said.split())
+
+
+def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
+    """Through the control store, from wherever it is seen; both ranks of the group go, and it does not come back."""
+    options = {"steps": 20, "groups": 3, "extra": ["--ranks-per-group", 2], "rejoin": {"enabled": True}}
+    run = support.start(tmp_path / "run", data_dir, [Hold(0, 3, "forward")], **options)
+    frozen = support.await_held(run, 0)
+    command = support.command("leave", run.directory, 1, "--why", "its fan is to be changed")
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=support.ROOT)
+    support.wait_for(lambda: "asked to leave: its fan" in (run.directory / "logs" / "g1.p0.log").read_text(), run)
+    again = support.ft("leave", run.directory, 7)
+    assert again.returncode == 2 and "group 7 is not in the run; its groups are: 0 1 2" in again.stderr
+    os.kill(frozen, signal.SIGCONT)
+    said, _ = asked.communicate(timeout=support.TIMEOUT_S)
+    assert asked.returncode == 0, said
+    (line,) = [line for line in run.events("leave") if line["group"] == 1]
+    assert said == f"group 1 leaves after step {line['after']}\n" and "fan" in line["reason"]
+    run.check()
+    assert run.events("view")[-1]["live"] == [0, 2]
+    assert not run.events("restart") and not run.events("fault")
+    over = support.ft("leave", run.directory, 0)
+    assert over.returncode == 2 and "is over" in over.stderr

@@ -183,6 +183,32 @@ def test_a_stopped_group_makes_room_for_its_next_start(tmp_path):
     assert [line["how"] for line in run.events("fault")] == ["agent's look at the process"]
 
 
+LEFT_OUT = """
+from megatron_ft.errors import RunStopped
+from megatron_ft.types import View
+
+if env.incarnation == 0 and env.group == 1:
+    view = View(1, (0, 2), "the others heard nothing of group 1")  # as one of them would have written it
+    ControlStore(env.store, env.run_id, 10.0).create("view/1", view.to_json())
+    raise RunStopped("group 1 is outside view 1")
+if env.group == 2:
+    while not (here / "1.1-0").exists():
+        threading.Event().wait(0.02)
+    raise RunStopped("what stops everybody")
+"""
+
+
+def test_who_was_left_out_while_it_lived_comes_back_and_who_stopped_with_the_run_does_not(tmp_path):
+    run = start(tmp_path, LEFT_OUT)
+    run.said(1, 1)
+    support.wait_for(lambda: len(run.events("fault")) == 2, run)
+    output = run.enough()
+    assert run.process.returncode == 0, output
+    assert [(line["group"], line["incarnation"]) for line in run.events("restart")] == [(1, 1)]
+    assert [(line["group"], line["code"]) for line in run.events("fault")] == [(1, 3), (2, 3)]
+    assert not run.events("given_up")
+
+
 def test_without_the_process_it_is_forked_from_a_rank_starts_all_the_same(tmp_path):
     run = start(tmp_path)
     ranks = {run.said(group)["pid"] for group in range(GROUPS)}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.detector import Ended, GivenUp, Leaving, Reset, Silent, ends, from_json, judge, to_json
-from megatron_ft.core.protocol import Broke, Died, Leaves, Missed
+from megatron_ft.core.detector import Asking, Ended, GivenUp, Leaving, Reset, Silent, ends, from_json, judge, to_json
+from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
 from megatron_ft.types import Exit, Microbatch, View
 
 numbers = st.integers(0, 10**6)
@@ -23,7 +23,7 @@ exits = st.builds(
     microbatch=st.none() | st.sampled_from(["3/1.0", "torn/", ""]),
 )
 deaths = st.builds(Ended, exits, numbers)
-resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text())
+resets = st.builds(Reset, epoch=numbers, by=numbers, detail=st.text(), after=st.just(-1) | numbers)
 
 accusations = st.builds(
     GivenUp, group=numbers, position=numbers, pid=numbers, host=st.text(min_size=1), why=st.text(), incarnation=numbers
@@ -42,6 +42,8 @@ silences = st.builds(
     incarnation=numbers,
 )
 leavings = st.builds(Leaving, group=numbers, after=numbers, why=st.text(), incarnation=numbers)
+donors = st.lists(st.tuples(numbers, numbers), min_size=1).map(tuple)
+askings = st.builds(Asking, group=numbers, incarnation=numbers, donors=donors, after=numbers)
 
 
 @given(silences)
@@ -61,6 +63,11 @@ def test_who_leaves_is_not_dead_yet(signal):
     verdict = judge(signal)
     assert verdict == Leaves(signal.group, signal.after, verdict.reason, signal.incarnation)
     assert signal.why in verdict.reason
+
+
+@given(askings)
+def test_who_asks_says_whom_it_follows(signal):
+    assert judge(signal) == Asked(signal.group, signal.incarnation, signal.donors, signal.after)
 
 
 @given(accusations)
@@ -102,10 +109,14 @@ def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
 @given(resets)
 def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
     """gloo never says who is lost, so whoever reports the reset, or its neighbour, must not be taken for dead."""
-    assert judge(signal) == Broke(signal.epoch, f"group {signal.by}: {signal.detail}")
+    assert judge(signal) == Broke(signal.epoch, f"group {signal.by}: {signal.detail}", signal.after)
 
 
-@given(deaths | resets | accusations | silences | leavings)
+def test_a_reset_of_who_says_no_step_ends_the_epoch_at_once():
+    assert judge(from_json({"kind": "reset", "epoch": 3, "by": 1, "detail": "x"})) == Broke(3, "group 1: x", after=-1)
+
+
+@given(deaths | resets | accusations | silences | leavings | askings)
 def test_the_wire_form_keeps_everything(signal):
     assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
 
@@ -135,6 +146,9 @@ VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})
         (Died(3, "", incarnation=1), False),
         (Broke(4, ""), True),
         (Broke(3, ""), False),
+        (Broke(4, "", after=6), True),
+        (Broke(4, "", after=7), False),  # who works on step 7 finishes it
+        (Asked(2, 1, ((0, 0), (3, 2)), after=0), False),  # core ends the epoch at a boundary, and says so
         (Missed((0, 1), (2, 3), ""), True),
         (Missed((0, 1), (2,), ""), False),
         (Missed((0, 1), (2, 3), "", heard=True), False),
@@ -142,4 +156,4 @@ VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})
     ],
 )
 def test_what_ends_an_epoch(verdict, over):
-    assert ends(verdict, VIEW) == over
+    assert ends(verdict, VIEW, step=7) == over

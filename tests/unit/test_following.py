@@ -145,10 +145,10 @@ def test_what_the_donor_has_not_made_itself_cannot_be_followed(trainers):
     (donor,) = trainers(1)
     _, follower = follow([donor], at=3)
     donor.train(2)
-    donor.result = None
-    donor.train()
     assert follower.await_state(never)
     follower.take_state()
+    donor.result = None
+    donor.train()
     with pytest.raises(Gone):
         follower.await_step(never)
 

@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.membership import first_view, next_view
+from megatron_ft.core.membership import admissible, first_view, next_view
+from megatron_ft.core.protocol import Asked
 from megatron_ft.types import Begun, Report, View
 
 VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
+ASKED = Asked(4, 1, donors=((0, 0), (1, 0)), after=4)
 
 
-def decide(*reports: Report, dead=None, silent=None) -> View | None:
-    return next_view(VIEW, {r.group: r for r in reports}, dead or {}, silent or {}, "why")
+def decide(*reports: Report, dead=None, silent=None, asked=()) -> View | None:
+    asking = {each.group: each for each in asked}
+    return next_view(VIEW, {r.group: r for r in reports}, dead or {}, silent or {}, "why", asking)
 
 
 def test_a_missing_report_is_awaited():
@@ -54,18 +57,62 @@ def test_an_unsynced_group_never_hands_over_its_state():
     assert (view.source, view.behind) == (1, (0, 3))
 
 
-def test_a_joiner_takes_the_state_and_every_final_bucket():
-    reports = {group: Report(3, group, 5, (0,)) for group in range(4)}
-    view = next_view(VIEW, reports, {}, {}, "why", {4: 1})
-    assert (view.live, view.joined, view.behind, view.source) == ((0, 1, 2, 3, 4), (4,), (4,), 0)
-    assert view.final == {0: 0} and view.missing == {0: (4,)}
-    assert view.incarnations == {4: 1}
+def test_who_follows_enters_and_nothing_is_handed_to_it():
+    view = decide(*(Report(3, group, 5) for group in range(4)), asked=[ASKED])
+    assert (view.live, view.joined, view.behind, view.source) == ((0, 1, 2, 3, 4), (4,), (), None)
+    assert view.final == view.missing == {} and view.incarnations == {4: 1}
+
+
+STAY_OUT = {
+    "a bucket is final": [Report(3, 0, 5, (0,)), *(Report(3, group, 5) for group in (1, 2, 3))],
+    "somebody is behind": [Report(3, 0, 6), *(Report(3, group, 5) for group in (1, 2, 3))],
+    "somebody has yet to commit the step before": [
+        *(Report(3, group, 6) for group in (0, 1, 2)),
+        Report(3, 3, 5, (0, 1), complete=True),
+    ],
+    "nobody has the first state yet": [Report(3, group, 0, synced=False) for group in range(4)],
+}
+
+
+@pytest.mark.parametrize("reports", STAY_OUT.values(), ids=STAY_OUT)
+def test_nobody_enters_where_something_is_handed_over_or_to_be_committed(reports):
+    """Who enters has no bucket, and gets none; and the step must never go back behind the one it enters with."""
+    view = decide(*reports, asked=[ASKED])
+    assert view.joined == () and view.live == (0, 1, 2, 3) and view.incarnations == {}
+
+
+@pytest.mark.parametrize(
+    ("donors", "enters"),
+    [
+        (((0, 0),), True),
+        (((0, 0), (2, 5)), True),
+        (((2, 0),), False),  # an earlier start of a member
+        (((2, 6),), False),  # a later one, which has no seat yet
+        (((0, 0), (3, 0)), False),  # one of them is lost
+        (((7, 0),), False),  # was never here
+        ((), False),
+    ],
+)
+def test_who_enters_follows_members_only(donors, enters):
+    """A donor that is left out may have committed a version of a step that the others make again."""
+    view = View(3, (0, 1, 2, 3), "before", incarnations={2: 5})
+    reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
+    asked = Asked(4, 1, donors, after=4)
+    new = next_view(view, reports, {3: "killed"}, {}, "why", {4: asked})
+    assert new.joined == ((4,) if enters else ()) and new.live == (0, 1, 2, *new.joined)
+    assert admissible(View(4, (0, 1, 2), "after", incarnations={2: 5}), asked) == enters
 
 
 def test_a_group_enters_again_in_the_view_that_leaves_its_dead_self_out():
+    again = Asked(3, 1, ((0, 0),), after=4)
     reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
-    view = next_view(VIEW, reports, {3: "killed"}, {}, "why", {3: 1})
+    view = next_view(VIEW, reports, {3: "killed"}, {}, "why", {3: again})
     assert view.live == (0, 1, 2, 3) and view.lost == {3: "killed"} and view.joined == (3,)
+
+
+def test_a_member_that_lives_does_not_enter_a_second_time():
+    view = decide(*(Report(3, group, 5) for group in range(4)), asked=[Asked(3, 1, ((0, 0),), after=4)])
+    assert view.joined == () and view.incarnations == {}
 
 
 @pytest.mark.parametrize("step", [0, 5])
@@ -81,11 +128,16 @@ def test_when_only_joiners_are_left_it_is_a_wipe_out(step):
     assert view.live == () and "wipe-out" in view.lost[4]
 
 
-def test_a_joiner_has_no_say_in_which_step_is_decided():
-    """It was let in for step 6; its source died before the handover, and the others are still in step 5."""
-    view = decide(Report(3, 0, 5, (0,)), Report(3, 1, 5), Report(3, 2, 6, synced=False), dead={3: "killed"})
-    assert (view.step, view.source, view.behind) == (5, 0, (2,))
-    assert view.missing == {0: (1, 2)}
+def test_who_follows_has_no_say_in_which_step_is_decided_and_is_never_behind():
+    """It has its seat, and not its state yet: it gets that by itself, whatever is handed to others."""
+    view = View(3, (0, 1, 2, 3), "before", step=5, incarnations={2: 1})
+    told = {0: Report(3, 0, 5), 1: Report(3, 1, 5), 2: Report(3, 2, 5, synced=False)}
+    new = next_view(view, told, {3: "killed"}, {}, "why")
+    assert (new.step, new.source, new.behind, new.live) == (5, None, (), (0, 1, 2))
+    first = View(3, (0, 1, 2, 3), "before", incarnations={2: 1})
+    told = {0: Report(3, 0, 0), 1: Report(3, 1, 0, synced=False), 2: Report(3, 2, 0, synced=False)}
+    new = next_view(first, told, {3: "killed"}, {}, "why")
+    assert (new.source, new.behind) == (0, (1,)), "who belongs to the first start takes it from another"
 
 
 def test_when_every_group_is_taken_for_dead_it_is_a_wipe_out():

@@ -89,7 +89,7 @@ def a_run(directory: Path, seed: int) -> RecordedWorld:
     groups, kind = 3 + seed % 3, ("full", "golomb", "consecutive")[seed % 3]
     section = {"gradient_accumulation_steps": 2, "fault_tolerance": {"placement": kind}}
     world = RecordedWorld(directory, config.resolve(section, groups=groups), buckets=3, steps=6, seed=seed)
-    world.run(kills=1 + seed % groups)
+    world.run(kills=1 + seed % groups, joins=seed % 2 * 2)
     world.end()
     return world
 
@@ -108,7 +108,7 @@ def same(directory: Path) -> Record:
 
 
 def test_every_random_run_is_decided_again(tmp_path):
-    seen = {"final": 0, "behind": 0, "recoveries": 0, "slow": 0}
+    seen = {"final": 0, "behind": 0, "recoveries": 0, "slow": 0, "joined": 0, "followed": 0}
     for seed in range(40):
         world = a_run(tmp_path / str(seed), seed)
         record = same(tmp_path / str(seed))
@@ -116,6 +116,8 @@ def test_every_random_run_is_decided_again(tmp_path):
         seen["slow"] += any(group.state.speeds.slow for group in world.alive.values())
         seen["final"] += sum(bool(line.view.final) for line in record.views)
         seen["behind"] += sum(bool(line.view.behind) for line in record.views[1:])
+        seen["joined"] += sum(bool(line.view.joined) for line in record.views)
+        seen["followed"] += world.entries["followed"]
         seen["recoveries"] += len(record.recoveries)
     assert all(seen.values()), seen
 
@@ -153,8 +155,8 @@ def test_a_run_cut_off_anywhere_is_decided_again_as_far_as_it_goes(tmp_path, see
 
 
 def test_groups_that_enter_are_decided_again():
-    joined = 0
-    for seed in range(40):
+    joined = strayed = 0
+    for seed in range(60):
         run = config.resolve({"gradient_accumulation_steps": 2}, groups=3 + seed % 3)
         world = World(recovery.Job(run.groups, 2, 3, 6, placement=config.placement_of(run)), seed)
         world.run(kills=2, joins=3)
@@ -164,7 +166,8 @@ def test_groups_that_enter_are_decided_again():
         assert not [decision for decision in result.different if decision.kind == "view"]
         assert result.count("view") == len(views)
         joined += sum(len(view["joined"]) for view in views)
-    assert joined > 40
+        strayed += world.entries["strayed"]
+    assert joined > 40 and strayed
 
 
 def silence(within: str) -> Record:

@@ -63,6 +63,33 @@ def text_of(table) -> str:
     return console.export_text()
 
 
+def test_a_group_that_was_lost_twice_has_a_view_for_each_loss(run_dir):
+    """Its third start never had a seat, so no view left it out."""
+    views = [
+        {"epoch": 2, "live": [0, 1], "lost": {}, "joined": [1], "incarnations": {"1": 1}},
+        {"epoch": 3, "live": [0], "lost": {"1": "again"}, "joined": [], "incarnations": {"1": 1}},
+    ]
+    for view in views:
+        history.append(run_dir, "view", **view, reason="", step=3)
+    first = RunRecord.load(run_dir).faults[0]
+    for incarnation in (1, 2):
+        again = {name: value for name, value in first.items() if name not in ("t", "event")}
+        history.append(run_dir, "fault", **{**again, "incarnation": incarnation})
+    found = [failure.view and failure.view["epoch"] for failure in RunRecord.load(run_dir).failures]
+    assert found == [1, 3, None]
+
+
+def test_a_group_that_comes_back_is_told(run_dir):
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    view = follow.ProgressView(2, console)
+    start = {"group": 1, "incarnation": 2, "attempt": 1, "after_s": 0.5, "pids": [7, 8], "host": "h"}
+    view.update({"event": "restart", **start})
+    view.update({"event": "given_up", "group": 1, "incarnation": 2, "reason": "too often"})
+    said = console.export_text()
+    assert "group 1 is started again on h (incarnation 2, pid 7 8), 0.50 s after it was lost" in said
+    assert "group 1 does not come back: too often" in said
+
+
 def test_the_failures_table_has_the_whole_story(run_dir):
     text = text_of(tables.failures_table(RunRecord.load(run_dir)))
     for word in ("SIGKILL at reduce 1, step 2", "agent's waitpid (0.025)", "0.125", "1 / 2", "1 / 1", "steps lost = 0"):

@@ -18,7 +18,7 @@ from megatron_ft.core.restarts import (
     never,
     started,
 )
-from megatron_ft.errors import GroupLeft, RunStopped, StoreError
+from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, View
 
 LIMITS = Limits(per_hour=100)
@@ -87,7 +87,7 @@ def test_what_happened_an_hour_ago_does_not_count():
         assert words in group.never
 
 
-@given(lives, st.sampled_from(["left", "over"]), st.integers(0, 100))
+@given(lives, st.sampled_from(["left", "ended", "over"]), st.integers(0, 100))
 def test_whom_somebody_wanted_gone_stays_away(lives, kind, later):
     _, _, group = live_and_die(lives, LIMITS)
     if group.down:
@@ -154,11 +154,12 @@ def ended(group=1, **how):
     [
         (ended(signal="SIGKILL"), 2, "died"),
         (ended(signal="SIGSEGV"), 2, "died"),
-        (ended(signal="SIGTERM"), 2, "left"),
+        (ended(signal="SIGTERM"), 2, "ended"),
         (ended(code=GroupLeft.exit_code), 2, "left"),
-        (ended(code=0), 2, "left"),
+        (ended(code=0), 2, "ended"),
         (ended(code=1), 2, "failed"),
         (ended(code=StoreError.exit_code), 2, "died"),
+        (ended(code=StartOver.exit_code), 2, "died"),
         (ended(code=RunStopped.exit_code), 2, "over"),
         (ended(code=RunStopped.exit_code), 3, "died"),
         (ended(code=RunStopped.exit_code), 1, "died"),

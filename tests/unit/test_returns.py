@@ -155,6 +155,30 @@ def test_who_was_left_out_while_it_lived_comes_back(clock):
     assert due(made) == [(1, 1)]
 
 
+def test_whether_it_was_left_out_is_asked_when_the_store_answers(clock):
+    made, voice = agent(clock)
+    voice.away = True
+    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
+    assert due(made) == [] and made.pending()
+    voice.away, voice.store.view = False, View(1, (0, 2), "", lost={1: "cut off"})
+    assert due(made) == [(1, 1)]
+
+
+def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
+    made, voice = agent(clock)
+    voice.away = True
+    made.hear(dead(1, signal=None, code=0))
+    made.look()
+    assert not made.pending()
+
+
+def test_who_is_killed_while_it_leaves_stays_away(clock):
+    made, voice = agent(clock)
+    voice.store.log.append(detector.Leaving(1, 3, "SIGTERM"))
+    made.hear(dead(1))
+    assert due(made) == [] and not made.pending() and not made.refusals()
+
+
 def test_who_stops_with_the_run_does_not(clock):
     made, _ = agent(clock)
     made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="min_groups"))

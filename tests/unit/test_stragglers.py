@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core import recovery
 from megatron_ft.core.membership import first_view
-from megatron_ft.core.protocol import Asked, AwaitView, Broke, Computed, Connected, Died, Reduced, Stop, Tick
+from megatron_ft.core.protocol import Asked, AwaitView, Broke, Computed, Connected, Died, Followed, Reduced, Stop, Tick
 from megatron_ft.core.recovery import Job, Transferred, Updated
 from megatron_ft.core.stragglers import Speeds, observe, weights
 from megatron_ft.types import Begun, Microbatch, Report, View
@@ -149,11 +149,11 @@ def test_without_measurements_nothing_changes():
 
 def test_a_group_that_enters_learns_with_the_state_who_is_slow():
     begun_with = Begun((0, 1, 2))
-    view = View(5, (0, 1, 2), "2 joins", step=3, joined=(2,), source=0, behind=(2,), begun=begun_with, incarnations={2: 1})
+    view = View(5, (0, 1, 2), "2 joins", step=3, joined=(2,), begun=begun_with, incarnations={2: 1})
     state = recovery.start(2, JOB, view)
     state, _ = recovery.step(state, Connected(5), 0.0)
     known = observe(Speeds(), {0: 1.0, 1: 2.0, 2: 1.0}, 1.5, 1)
-    state, _ = recovery.step(state, Transferred(5, known), 0.0)
+    state, _ = recovery.step(state, Followed(known), 0.0)
     assert state.speeds == known and loads(state) == {0: 5, 1: 2, 2: 5}
 
 
@@ -228,5 +228,5 @@ def test_a_microbatch_that_is_committed_harms_nobody_any_more():
 
 
 def test_the_stop_is_final():
-    action = told(at_step_2(), Died(1, "a", 0, X), Died(2, "b", 0, X), Asked(5, 1), Died(3, "c"))
+    action = told(at_step_2(), Died(1, "a", 0, X), Died(2, "b", 0, X), Asked(5, 1, ((0, 0),), 1), Died(3, "c"))
     assert isinstance(action, Stop) and "groups 1 and 2" in action.reason

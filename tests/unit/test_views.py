@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.membership import first_view, next_view
+from megatron_ft.core.membership import first_view, follows, next_view
+from megatron_ft.core.protocol import Asked
 from megatron_ft.types import Begun, Report, View
 
 BUCKETS = 3
@@ -19,32 +20,46 @@ class Case(NamedTuple):
     reports: dict[int, Report]
     dead: dict[int, str]
     silent: dict[int, str]
-    joining: dict[int, int]
+    asking: dict[int, Asked]
 
     def next(self) -> View | None:
-        return next_view(self.view, self.reports, self.dead, self.silent, "why", self.joining)
+        return next_view(self.view, self.reports, self.dead, self.silent, "why", self.asking)
+
+    def follows(self, group: int) -> bool:
+        return follows(self.view, self.reports[group])
 
 
 @st.composite
 def cases(draw) -> Case:
-    """What the protocol can meet: live groups at most one step apart, and no bucket of the later step reduced then."""
+    """What the protocol can meet: live groups at most one step apart, and no bucket of the later step reduced then; where
+    somebody follows, all others stand at its step with no bucket, because it has not taken part in any."""
     live = tuple(sorted(draw(st.sets(st.integers(0, 6), min_size=1))))
     low = draw(st.integers(0, 3))
     steps = {group: low + draw(st.integers(0, 1)) for group in live}
     high = max(steps.values())
     together = min(steps.values()) == high
     reports = {}
+    starts = {group: draw(st.integers(1, 3)) for group in draw(st.sets(st.sampled_from(live), max_size=2))}
+    unsynced = {group for group in live if draw(st.booleans())}
+    following = unsynced & starts.keys()
     for group, step in steps.items():
-        synced = draw(st.booleans())
-        can_have = synced and (together or step < high)
+        synced = group not in unsynced
+        step = high if following else step
+        can_have = synced and not following and (together or step < high)
         have = tuple(sorted(draw(st.sets(st.integers(0, BUCKETS - 1))))) if can_have else ()
         reports[group] = Report(4, group, step, have, synced, complete=len(have) == BUCKETS)
     groups = st.sampled_from(live)
     dead = dict.fromkeys(draw(st.sets(groups | st.integers(0, 9), max_size=3)), "killed")
     silent = dict.fromkeys(draw(st.sets(groups, max_size=2)), "no report")
     told = {group: report for group, report in reports.items() if draw(st.integers(0, 9)) or group in live[:1]}
-    joining = {group: draw(st.integers(1, 3)) for group in draw(st.sets(st.integers(0, 9), max_size=2))}
-    return Case(View(4, live, "before", step=low), told, dead, silent, joining)
+    seats = [(group, starts.get(group, 0)) for group in live]
+    donors = st.lists(st.sampled_from(seats) | st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=2).map(tuple)
+    asking = {
+        group: Asked(group, draw(st.integers(4, 6)), draw(donors), high - 1)
+        for group in draw(st.sets(st.integers(0, 9), max_size=2))
+    }
+    view = View(4, live, "before", step=high if following else low, incarnations=starts)
+    return Case(view, told, dead, silent, asking)
 
 
 @given(cases())
@@ -68,9 +83,12 @@ def test_who_is_in_and_who_is_out(case):
     if not view.live:  # nobody is left, or nobody who has the model
         assert not any(case.reports[group].synced for group in stay) and "wipe-out" in view.reason
         return
-    assert set(view.joined) == set(case.joining) - stay
     assert view.live == tuple(sorted(stay | set(view.joined))) and set(view.lost) == gone
-    assert all(view.incarnations[group] == case.joining[group] for group in view.joined)
+    assert view.incarnations == {**case.view.incarnations, **{g: case.asking[g].incarnation for g in view.joined}}
+    seats = {(group, case.view.incarnations.get(group, 0)) for group in stay}
+    admitted = {g for g, a in case.asking.items() if g not in stay and a.donors and set(a.donors) <= seats}
+    together = all(case.reports[g].step == view.step for g in stay if case.reports[g].synced)
+    assert set(view.joined) == (admitted if together and not view.behind and not view.final else set())
 
 
 @given(cases())
@@ -86,8 +104,9 @@ def test_everybody_ends_up_with_the_state_and_every_final_bucket(case):
         assert view.step == max(report.step for report in synced.values()), "the step of who is furthest goes on"
         assert view.source is None or (synced[view.source].step == view.step)
     by_itself = {g for g, report in synced.items() if report.step == view.step or report.complete}
+    by_itself |= {g for g in stay if case.follows(g)}
     if synced:
-        assert set(view.behind) == set(view.live) - by_itself
+        assert set(view.behind) == stay.keys() - by_itself
     assert (view.source is None) == (not view.behind) and view.source not in view.behind
     holders = {g: set(report.have) for g, report in synced.items() if report.step == view.step}
     assert set(view.final) == {bucket for have in holders.values() for bucket in have}

@@ -1,0 +1,132 @@
+"""One trial of ``rejoin.py`` with torchft 0.2.0: a replica group comes back and heals from another.
+
+Started with torchft's interpreter (``recovery_torchft.environment``), this file is one replica group. A new one waits, warm,
+for a file before it asks for a quorum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import recovery_torchft
+from recovery_torchft import GROUPS, TIMEOUT_S
+
+_PORT = 29511
+SETTINGS = {**recovery_torchft.tight(5000), "manager": {"timeout": 60.0}}
+"""Healing a large state takes longer than the tightest timeouts allow; these are near its defaults."""
+
+
+def trial(directory: Path, megabytes: int, samples: int, victim: int, without: int) -> dict:
+    """Durations of the survivors' attempts at steps, and the seconds from going on to having a part."""
+    python = recovery_torchft.environment()
+    flags = [text for name, value in SETTINGS["lighthouse"].items() for text in (f"--{name}", str(value))]
+    lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    env = {**os.environ, **own, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{_PORT}"}
+    workers: dict[int, subprocess.Popen] = {}
+    with (directory / "log").open("w") as log:
+        options = {"cwd": directory, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
+        server = subprocess.Popen(lighthouse, **options)
+
+        def start(group: int, name: str) -> None:
+            command = [str(python), __file__, str(group), str(megabytes), str(samples), str(directory / name)]
+            workers[group] = subprocess.Popen(command, **options)
+
+        try:
+            for group in range(GROUPS):
+                (directory / f"attempts.{group}.go").touch()
+                start(group, f"attempts.{group}")
+            watched = directory / f"attempts.{(victim + 1) % GROUPS}"
+            _await(lambda: _trained(watched, GROUPS) >= 3)
+            workers[victim].send_signal(signal.SIGKILL)
+            workers[victim].wait()
+            _await(lambda: _trained(watched, GROUPS - 1) >= 1)
+            back = directory / "attempts.back"
+            start(victim, back.name)
+            _await(lambda: back.with_suffix(".back.warm").exists())
+            first = len(_attempts(watched)) + 1
+            _await(lambda: len(_attempts(watched)) >= first + without)
+            going_on = time.time()
+            back.with_suffix(".back.go").touch()
+            _await(lambda: _trained(watched, GROUPS) >= 1)
+            attempts = _attempts(watched)
+        except Exception:
+            print((directory / "log").read_text()[-3000:], file=sys.stderr)
+            raise
+        finally:
+            for process in (*workers.values(), server):
+                process.kill()
+                process.wait()
+    during = [attempt for attempt in attempts if attempt["ended"] > going_on]
+    durations = lambda some: [attempt["ended"] - attempt["begun"] for attempt in some]  # noqa: E731
+    return {
+        "without_s": durations([attempt for attempt in attempts[first:] if attempt["ended"] < going_on]),
+        "during_s": durations(during),
+        "back_s": during[-1]["ended"] - going_on,
+        "discarded": sum(not attempt["committed"] for attempt in during),
+    }
+
+
+def _await(condition) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"torchft did not get there in {TIMEOUT_S:g} s")
+        time.sleep(0.02)
+
+
+def _attempts(path: Path) -> list[dict]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _trained(path: Path, groups: int) -> int:
+    """Steps committed with so many, since the last one with others."""
+    count = 0
+    for attempt in _attempts(path):
+        count = count + 1 if attempt["committed"] and attempt["participants"] == groups else 0
+    return count
+
+
+def replica(group: int, megabytes: int, samples: int, out: Path) -> None:
+    """One replica group of one rank."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark
+    import recovery_model
+    import torch
+
+    torch.set_num_threads(1)
+    model = recovery_model.build(megabytes)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
+    buckets = recovery_model.flat_gradients(model)
+    out.with_suffix(out.suffix + ".warm").touch()
+    while not out.with_suffix(out.suffix + ".go").exists():
+        time.sleep(0.05)
+    manager = recovery_torchft._manager(group, "127.0.0.1", SETTINGS["manager"], model, optimizer)
+    with out.open("w", buffering=1) as lines:
+        for attempt in range(sys.maxsize):
+            begun, step = time.time(), manager.current_step()
+            manager.start_quorum()
+            for bucket in buckets:
+                bucket.zero_()
+            recovery_model.loss_of(model, recovery_model.batch(attempt, group, samples=samples)).backward()
+            for work in [manager.allreduce(bucket) for bucket in buckets]:
+                work.wait()
+            committed = manager.should_commit()
+            if committed:
+                optimizer.step()
+            line = {"begun": begun, "ended": time.time(), "step": step, "committed": committed}
+            lines.write(json.dumps({**line, "participants": manager.num_participants()}) + "\n")
+
+
+if __name__ == "__main__":
+    replica(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
