@@ -1,4 +1,4 @@
-"""Runs that save and go on: jobs killed, told to stop, damaged checkpoints, other numbers of groups, disks that fail."""
+"""Runs that save and go on: jobs killed, or told to stop; damaged checkpoints, other numbers of groups, disks that fail."""
 
 from __future__ import annotations
 
