@@ -123,8 +123,8 @@ def main(runs: int, seed: int, kills: int = 5) -> int:
     path = common.save("checkpoint_kills", {"kills_each": kills, "seed": seed, "results": results})
     torn = sum(result["unfinished_checkpoints"] for result in results)
     worst = max(result["off"] for result in results)
-    print(f"{runs} jobs, {runs * kills} kills, {torn} with a save unfinished; {bad} jobs broke a promise; losses off")
-    print(f"by up to {worst:.1e}; raw results in {path}")
+    print(f"{runs} jobs, {runs * kills} kills, {torn} with an unfinished save on the disk; {bad} jobs broke a promise")
+    print(f"losses off by up to {worst:.1e}; raw results in {path}")
     return 1 if bad else 0
 
 

@@ -19,6 +19,7 @@ from megatron_ft.runtime import history
 from megatron_ft.types import GroupId, View
 
 _NEEDED = {
+    "resume": ("step",),
     "begin": ("steps", "microbatches", "buckets"),
     "recovery": ("step", "epoch", "patched", "patched_by", "unhosted", "buckets_kept", "buckets_redone", "state_from"),
     "step": ("step", "epoch", "live", "microbatches"),
@@ -46,7 +47,8 @@ class ViewLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has decided. ``views[e]`` is the one of epoch e; ``ended`` is False for a run that was cut off."""
+    """What a run has decided. ``views[e]`` is the one of epoch e; ``ended`` is False for a run that was cut off. It began
+    with ``groups`` groups and step ``first``."""
 
     job: Job
     views: tuple[ViewLine, ...]
@@ -54,6 +56,8 @@ class Record:
     steps: tuple[Line, ...]
     ended: bool
     torn: int = 0
+    groups: int = 0
+    first: int = 0
 
     @property
     def measured(self) -> dict[int, dict[GroupId, float]]:
@@ -93,6 +97,8 @@ class Record:
             steps=tuple(by_event.get("step", ())),
             ended="end" in by_event,
             torn=torn,
+            groups=run.groups,
+            first=by_event["resume"][0].fields["step"] if "resume" in by_event else 0,
         )
 
 

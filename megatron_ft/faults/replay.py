@@ -260,7 +260,7 @@ class _Run:
         self._check_steps()
 
     def _first(self, line: int, view: View) -> None:
-        decided = membership.first_view(self.record.job.shards)
+        decided = membership.first_view(self.record.groups, self.record.first)
         self._decide_view(line, view, _compare(view.to_json(), decided.to_json()))
         for group in decided.live:
             self._seat(group, decided)

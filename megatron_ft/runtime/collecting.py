@@ -67,7 +67,7 @@ class Checkpoints:
         self._rhythm = saving.Rhythm(setting=None if period_s == config_module.AUTO else period_s)
         self._order: Saves | None = None
         self._former: Saves | None = None
-        self._known = (-1, -1)
+        self._heard = Saves(-1, -1, "", (), -1)
         self._attempt: _Attempt | None = None
         self._tries, self._tries_at_end = 0, 0
         self._avoid: set[int] = set()
@@ -86,8 +86,8 @@ class Checkpoints:
         if isinstance(word, Stops):
             self._told |= set(word.groups)
             self._why = self._why or word.why
-        elif (word.epoch, word.at) > self._known:
-            self._known, self._last = (word.epoch, word.at), time.monotonic()
+        elif word.attempt != self._heard.attempt and (word.epoch, word.at) >= (self._heard.epoch, self._heard.at):
+            self._heard, self._last = word, time.monotonic()
             self._order = self._former = word
         self._news = True
 
@@ -165,7 +165,7 @@ class Checkpoints:
         writers = saving.writers(view.live, self._domains(), self._avoid)
         order = Saves(at, view.epoch, attempt, writers, me, last)
         former = self._former if self._former is not None and self._former.by not in view.live else None
-        self._order, self._known, self._last = order, (order.epoch, order.at), time.monotonic()
+        self._order, self._heard, self._last = order, order, time.monotonic()
         self._attempt = _Attempt(order, len(view.live), former)
         refused = self._background.start(f"step {at}", lambda attempt=self._attempt: self._conduct(attempt))
         if refused:
