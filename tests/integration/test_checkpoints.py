@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import checkers, inject
 from megatron_ft.runtime import checkpoint
 from megatron_ft.runtime.points import Hold
@@ -219,4 +220,17 @@ def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
     for rank in json.loads((run.directory / "ranks.json").read_text()):
         os.kill(rank["pid"], signal.SIGKILL)
     said = " ".join(run.finish().split())
+    assert run.process.returncode == WIPED_OUT
     assert "no group is left" in said and f"the checkpoint of step {complete(saved)[0]} is complete" in said
+
+
+def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, data_dir):
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=60, groups=2, rejoin={"enabled": True})
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    for rank in json.loads((run.directory / "ranks.json").read_text()):
+        os.kill(rank["pid"], signal.SIGKILL)
+    said = went_well(run)
+    assert "the whole job is started again" in said
+    both = checkers.joined([_earlier(run), run.history])
+    assert not checkers.check_history(both, 2 * support.PER_GROUP)
