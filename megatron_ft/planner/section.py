@@ -46,10 +46,12 @@ def choose(
 
 
 def _beside(cluster: Cluster, estimate: Estimate) -> list[str]:
-    """What the plan counts on and no key says."""
-    hints = [f"checkpoint period: {estimate.period_s:.0f} s ({duration(estimate.period_s)}); there is no key for it yet"]
+    """What the plan counts on, and where that is set."""
+    period = f"{estimate.period_s:.0f} s ({duration(estimate.period_s)})"
+    hints = [f"checkpoint period: {period}: checkpoint.period_s, or leave it at 'auto'"]
     if estimate.policy == "stacked_quota_rejoin" and cluster.rejoin_s is not None:
-        hints.append(f"lost groups have to come back, after {duration(cluster.rejoin_s)}; there is no key for it yet")
+        after = duration(cluster.rejoin_s)
+        hints.append(f"lost groups have to come back, after {after}: rejoin.enabled, which is the default")
     return hints
 
 

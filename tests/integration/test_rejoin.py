@@ -103,8 +103,11 @@ def test_a_pipeline_comes_back(tmp_path, data_dir):
     options = {"steps": 60, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
     alone = deepspeed_kills.start(tmp_path / "alone", data_dir, **options)
     alone.check()
-    run = deepspeed_kills.start(tmp_path / "run", data_dir, **options)
-    support.wait_for_step(run, 3)
-    kill(run, 1, position=1)
+    holds = [Hold(1, 4, "forward", position=1), Hold(0, 8, "begin"), Hold(1, None, "warm", incarnation=1)]
+    run = deepspeed_kills.start(tmp_path / "run", data_dir, holds, **options)
+    run.strike(holds[0])
+    # One group alone would be done before the other has made its pipeline again.
+    for frozen in [support.await_held(run, group) for group in (0, 1)]:
+        os.kill(frozen, signal.SIGCONT)
     await_back(run, 1, 1)
     check(run, alone)
