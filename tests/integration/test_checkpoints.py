@@ -215,7 +215,7 @@ def test_what_would_learn_something_else_is_refused_before_training(tmp_path, da
 
 def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
     saved = tmp_path / "saved"
-    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2)
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2, rejoin={"enabled": False})
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     for rank in json.loads((run.directory / "ranks.json").read_text()):
         os.kill(rank["pid"], signal.SIGKILL)
