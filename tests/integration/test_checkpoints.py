@@ -178,6 +178,22 @@ def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint
     assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
 
 
+def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
+    """Group 0: the others save without it meanwhile, and the lock of the directory goes there and back."""
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, 0.2, steps=100_000, groups=2, rejoin={"enabled": True})
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    os.kill(inject.pid_of(run.directory, 0), signal.SIGKILL)
+    support.wait_for(lambda: bool(run.events("rejoined")), run)
+    back = run.events("rejoined")[-1]["step"]
+    support.wait_for(lambda: any(line["step"] > back and 0 in line["writers"] for line in run.events("checkpoint")), run)
+    run.process.send_signal(signal.SIGTERM)
+    said = " ".join(run.finish().split())
+    last = run.events("step")[-1]["step"]
+    assert f"the checkpoint of step {last + 1} is complete" in said and complete(saved)[0] == last + 1
+    assert [1] in [line["writers"] for line in run.events("checkpoint")], "they saved without it"
+
+
 def test_two_jobs_cannot_have_one_directory(tmp_path, data_dir):
     saved = tmp_path / "saved"
     first = start(tmp_path / "first", data_dir, saved, steps=100_000, groups=2)
