@@ -17,6 +17,7 @@ from megatron_ft.faults import checkers, inject
 from megatron_ft.runtime import checkpoint
 from megatron_ft.runtime.points import Hold
 from tests import checkpoint_kills, support
+from tests.integration.test_hosts import Agents
 
 MICROBATCHES = support.GROUPS * support.PER_GROUP
 OFTEN, ONCE = 0.05, 1e6
@@ -250,3 +251,31 @@ def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, 
     assert "the whole job is started again" in said
     both = checkers.joined([_earlier(run), run.history])
     assert not checkers.check_history(both, 2 * support.PER_GROUP)
+
+
+def test_several_hosts_stop_and_go_on_together(tmp_path, data_dir, reference):
+    """All agents are told; then two hosts with other groups go on, and only the first one chooses."""
+    agents = Agents(tmp_path, data_dir)
+    changes = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": ONCE}, "min_groups": 1}
+    agents.config = support.write_config(tmp_path / "config.json", **changes, detector={"straggler_factor": 0})
+    before, steps = _hosts(agents, 100_000, groups=4)
+    support.wait_for_step(before, 2)
+    for agent in agents.agents.values():
+        agent.send_signal(signal.SIGTERM)
+    said = [" ".join(agents.said(host).split()) for host in steps]
+    at = before.events("step")[-1]["step"] + 1
+    assert all(f"the checkpoint of step {at} is complete" in line for line in said), said
+    assert [agent.returncode for agent in agents.agents.values()] == [128 + signal.SIGTERM] * 2
+    after, _ = _hosts(agents, at + 2, groups=2)
+    said = [agents.said(host) for host in steps]
+    assert [agent.returncode for agent in agents.agents.values()] == [0, 0], said
+    assert [line["step"] for line in after.events("step")] == [at, at + 1]
+    assert {line["microbatches"] for line in after.events("step")} == {MICROBATCHES}
+    assert checkers.largest_loss_difference(_earlier(after), reference.history) <= checkers.LOSS_TOLERANCE
+
+
+def _hosts(agents: Agents, steps: int, groups: int) -> tuple[support.Run, range]:
+    agents.own[3] = steps
+    for host in range(2):
+        agents.start(host, hosts=2, groups=groups)
+    return support.Run(agents.directory / "run", agents.agents[0], groups), range(2)
