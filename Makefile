@@ -9,7 +9,7 @@ RUN := runs/demo
 RUNS ?= 60
 SEED ?= 0
 
-.PHONY: help setup demo test test-system chaos deepspeed-kills lint bench clean
+.PHONY: help setup demo test test-system chaos deepspeed-kills checkpoint-kills lint bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +49,10 @@ chaos: setup
 # make deepspeed-kills  ranks of DeepSpeed pipelines killed at every moment of a flush
 deepspeed-kills: setup
 	$(BIN)/python -m tests.deepspeed_kills
+
+# make checkpoint-kills  whole jobs killed at random moments and started again (RUNS jobs, five kills each; SEED)
+checkpoint-kills: setup
+	$(BIN)/python -m tests.checkpoint_kills $(RUNS) $(SEED)
 
 # make bench  the benchmarks; raw numbers go to benchmarks/results
 bench: setup

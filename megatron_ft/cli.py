@@ -190,15 +190,19 @@ def _launch(options: argparse.Namespace) -> int:
     run = resume.config(options.config, options.groups, options.ranks_per_group)
     if options.hostfile is not None:
         _apply_hostfile(options, run)
-    forks = None
-    if not options.no_preload:  # before torch is imported here: both take as long
-        here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
-        forks = forkserver.ForkServer(forkserver.common_environment(here), options.preload)
-    try:
-        return _launch_from(options, run, forks)
-    finally:
-        if forks is not None:
-            forks.close()
+    job = resume.WholeJob(run, options.hosts or 1)
+    while True:
+        forks = None
+        if not options.no_preload:  # before torch is imported here: both take as long
+            here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
+            forks = forkserver.ForkServer(forkserver.common_environment(here), options.preload)
+        try:
+            code = _launch_from(options, run, forks)
+        finally:
+            if forks is not None:
+                forks.close()
+        if not job.again(code):
+            return code
 
 
 def _apply_hostfile(options: argparse.Namespace, run: RunConfig) -> None:

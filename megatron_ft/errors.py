@@ -55,3 +55,7 @@ class GroupLeft(RunStopped):
     """This group has left in order, as it was told to; what it did until then counts."""
 
     exit_code = 5
+
+
+WIPED_OUT = 7
+"""What the launcher exits with when no group is left, the last of them taken down from outside: start again."""

@@ -23,7 +23,7 @@ from megatron_ft import config as config_module
 from megatron_ft.core import detector, health
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.saving import Stops
-from megatron_ft.errors import GroupLeft, LaunchError
+from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
 from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, resume, returns, voice
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
@@ -381,7 +381,7 @@ class Agent:
             return 1, f"the agent failed {where}"
         rank, death = self._exits[-1]
         same = {other.detail for _, other in self._exits}
-        code = death.code if death.code else 1
+        code = WIPED_OUT if death.signal else death.code or 1
         if len(same) == 1 and death.detail:
             return code, f"{death.detail} [all groups, {where}; output in {rank.log}]"
         if death.code == 0:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft import config as config_module
 from megatron_ft.config import RunConfig
-from megatron_ft.errors import CheckpointError, ConfigError
+from megatron_ft.core import restarts
+from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_ft.core.checkpoints import Found
@@ -120,6 +122,34 @@ class Directory:
         """The run has ended."""
         if self.on:
             self._lock.release()
+
+
+class WholeJob:
+    """The job as one that may be lost, like a group: with ``rejoin`` its launcher starts it again from the last checkpoint.
+
+    On one host only: the agents of several would have to agree on it first.
+    """
+
+    def __init__(self, run: RunConfig, hosts: int) -> None:
+        settings = run.fault_tolerance
+        self._directory = settings.checkpoint.directory
+        self._may = settings.rejoin.enabled and bool(self._directory) and hosts == 1
+        self._limits = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour)
+        self._state = restarts.Group(since=time.monotonic())
+
+    def again(self, code: int) -> bool:
+        """Whether to start it once more; waits until that is due. ``code``: what the last start ended with."""
+        if code != WIPED_OUT or not self._may or not _holds_some(Path(self._directory)):
+            return False
+        loss = restarts.Loss(self._state.incarnation, "died", "every group was taken down")
+        self._state = restarts.lost(self._state, loss, time.monotonic(), self._limits)
+        if self._state.never:
+            _say(f"the whole job is not started again: {self._state.never}")
+            return False
+        time.sleep(max(0.0, self._state.due - time.monotonic()))
+        self._state = restarts.started(self._state, time.monotonic())
+        _say(f"no group is left: the whole job is started again, for the {len(self._state.again)}. time within an hour")
+        return True
 
 
 def _say(line: str) -> None:

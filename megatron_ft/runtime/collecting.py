@@ -126,8 +126,10 @@ class Checkpoints:
         now = time.monotonic()
         if self._attempt is not None:
             return now + _POLL_S
-        if self._rank.group != min(state.view.live) or not state.synced or state.finished:
+        if self._rank.group != min(state.view.live) or state.finished:
             return _NEVER
+        if not state.synced or state.following:
+            return 0.0
         due = self._last + self._rhythm.wait_s(now - self._began, step_s)
         stops = bool(self._told) and saving.stopping(self._told, state.view)
         if now < due and not stops:

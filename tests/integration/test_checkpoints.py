@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import checkers, inject
 from megatron_ft.runtime import checkpoint
 from megatron_ft.runtime.points import Hold
 from tests import checkpoint_kills, support
+from tests.integration.test_hosts import Agents
 
 MICROBATCHES = support.GROUPS * support.PER_GROUP
 OFTEN, ONCE = 0.05, 1e6
@@ -177,6 +179,22 @@ def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint
     assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
 
 
+def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
+    """Group 0: the others save without it meanwhile, and the lock of the directory goes there and back."""
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, 0.2, steps=100_000, groups=2, rejoin={"enabled": True})
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    os.kill(inject.pid_of(run.directory, 0), signal.SIGKILL)
+    support.wait_for(lambda: bool(run.events("rejoined")), run)
+    back = run.events("rejoined")[-1]["step"]
+    support.wait_for(lambda: any(line["step"] > back and 0 in line["writers"] for line in run.events("checkpoint")), run)
+    run.process.send_signal(signal.SIGTERM)
+    said = " ".join(run.finish().split())
+    last = run.events("step")[-1]["step"]
+    assert f"the checkpoint of step {last + 1} is complete" in said and complete(saved)[0] == last + 1
+    assert [1] in [line["writers"] for line in run.events("checkpoint")], "they saved without it"
+
+
 def test_two_jobs_cannot_have_one_directory(tmp_path, data_dir):
     saved = tmp_path / "saved"
     first = start(tmp_path / "first", data_dir, saved, steps=100_000, groups=2)
@@ -214,9 +232,50 @@ def test_what_would_learn_something_else_is_refused_before_training(tmp_path, da
 
 def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
     saved = tmp_path / "saved"
-    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2)
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2, rejoin={"enabled": False})
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     for rank in json.loads((run.directory / "ranks.json").read_text()):
         os.kill(rank["pid"], signal.SIGKILL)
     said = " ".join(run.finish().split())
+    assert run.process.returncode == WIPED_OUT
     assert "no group is left" in said and f"the checkpoint of step {complete(saved)[0]} is complete" in said
+
+
+def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, data_dir):
+    saved = tmp_path / "saved"
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=60, groups=2, rejoin={"enabled": True})
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    for rank in json.loads((run.directory / "ranks.json").read_text()):
+        os.kill(rank["pid"], signal.SIGKILL)
+    said = went_well(run)
+    assert "the whole job is started again" in said
+    both = checkers.joined([_earlier(run), run.history])
+    assert not checkers.check_history(both, 2 * support.PER_GROUP)
+
+
+def test_several_hosts_stop_and_go_on_together(tmp_path, data_dir, reference):
+    """All agents are told; then two hosts with other groups go on, and only the first one chooses."""
+    agents = Agents(tmp_path, data_dir)
+    changes = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": ONCE}, "min_groups": 1}
+    agents.config = support.write_config(tmp_path / "config.json", **changes, detector={"straggler_factor": 0})
+    before, steps = _hosts(agents, 100_000, groups=4)
+    support.wait_for_step(before, 2)
+    for agent in agents.agents.values():
+        agent.send_signal(signal.SIGTERM)
+    said = [" ".join(agents.said(host).split()) for host in steps]
+    at = before.events("step")[-1]["step"] + 1
+    assert all(f"the checkpoint of step {at} is complete" in line for line in said), said
+    assert [agent.returncode for agent in agents.agents.values()] == [128 + signal.SIGTERM] * 2
+    after, _ = _hosts(agents, at + 2, groups=2)
+    said = [agents.said(host) for host in steps]
+    assert [agent.returncode for agent in agents.agents.values()] == [0, 0], said
+    assert [line["step"] for line in after.events("step")] == [at, at + 1]
+    assert {line["microbatches"] for line in after.events("step")} == {MICROBATCHES}
+    assert checkers.largest_loss_difference(_earlier(after), reference.history) <= checkers.LOSS_TOLERANCE
+
+
+def _hosts(agents: Agents, steps: int, groups: int) -> tuple[support.Run, range]:
+    agents.own[3] = steps
+    for host in range(2):
+        agents.start(host, hosts=2, groups=groups)
+    return support.Run(agents.directory / "run", agents.agents[0], groups), range(2)

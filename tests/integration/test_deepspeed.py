@@ -261,3 +261,14 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path, data_dir, alone):
     runs = [start(tmp_path / name, data_dir) for name in ("one", "other")]
     for run in runs:
         run.check(alone())
+
+
+def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path, data_dir, alone):
+    """Each stage has saved, and reads, its own part of the model and of the optimizer's state."""
+    settings = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}}
+    start(tmp_path / "first", data_dir, steps=2, **settings).check()
+    again = start(tmp_path / "again", data_dir, **settings)
+    again.check(alone())
+    assert [line["step"] for line in again.events("step")] == [2, 3]
+    (end,), (theirs,) = again.events("end"), alone().events("end")
+    assert end["params_sha256"] == theirs["params_sha256"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import inject, processes
 from tests import support
 from tests.integration.test_hosts import free_port
@@ -233,7 +234,7 @@ def test_when_the_last_member_dies_those_that_have_just_come_back_end_with_it(tm
         run.said(group, 1)
     last = run.kill(0)
     output = run.finish()
-    assert run.process.returncode == 1
+    assert run.process.returncode == WIPED_OUT
     (stop,) = run.events("stop")
     assert "no group is left" in stop["reason"] and f"(pid {last}) ended with SIGKILL" in stop["reason"], stop
     assert stop["reason"] in " ".join(output.split()) and not run.events("given_up")
