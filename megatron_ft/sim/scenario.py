@@ -82,26 +82,52 @@ GENTLE = {"kill": 4, "break": 2, "start": 4, "store dies": 3, "store freezes": 3
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed: up to 5 groups, up to 7 faults, half of them close upon another, some all at the start."""
+    """The scenario of a seed: up to 5 groups, up to 7 faults, half of them close upon another, some all at the start.
+
+    In a quarter of them groups come back, and meet the next fault on their way (:func:`_coming_back`), in a longer job.
+    """
     rng = random.Random(seed)
     groups = rng.randint(1, 5)
+    returns = rng.random() < 0.25
     scenario = Scenario(
         seed=seed,
         groups=groups,
-        per_shard=rng.randint(1, 3),
-        buckets=rng.randint(1, 3),
-        steps=rng.randint(1, 4),
+        per_shard=1 if returns else rng.randint(1, 3),
+        buckets=rng.randint(1, 2 if returns else 3),
+        steps=rng.randint(4, 8) if returns else rng.randint(1, 4),
         min_groups=2 if groups > 2 and rng.random() < 0.1 else 1,
         redundancy=rng.choice([0, 0, 1, 2, 2]) if groups > 2 else 0,
     )
     weights = GENTLE if rng.random() < 1 / 3 else _ANY
     length = rng.choice([scenario.steps * (scenario.per_shard + 3.0)] * 4 + [5.0])
     faults: list[Fault] = []
+    if returns:
+        for _ in range(rng.randint(1, 2)):
+            faults += _coming_back(rng, rng.uniform(0, 0.5 * length), groups, weights is GENTLE)
     at = 0.0
-    for _ in range(rng.randint(0, 7)):
+    for _ in range(rng.randint(0, 2 if returns else 7)):
         at = at + rng.uniform(0, 6) if faults and rng.random() < 0.5 else rng.uniform(0, 1.3 * length)
         faults += _fault(rng, rng.choices(list(weights), list(weights.values()))[0], at, groups)
     return Scenario(**{**vars(scenario), "faults": tuple(sorted(faults, key=lambda fault: fault.at))})
+
+
+def _coming_back(rng: random.Random, at: float, groups: int, gentle: bool) -> list[Fault]:
+    """One or two groups are lost, or new, and start; soon after one of those they may follow, or they themselves, fail; and
+    those may start again.
+    """
+    coming = rng.sample(range(groups + 2), rng.choice([1, 1, 1, 2]))
+    faults = [Fault(at + rng.uniform(0, 1), "kill", (group,)) for group in coming if group < groups]
+    for _ in range(rng.randint(1, 4)):
+        at += rng.uniform(1, 6)
+        faults += [Fault(at + rng.uniform(0, 1.5), "start", (group,)) for group in coming]
+        at += rng.uniform(0.5, 16)
+        if rng.random() < 0.3:
+            continue
+        kind = rng.choice(["kill", "kill", "break"] if gentle else ["kill", "kill", "vanish", "freeze", "accuse", "break"])
+        victim = rng.choice([*coming, *coming, *range(groups)])
+        faults.append(Fault(at, kind, (victim,), rng.uniform(1, 30) if kind == "freeze" else 0.0))
+        coming = sorted({*coming, victim})[: rng.randint(1, 3)] if kind in ("kill", "vanish") else coming
+    return faults
 
 
 def _fault(rng: random.Random, kind: str, at: float, groups: int) -> list[Fault]:

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 from megatron_ft.core import membership, recovery, scheduler
 from megatron_ft.core.recovery import GroupState, Transferred, Updated
+from megatron_ft.core.stragglers import Speeds
 from megatron_ft.sim import group
+from megatron_ft.sim.following import Following
 from megatron_ft.sim.group import Group
 from megatron_ft.sim.store import Store
 from megatron_ft.types import Begun, Plan
@@ -54,14 +56,14 @@ def _(patch):
 
 @mutation("nobody waits for reports")
 def _(patch):
-    def hasty(view, reports, dead, silent, reason, joining=None):
+    def hasty(view, reports, dead, silent, reason, asking=None):
         missing = {group: "no report yet" for group in view.live if group not in reports}
-        return NEXT_VIEW(view, reports, dead, {**silent, **missing}, reason, joining)
+        return NEXT_VIEW(view, reports, dead, {**silent, **missing}, reason, asking)
 
     patch.setattr(membership, "next_view", hasty)
 
 
-@mutation("the time in which the store is away counts as waiting", range(4400, 4800))
+@mutation("the time in which the store is away counts as waiting", range(4900, 5000))
 def _(patch):
     patch.setattr(recovery, "_LOOKS", 0.01)
 
@@ -84,17 +86,7 @@ def _(patch):
     patch.setattr(membership, "next_view", undecided)
 
 
-@mutation("who has no state and does not know the step proposes all the same", range(1900, 2300))
-def _(patch):
-    patch.setattr(recovery, "_has_say", lambda state: True)
-
-
-@mutation("who has committed the step and is to be left out proposes how the others go on with it", range(28600, 28700))
-def _(patch):
-    patch.setattr(recovery, "_has_say", lambda state: state.synced or HAS_SAY(state))
-
-
-@mutation("who has no state waits for ever for those that had")
+@mutation("who has no state waits for ever for those that had", range(1000, 1050))
 def _(patch):
     patch.setattr(recovery, "_has_say", lambda state: state.synced or not any(r.synced for r in state.reports.values()))
     patch.setattr(recovery, "_give_up", lambda state: state)
@@ -113,14 +105,9 @@ def _(patch):
     patch.setattr(recovery, "_adopt", adopt)
 
 
-@mutation("an older start takes its successor's seat")
+@mutation("an older start takes its successor's seat", range(550, 600))
 def _(patch):
     patch.setattr(recovery, "_adopt", lambda s, view: ADOPT(replace(s, incarnation=view.incarnations.get(s.me, 0)), view))
-
-
-@mutation("who joins keeps its own model")
-def _(patch):
-    _change_views(patch, lambda view: replace(view, behind=tuple(g for g in view.behind if g not in view.joined)))
 
 
 @mutation("who is behind does not take the state")
@@ -128,14 +115,86 @@ def _(patch):
     _change_views(patch, lambda view: replace(view, source=None, behind=()))
 
 
-@mutation("a joiner's own model is as good as any in the first step", range(2700, 3100))
+# --- coming back ----------------------------------------------------------------------------------------------------
+
+
+@mutation("who follows somebody that is no member any more enters", range(4750, 4800))
 def _(patch):
-    def next_view(view, reports, dead, silent, reason, joining=None):
-        starts, ours = view.incarnations, replace(view, incarnations={})
-        found = NEXT_VIEW(ours if view.step == 0 else view, reports, dead, silent, reason, joining)
-        return found and replace(found, incarnations={**starts, **found.incarnations})
+    patch.setattr(membership, "admissible", lambda view, asked: asked.group not in view.live)
+
+
+@mutation("somebody enters although others are behind", range(1000, 1050))
+def _(patch):
+    _admit_where(patch, lambda view, reports: view.behind)
+
+
+@mutation("somebody enters although a bucket is final", range(3250, 3300))
+def _(patch):
+    _admit_where(patch, lambda view, reports: view.final)
+
+
+def _admit_where(patch, condition):
+    """Those that ask enter also where this holds, and nothing is handed to them."""
+
+    def next_view(view, reports, dead, silent, reason, asking=None):
+        found = NEXT_VIEW(view, reports, dead, silent, reason, asking)
+        if not found or not found.live or found.joined or not condition(found, reports):
+            return found
+        joined = membership._entering(view, found.live, asking or {})
+        live = tuple(sorted((*found.live, *joined)))
+        return replace(found, live=live, joined=tuple(joined), incarnations={**found.incarnations, **joined})
 
     patch.setattr(membership, "next_view", next_view)
+
+
+@mutation("who enters computes with what it has")
+def _(patch):
+    patch.setattr(recovery, "start", lambda *arguments: replace(START(*arguments), synced=True, following=False))
+
+
+@mutation("who enters takes its own model for the donors'")
+def _(patch):
+    def follow(self, step):
+        yield from self._feed(recovery.Followed(self.state.speeds))
+
+    patch.setattr(Group, "_follow", follow)
+
+
+@mutation("who enters is content with an older state of its donors")
+def _(patch):
+    def advance(self, limit=None):
+        found = ADVANCE(self, limit)
+        return found if found is None or limit is None else replace(found, step=limit)
+
+    patch.setattr(Following, "advance", advance)
+
+
+@mutation("who enters does not learn who is slow")
+def _(patch):
+    def progress(state, event):
+        return PROGRESS(state, recovery.Followed(Speeds()) if isinstance(event, recovery.Followed) else event)
+
+    patch.setattr(recovery, "_progress", progress)
+
+
+@mutation("who lacks a donor waits for ever")
+def _(patch):
+    def follow(self, step):
+        while not self._inbox and (self._following.advance(step) is None or self._following.advance(step).step < step):
+            yield self._wait(self.cluster.kernel.now + 1000.0)
+        if not self._inbox:
+            yield from FOLLOW(self, step)
+
+    patch.setattr(Group, "_follow", follow)
+
+
+@mutation("that a request has ended the epoch is not said")
+def _(patch):
+    def close(state):
+        state, actions = CLOSE(state)
+        return state, tuple(a for a in actions if not (isinstance(a, recovery.Announce) and a.after >= 0))
+
+    patch.setattr(recovery, "_close", close)
 
 
 # --- plans and sums -------------------------------------------------------------------------------------------------
@@ -248,12 +307,13 @@ def _(patch):
     patch.setattr(recovery, "_transferred", lambda state, event: TRANSFERRED(state, Transferred(event.epoch)))
 
 
-@mutation("who takes the state plans on with what it knew before")
+@mutation("who enters plans on with what it knew before")
 def _(patch):
-    def transferred(state, event):
-        return replace(TRANSFERRED(state, event), plan=state.plan) if state.ahead is None else TRANSFERRED(state, event)
+    def progress(state, event):
+        new = PROGRESS(state, event)
+        return replace(new, plan=state.plan) if isinstance(event, recovery.Followed) else new
 
-    patch.setattr(recovery, "_transferred", transferred)
+    patch.setattr(recovery, "_progress", progress)
 
 
 @mutation("every group goes by its own clock")
@@ -266,7 +326,7 @@ def _(patch):
     patch.setattr(recovery, "_progress", progress)
 
 
-@mutation("a bucket that is fetched comes without the times")
+@mutation("a bucket that is fetched comes without the times", range(1600, 1700))
 def _(patch):
     def send(self, targets, key, value):
         GROUP_SEND(self, targets, key, group.Sum(value.gradient) if key[0] == "bucket" else value)
@@ -304,9 +364,12 @@ def _change_views(patch, change):
 
 
 LOOK = group.look
+START = recovery.start
+CLOSE = recovery._close
+FOLLOW = Group._follow
+ADVANCE = Following.advance
 NEXT_VIEW = membership.next_view
 NEXT_ACTION = recovery.next_action
-HAS_SAY = recovery._has_say
 ADOPT = recovery._adopt
 PROPOSAL = recovery._proposal
 PATCH_PLAN = scheduler.patch_plan

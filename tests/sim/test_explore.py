@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from megatron_ft.core import recovery
+from megatron_ft.core.state import changed
 from megatron_ft.sim import explore
 from megatron_ft.sim.cluster import play
 from megatron_ft.sim.scenario import GENTLE, draw
@@ -35,10 +38,12 @@ def test_the_histories_reach_what_is_rare():
         for line in history.lines:
             if line["event"] == "view":
                 seen["final bucket fetched"] += bool(line["missing"])
-                seen["decided step caught up with"] += bool(set(line["behind"]) - set(line["joined"])) and line["epoch"] > 0
+                seen["decided step caught up with"] += bool(line["behind"]) and line["epoch"] > 0
                 seen["two lost at once"] += len(line["lost"]) > 1
                 seen["lost and joined at once"] += bool(line["lost"] and line["joined"])
                 seen["comes back"] += bool(lost & set(line["joined"]))
+                seen["comes back again"] += any(line["incarnations"][str(group)] > 1 for group in line["joined"])
+                seen["two enter at once"] += len(line["joined"]) > 1
                 seen["second failure of a step"] += len(line["begun"][1]) > 1
                 lost |= {int(group) for group in line["lost"]}
             if line["event"] == "commit":
@@ -50,6 +55,9 @@ def test_the_histories_reach_what_is_rare():
                 seen["left out alive"] += "outside view" in line["reason"]
                 seen["too few groups"] += "min_groups" in line["reason"]
                 seen["stopped for no report"] += "no report within" in line["reason"]
+                seen["has to start over"] += "has to start over" in line["reason"]
+            if line["event"] == "state":
+                seen["has followed"] += line["source"] is None
     kinds = ("kill", "vanish", "freeze", "accuse", "break", "start", "cut", "isolate", "slow", "lose")
     stories = (
         "final bucket fetched",
@@ -57,6 +65,10 @@ def test_the_histories_reach_what_is_rare():
         "two lost at once",
         "lost and joined at once",
         "comes back",
+        "comes back again",
+        "two enter at once",
+        "has followed",
+        "has to start over",
         "second failure of a step",
         "left out alive",
         "too few groups",
@@ -69,6 +81,44 @@ def test_the_histories_reach_what_is_rare():
     )
     missing = [name for name in (*kinds, *stories) if not seen[name]]
     assert not missing, f"no history reached: {missing}"
+
+
+def entries_by_themselves(seeds=range(1000)):
+    """The views that let somebody in, in histories in which nobody fails, except the store."""
+    for seed in seeds:
+        scenario = draw(seed)
+        harmless = tuple(fault for fault in scenario.faults if fault.kind in ("start", "store dies", "store freezes"))
+        if any(fault.kind == "start" for fault in harmless):
+            lines = play(replace(scenario, faults=harmless)).lines
+            yield from (line for line in lines if line["event"] == "view" and "ask to join" in line["reason"])
+
+
+def test_an_entry_by_itself_interrupts_nobody():
+    """It happens at a boundary: nobody has a bucket yet that others lack, and nobody has to be handed a state."""
+    views = list(entries_by_themselves())
+    assert len(views) > 100
+    for view in views:
+        assert view["joined"] and not view["behind"] and not view["final"] and not view["lost"], view
+
+
+@pytest.mark.parametrize("when", ["at once", "for all at once"])
+def test_an_entry_that_interrupts_others_is_seen(monkeypatch, when):
+    """Nothing is lost by that, and no checker of histories minds; states are handed over for nothing."""
+    close, entry = recovery._close, recovery._entry
+
+    def tactless(state):
+        state, actions = close(state)
+        return state, tuple(replace(a, after=-1) if isinstance(a, recovery.Announce) else a for a in actions)
+
+    def hasty(state):
+        asking = {group: replace(asked, after=-1) for group, asked in state.asking.items()}
+        return entry(changed(state, asking=asking, have=frozenset()))
+
+    if when == "at once":
+        monkeypatch.setattr(recovery, "_entry", hasty)
+    else:
+        monkeypatch.setattr(recovery, "_close", tactless)
+    assert any(view["behind"] or view["final"] for view in entries_by_themselves())
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -1,12 +1,16 @@
 """Property tests of the protocol core: random worlds, every step exact, every live group finishes."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core import recovery
 from megatron_ft.core.recovery import Job
+from megatron_ft.core.replication import consecutive
 from megatron_ft.types import Microbatch
+from tests.sim.mutations import MUTATIONS
 from tests.world import World
 
 
@@ -68,16 +72,79 @@ def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measure
             World(Job(4, 2, 3, 4, straggler_steps=1), seed).run(kills=3, joins=2)
 
 
+@pytest.mark.parametrize(
+    ("bug", "seeds", "found"),
+    [
+        ("who follows somebody that is no member any more enters", range(470, 490), "has to get to step"),
+        ("somebody enters although a bucket is final", range(5), "enters where something is handed over"),
+        ("that a request has ended the epoch is not said", range(50, 70), "stuck"),
+    ],
+)
+def test_a_planted_bug_in_an_entry_is_found(monkeypatch, bug, seeds, found):
+    MUTATIONS[bug][0](monkeypatch)
+    with pytest.raises(AssertionError, match=found):
+        for seed in seeds:
+            World(Job(4, 2, 3, 3, straggler_steps=1), seed).run(kills=4, joins=4, cuts=1)
+
+
+def left_out_with_a_step_of_its_own() -> World:
+    """D dies in step 0, and the others take over its part. A commits the step before they have seen a bucket of it, and is
+    taken for dead; it looks for their reports before they do."""
+    world = World(Job(shards=4, per_shard=3, buckets=1, steps=2, placement=consecutive(4, 2)))
+    world.play(until=lambda: all(isinstance(group.action, recovery.Compute) for group in world.alive.values()))
+    world.kill(3)
+    world.play(until=lambda: all(isinstance(group.action, recovery.Reduce) for group in world.alive.values()))
+    world.arrive(1), world.arrive(2)
+    assert world.act(0) and world.act(0) and len(world.alive[0].committed) == 1
+    world.accuse(0)
+    for me in (1, 2, 0):
+        world.notice(me)
+    for _ in range(12):
+        world.act(0)
+    world.play()
+    world.check_end()
+    return world
+
+
+def test_who_is_left_out_with_a_step_of_its_own_does_not_say_how_the_others_go_on(monkeypatch):
+    """It has forgotten how their step came about: by its plan somebody would do again what another has taken over."""
+    assert left_out_with_a_step_of_its_own().views[2].live == (1, 2)
+    say = recovery._has_say
+    monkeypatch.setattr(recovery, "_has_say", lambda state: state.synced or say(state))
+    with pytest.raises(AssertionError, match="summed twice|lacks"):
+        left_out_with_a_step_of_its_own()
+
+
+def test_nobody_enters_after_the_last_step():
+    """Nobody would connect to it any more. B, which has to leave, has not committed that step, and writes the view."""
+    world = World(Job(shards=3, per_shard=1, buckets=1, steps=1))
+    world.play(until=lambda: all(isinstance(group.action, recovery.Reduce) for group in world.alive.values()))
+    world.back(3, 0)
+    world.arrive(1), world.arrive(2)
+    for me in (0, 2):
+        assert world.act(me) and world.act(me) and len(world.alive[me].committed) == 1
+    world.accuse(1)
+    for me in (0, 2, 1):
+        while world.pending(me):
+            world.notice(me)
+    while 1 not in world.views:
+        world.act(1)
+    assert world.views[1].live == (0, 2) and world.views[1].step == 1
+
+
 def test_the_random_worlds_reach_the_hard_cases():
     """The property above is worth something only if its worlds really visit the rare states."""
     log: list[str] = []
     slow = 0
+    entries: Counter[str] = Counter()
     for seed in range(150):
         world = World(Job(4, 2, 3, 3, straggler_steps=1), seed, log)
         world.run(kills=3, joins=2, cuts=1, leaves=1)
         slow += any(group.state.speeds.slow for group in world.alive.values())
+        entries += world.entries
     text = "\n".join(log)
     rarities = ("takes the state of", "takes bucket", "(patch)", "reports step 3 have []", "have [0, 1, 2]", "joined [5]")
     for rare in (*rarities, "hears nothing"):
         assert rare in text, f"no world reached: {rare}"
     assert slow > 20
+    assert entries["followed"] > 30 and entries["strayed"] and entries["beside another"], entries
