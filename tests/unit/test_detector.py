@@ -131,7 +131,7 @@ def test_what_is_no_signal_is_refused():
 def test_a_late_silence_does_not_accuse_the_next_start_of_a_group():
     view = View(5, (0, 1), "", incarnations={1: 2})
     silent = [Silent("a", "b", (1,), (1,), 0.9, incarnation=number) for number in (1, 2)]
-    assert [ends(judge(signal), view) for signal in silent] == [False, True]
+    assert [ends(judge(signal), view, 0) for signal in silent] == [False, True]
 
 
 VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})

@@ -86,7 +86,7 @@ def test_a_group_that_comes_back_is_told(run_dir):
     view.update({"event": "restart", **start})
     view.update({"event": "given_up", "group": 1, "incarnation": 2, "reason": "too often"})
     said = console.export_text()
-    assert "group 1 is started again on h (incarnation 2, pid 7 8), 0.50 s after it was lost" in said
+    assert "group 1 is started again on h (incarnation 2, pid 7 8), 0.5 s after it was lost" in said
     assert "group 1 does not come back: too often" in said
 
 
