@@ -264,7 +264,8 @@ class Agent:
     def _told_to_stop(self, number: signal.Signals) -> float:
         """How long the ranks may take to end. They save once more if they can; told again, they end at once."""
         first, self._signalled = self._signalled is None, self._signalled or number
-        if first and self._config.fault_tolerance.checkpoint.directory:
+        begun = any(line["event"] == "begin" for line in history.read(self._run_dir))
+        if first and begun and self._config.fault_tolerance.checkpoint.directory:
             self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._living():

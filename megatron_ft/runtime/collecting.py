@@ -34,7 +34,8 @@ _LOOK_S = (0.01, 0.5)
 """How soon receipts are looked for again: at first, and at most."""
 _POLL_S = 0.02
 _PATIENCE_S = 1800.0
-"""A save that takes longer is given up: a file system that hangs must not keep the others from being used."""
+"""A save that takes longer, or half as long as others wait for this group at the end, is given up: a file system that hangs
+must not keep those that work from being used."""
 _TRIES_AT_END = 3
 STOPPED = "stopped"
 """The key under which the whole job hears that it ends, and why."""
@@ -47,7 +48,7 @@ class _Attempt:
         self.order, self.groups, self.former = order, groups, former
         self.meta: dict[str, Any] | None = None
         self.dropped = ""
-        self.late = False
+        self.late = self.stuck = False
         self.blamed: set[int] = set()
 
 
@@ -61,6 +62,7 @@ class Checkpoints:
         self._directory = Path(self._settings.directory)
         self.on = bool(self._settings.directory)
         self._wake, self._news = _NEVER, self.on
+        self._patience_s = min(_PATIENCE_S, config.fault_tolerance.detector.collective_timeout_s / 2)
         self._began = self._last = time.monotonic()
         self._since = 0
         period_s = self._settings.period_s
@@ -199,6 +201,7 @@ class Checkpoints:
     def _failed(self, why: str) -> None:
         attempt, self._attempt = self._attempt, None
         self._rhythm, self._avoid = self._rhythm.lost(attempt.late), attempt.blamed
+        self._tries_at_end += _TRIES_AT_END * attempt.stuck  # the end does not wait so long again
         if self._order == attempt.order:
             self._order = None
         self._history.note("checkpoint_failed", step=attempt.order.at, reason=why)
@@ -265,7 +268,10 @@ class Checkpoints:
         except CheckpointError:
             checkpoint.discard(self._directory, order.at, order.attempt)
             raise
-        checkpoint.prune(self._directory, self._settings.keep)
+        try:
+            checkpoint.prune(self._directory, self._settings.keep)
+        except CheckpointError as error:  # what was saved is saved
+            print(f"megatron_ft: {error}", flush=True)
         return {"path": str(made), "bytes": sum(f["bytes"] for receipt in receipts for f in receipt["files"].values())}
 
     def _discard_former(self, former: Saves | None) -> None:
@@ -280,7 +286,7 @@ class Checkpoints:
         """All receipts; once they are there, it does not matter any more who is lost."""
         order, receipts = attempt.order, {}
         missing = [(part, p) for part in range(len(order.writers)) for p in range(self._config.ranks_per_group)]
-        deadline, (pause, longest) = time.monotonic() + _PATIENCE_S, _LOOK_S
+        deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
         while True:
             dropped = attempt.dropped  # before the look: what was said by then is seen
             for place in missing:
@@ -294,9 +300,9 @@ class Checkpoints:
             if dropped:
                 raise CheckpointError(dropped)
             if time.monotonic() > deadline:
-                attempt.blamed = {order.writers[part] for part, _ in missing}
+                attempt.blamed, attempt.stuck = {order.writers[part] for part, _ in missing}, True
                 names = ", ".join(f"position {p} of group {order.writers[part]}" for part, p in missing)
-                raise CheckpointError(f"not written within {_PATIENCE_S:g} s by {names}; is the file system stuck there?")
+                raise CheckpointError(f"not written within {self._patience_s:g} s by {names}; does that file system hang?")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 

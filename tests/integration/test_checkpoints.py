@@ -179,6 +179,29 @@ def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint
     assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
 
 
+LATE = """
+import time
+from megatron_ft.core.saving import Saves
+from megatron_ft.runtime import watcher
+announce = watcher.announce
+def announce_late(store, signal, by=None):
+    time.sleep(0.4 * isinstance(signal, Saves))
+    announce(store, signal, by)
+watcher.announce = announce_late
+"""
+
+
+def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path, data_dir):
+    script = support.changed_script(tmp_path / "train.py", LATE)
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script, steps=100_000, groups=2)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    failed = run.events("checkpoint_failed")
+    assert failed and all("group 1 heard of it in step" in line["reason"] for line in failed)
+    assert len({line["step"] for line in failed}) == len(failed)
+
+
 def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
     """Group 0: the others save without it meanwhile, and the lock of the directory goes there and back."""
     saved = tmp_path / "saved"
