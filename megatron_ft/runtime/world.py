@@ -35,6 +35,7 @@ class World:
 
     def __init__(self) -> None:
         self._sockets: dict[int, int] = {}
+        self._before = sockets.opened()
         self._cut = False
 
     @classmethod
@@ -83,13 +84,13 @@ class World:
 
     @contextmanager
     def made_here(self, control_store: str) -> Iterator[None]:
-        """Process groups that are made in this block can be cut. ``control_store``: whose connections are left alone."""
-        before = sockets.opened()
+        """Process groups that are made until the end of this block can be cut, also by the script between two such blocks
+        (a ``PipelineModule`` makes its own). ``control_store``: whose connections are left alone."""
         try:
             yield
         finally:
             ports = [int(port) for port in re.findall(r":(\d+)", control_store)]
-            self._sockets.update(sockets.connected_since(before, except_to=ports))
+            self._sockets.update(sockets.connected_since(self._before, except_to=ports))
             if self._cut:
                 self.cut()
 

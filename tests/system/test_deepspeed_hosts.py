@@ -118,15 +118,17 @@ def test_torchrun_on_two_hosts(lab, job, alone):
 
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_groups_across_hosts(lab, job, alone, tmp_path):
-    """Each stage on a host of its own. One is cut off: its group is out, and the stage before it is released."""
+    """Each stage on a host of its own. One is cut off: its group is out, and the stage before it is released, from a process
+    group that the script's PipelineModule has made (DeepSpeed sums the norm in it before the optimizer's step)."""
+    hold = Hold(1, 1, "update", position=1)
     (tmp_path / "hosts").write_text("".join(f"{lab.address(host)} slots=1\n" for host in lab.hosts))
     options = ["--groups", GROUPS, "--config", job.config, "--run-dir", tmp_path / "run"]
     for host in lab.hosts:
         command = support.command(
             "launch", "--hostfile", tmp_path / "hosts", "--port", 29500, *options, SCRIPT, "--", *job.own
         )
-        job.start(lab.inside(host, command))
-    support.wait_for_step(job.run, 1)
+        job.start(lab.inside(host, command), [hold])
+    support.await_held(job.run, 1, 1)
     lab.cut(3)
     job.check(alone)
     (view,) = job.run.events("view")[1:]
