@@ -74,14 +74,14 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
     """One fault (``kill``, ``stop``, ``cut``) in the middle of training, and what it cost; ``lab``: one host per group."""
     with _running(directory, megabytes, settings, lab) as workers:
         survivors = [group for group in range(GROUPS) if group != victim]
-        _await(workers, lambda: all(_trained(directory, group) >= WARMUP for group in range(GROUPS)))
-        step_s = _median([a["ended"] - a["begun"] for a in _attempts(directory, survivors[0]) if a["committed"]][-WARMUP:])
+        _await(workers, lambda: all(trained(directory, group) >= WARMUP for group in range(GROUPS)))
+        step_s = _median([a["ended"] - a["begun"] for a in attempts_of(directory, survivors[0]) if a["committed"]][-WARMUP:])
         time.sleep(random.Random(seed).uniform(0, 2 * step_s))
         struck = time.time()
         _strike(workers[victim], fault, victim, lab)
         living = [workers[group] for group in survivors]
         reached = _await(living, lambda: all(_recovered(directory, g, struck) for g in survivors), must=False)
-        attempts = {group: [a for a in _attempts(directory, group) if a["ended"] > struck] for group in survivors}
+        attempts = {group: [a for a in attempts_of(directory, group) if a["ended"] > struck] for group in survivors}
         first = [_recovered(directory, group, struck) for group in survivors]
         times = [a["ended"] - struck for a in first if a is not None]
         delays = [
@@ -98,7 +98,7 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
             "interrupted_step": _fate([attempts[group] for group in survivors]),
             "survivors_crashed": sum(worker.poll() is not None for worker in living),
             "attempts_discarded": [sum(not a["committed"] for a in attempts[group]) for group in survivors],
-            "false_alarms": sum(not a["committed"] for a in _attempts(directory, survivors[0]) if a["ended"] < struck),
+            "false_alarms": sum(not a["committed"] for a in attempts_of(directory, survivors[0]) if a["ended"] < struck),
             "fault_free_step_s": step_s,
         }
 
@@ -106,12 +106,12 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
 def endure(directory: Path, megabytes: int, settings: dict, minutes: float) -> dict:
     """Train that long without any fault; how many attempts were discarded, or committed without everybody."""
     with _running(directory, megabytes, settings, None) as workers:
-        _await(workers, lambda: all(_trained(directory, group) for group in range(GROUPS)))
+        _await(workers, lambda: all(trained(directory, group) for group in range(GROUPS)))
         deadline = time.monotonic() + 60 * minutes
         _await(workers, lambda: time.monotonic() > deadline, must=False)
         crashed = sum(worker.poll() is not None for worker in workers)
     # Until all were there once, replicas that came later had to be waited for, or to catch up.
-    own = [_since_complete(_attempts(directory, group)) for group in range(GROUPS)]
+    own = [_since_complete(attempts_of(directory, group)) for group in range(GROUPS)]
     wrong = [sum(not a["committed"] or a["participants"] < GROUPS for a in attempts) for attempts in own]
     return {"attempts": max(map(len, own)), "false_alarms": max(wrong), "crashed": crashed}
 
@@ -124,7 +124,8 @@ def _since_complete(attempts: list[dict]) -> list[dict]:
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-def _attempts(directory: Path, group: int) -> list[dict]:
+def attempts_of(directory: Path, group: int | str) -> list[dict]:
+    """The whole lines of a replica group's file."""
     try:
         text = (directory / f"attempts.{group}").read_text()
     except FileNotFoundError:
@@ -132,17 +133,17 @@ def _attempts(directory: Path, group: int) -> list[dict]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _trained(directory: Path, group: int) -> int:
-    """Steps committed with everybody, since the last one without."""
+def trained(directory: Path, group: int, groups: int = GROUPS) -> int:
+    """Steps committed with so many groups, since the last one with others."""
     count = 0
-    for attempt in _attempts(directory, group):
-        count = count + 1 if attempt["committed"] and attempt["participants"] == GROUPS else 0
+    for attempt in attempts_of(directory, group):
+        count = count + 1 if attempt["committed"] and attempt["participants"] == groups else 0
     return count
 
 
 def _recovered(directory: Path, group: int, struck: float) -> dict | None:
     """The first commit after the fault in which the victim has no part."""
-    for attempt in _attempts(directory, group):
+    for attempt in attempts_of(directory, group):
         if attempt["ended"] > struck and attempt["committed"] and attempt["participants"] == GROUPS - 1:
             return attempt
     return None
@@ -150,7 +151,7 @@ def _recovered(directory: Path, group: int, struck: float) -> dict | None:
 
 def _committed_before(directory: Path, group: int, attempt: dict) -> float:
     """When this group had committed its last step before that one."""
-    return max(a["ended"] for a in _attempts(directory, group) if a["committed"] and a["ended"] < attempt["ended"])
+    return max(a["ended"] for a in attempts_of(directory, group) if a["committed"] and a["ended"] < attempt["ended"])
 
 
 def _fate(attempts: list[list[dict]]) -> str:
@@ -225,8 +226,13 @@ def _strike(worker: subprocess.Popen, fault: str, victim: int, lab) -> None:
         worker.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
 
 
-def replica(group: int, megabytes: int, out: str, address: str, settings: dict) -> None:
-    """One replica group of one rank: quorum, backward, reduce, and a step of the optimizer if torchft says so."""
+def replica(
+    group: int, megabytes: int, out: str, address: str, settings: dict, optimizer_of=None, samples: int = 1, warm=None
+) -> None:
+    """One replica group of one rank: quorum, backward, reduce, and a step of the optimizer if torchft says so.
+
+    ``optimizer_of``: (parameters) -> optimizer, by default SGD; ``warm`` is called before the first quorum.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark
     socket.gethostname = lambda: address  # where torchft serves its checkpoints; a namespace has the machine's name
     import recovery_model
@@ -234,8 +240,11 @@ def replica(group: int, megabytes: int, out: str, address: str, settings: dict) 
 
     torch.set_num_threads(1)
     model = recovery_model.build(megabytes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=recovery_model.LEARNING_RATE)
+    optimizer_of = optimizer_of or (lambda parameters: torch.optim.SGD(parameters, lr=recovery_model.LEARNING_RATE))
+    optimizer = optimizer_of(model.parameters())
     buckets = recovery_model.flat_gradients(model)
+    if warm is not None:
+        warm()
     manager = _manager(group, address, settings, model, optimizer)
     with open(out, "w", buffering=1) as lines:
         for attempt in range(sys.maxsize):
@@ -243,7 +252,7 @@ def replica(group: int, megabytes: int, out: str, address: str, settings: dict) 
             manager.start_quorum()
             for bucket in buckets:
                 bucket.zero_()
-            recovery_model.loss_of(model, recovery_model.batch(attempt, group)).backward()
+            recovery_model.loss_of(model, recovery_model.batch(attempt, group, samples=samples)).backward()
             for work in [manager.allreduce(bucket) for bucket in buckets]:
                 work.wait()
             committed = manager.should_commit()

@@ -6,8 +6,6 @@ for a file before it asks for a quorum.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ import time
 from pathlib import Path
 
 import recovery_torchft
-from recovery_torchft import GROUPS, TIMEOUT_S
+from recovery_torchft import GROUPS, TIMEOUT_S, attempts_of, trained
 
 _PORT = 29511
 SETTINGS = {**recovery_torchft.tight(5000), "manager": {"timeout": 60.0}}
@@ -43,20 +41,20 @@ def trial(directory: Path, megabytes: int, samples: int, victim: int, without: i
             for group in range(GROUPS):
                 (directory / f"attempts.{group}.go").touch()
                 start(group, f"attempts.{group}")
-            watched = directory / f"attempts.{(victim + 1) % GROUPS}"
-            _await(lambda: _trained(watched, GROUPS) >= 3)
+            watched = (victim + 1) % GROUPS
+            _await(lambda: trained(directory, watched) >= 3)
             workers[victim].send_signal(signal.SIGKILL)
             workers[victim].wait()
-            _await(lambda: _trained(watched, GROUPS - 1) >= 1)
+            _await(lambda: trained(directory, watched, GROUPS - 1) >= 1)
             back = directory / "attempts.back"
             start(victim, back.name)
             _await(lambda: back.with_suffix(".back.warm").exists())
-            first = len(_attempts(watched)) + 1
-            _await(lambda: len(_attempts(watched)) >= first + without)
+            first = len(attempts_of(directory, watched)) + 1
+            _await(lambda: len(attempts_of(directory, watched)) >= first + without)
             going_on = time.time()
             back.with_suffix(".back.go").touch()
-            _await(lambda: _trained(watched, GROUPS) >= 1)
-            attempts = _attempts(watched)
+            _await(lambda: trained(directory, watched) >= 1)
+            attempts = attempts_of(directory, watched)
         except Exception:
             print((directory / "log").read_text()[-3000:], file=sys.stderr)
             raise
@@ -82,50 +80,17 @@ def _await(condition) -> None:
         time.sleep(0.02)
 
 
-def _attempts(path: Path) -> list[dict]:
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def _trained(path: Path, groups: int) -> int:
-    """Steps committed with so many, since the last one with others."""
-    count = 0
-    for attempt in _attempts(path):
-        count = count + 1 if attempt["committed"] and attempt["participants"] == groups else 0
-    return count
-
-
 def replica(group: int, megabytes: int, samples: int, out: Path) -> None:
-    """One replica group of one rank."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark
-    import recovery_model
+    """One replica group of one rank, with Adam; a new one says when it is warm, and waits until it may go on."""
     import torch
 
-    torch.set_num_threads(1)
-    model = recovery_model.build(megabytes)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-    buckets = recovery_model.flat_gradients(model)
-    out.with_suffix(out.suffix + ".warm").touch()
-    while not out.with_suffix(out.suffix + ".go").exists():
-        time.sleep(0.05)
-    manager = recovery_torchft._manager(group, "127.0.0.1", SETTINGS["manager"], model, optimizer)
-    with out.open("w", buffering=1) as lines:
-        for attempt in range(sys.maxsize):
-            begun, step = time.time(), manager.current_step()
-            manager.start_quorum()
-            for bucket in buckets:
-                bucket.zero_()
-            recovery_model.loss_of(model, recovery_model.batch(attempt, group, samples=samples)).backward()
-            for work in [manager.allreduce(bucket) for bucket in buckets]:
-                work.wait()
-            committed = manager.should_commit()
-            if committed:
-                optimizer.step()
-            line = {"begun": begun, "ended": time.time(), "step": step, "committed": committed}
-            lines.write(json.dumps({**line, "participants": manager.num_participants()}) + "\n")
+    def warm() -> None:
+        out.with_suffix(out.suffix + ".warm").touch()
+        while not out.with_suffix(out.suffix + ".go").exists():
+            time.sleep(0.05)
+
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-6)  # noqa: E731
+    recovery_torchft.replica(group, megabytes, str(out), "127.0.0.1", SETTINGS["manager"], adam, samples, warm)
 
 
 if __name__ == "__main__":
