@@ -110,6 +110,8 @@ class Following:
                 if view is None:
                     time.sleep(_POLL_S)
                     continue
+                if guest is not self._guest:
+                    return
                 epoch = view.epoch
                 if self.has_seat(view):
                     self._rank.take_seat(view, agreement)
