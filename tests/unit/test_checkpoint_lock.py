@@ -66,10 +66,11 @@ def test_another_leader_of_the_same_run_takes_over_and_the_old_one_notices(tmp_p
 
 def test_a_last_beat_of_the_old_leader_does_not_take_the_lock_back(tmp_path):
     old = take(tmp_path, "run")
-    before = (tmp_path / "lock").read_text()
+    before = (tmp_path / "lock").read_bytes()
     with take(tmp_path, "run") as new:
         old._thread.join()
-        (tmp_path / "lock").write_text(before)
+        with (tmp_path / "lock").open("r+b", buffering=0) as file:  # as a beat is written: in place, never empty in between
+            file.write(before)
         looked = threading.Event()
         while json.loads(before)["token"] in (tmp_path / "lock").read_text():
             looked.wait(BEAT_S)
