@@ -52,6 +52,10 @@ class StepResult:
     microbatches: int
     gradient_norm: float
 
+    def to_json(self) -> list[Any]:
+        """In the order in which the constructor takes them."""
+        return [self.step, self.loss, self.microbatches, self.gradient_norm]
+
 
 class Engine(Protocol):
     """What the session needs of an engine."""

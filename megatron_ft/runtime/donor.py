@@ -129,10 +129,7 @@ class Donor:
     def _hand_over(self, follower: _Follower, step: int, carried: Mapping[str, Any]) -> None:
         skeleton, tensors = transfer.flatten(self._engine.state())
         flat = [wire.as_bytes(tensor) for tensor in tensors]
-        mine = [
-            flat[which][first:last].to("cpu", copy=True)
-            for which, first, last in wire.share([len(each) for each in flat], follower.part, follower.parts)
-        ]
+        mine = [piece.to("cpu", copy=True) for piece in wire.shares_of(flat, follower.part, follower.parts)]
         follower.put({"state": step, "skeleton": skeleton, "carried": carried}, mine, self._pace_s(_STATE_PACE))
 
     def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
@@ -140,12 +137,10 @@ class Donor:
             follower.drop()
             return
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
-        mine = [
-            wire.as_bytes(buckets[which][first:last].to("cpu", copy=True))
-            for which, first, last in wire.share([len(each) for each in buckets], follower.part, follower.parts)
-        ]
-        made = [result.step, result.loss, result.microbatches, result.gradient_norm]
-        follower.put({"step": step - 1, "result": made, "carried": carried}, mine, self._pace_s(_STEP_PACE))
+        shares = wire.shares_of(buckets, follower.part, follower.parts)
+        mine = [wire.as_bytes(piece.to("cpu", copy=True)) for piece in shares]
+        words = {"step": step - 1, "result": result.to_json(), "carried": carried}
+        follower.put(words, mine, self._pace_s(_STEP_PACE))
 
     def _pace_s(self, share: float) -> float:
         return min(share * self._step_s, _LONGEST_S)
@@ -161,19 +156,15 @@ class Donor:
             threading.Thread(target=self._answer, args=(end,), name="megatron_ft-donor", daemon=True).start()
 
     def _answer(self, end: socket.socket) -> None:
-        """Who calls says who it is and is told where this rank stands, as often as it asks; then it may follow."""
+        """Who calls says who it is and is told where this rank stands; then it may follow."""
         try:
             end.settimeout(wire.CALL_TIMEOUT_S)
             hello = wire.hear(end)
             if hello.get("token") != wire.token(self._env.run_id) or hello.get("position") != self._env.position:
                 end.close()
                 return
-            while True:
-                stands = {"step": self._step, "epoch": self._epoch(), "step_s": self._step_s}
-                wire.say(end, {"incarnation": self._env.incarnation, **stands})
-                asked = wire.hear(end)
-                if "at" in asked:
-                    break
+            wire.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
+            asked = wire.hear(end)
             end.settimeout(_SEND_S)
             follower = _Follower(end, hello["who"], asked["part"], asked["parts"], asked["at"])
         except (OSError, ValueError, KeyError):

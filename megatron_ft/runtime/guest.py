@@ -29,7 +29,7 @@ class Gone(Exception):
 
 
 class Donor(NamedTuple):
-    """One whom this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``, ``step_s``: where it stands."""
+    """One whom this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands."""
 
     group: int
     incarnation: int
@@ -37,7 +37,6 @@ class Donor(NamedTuple):
     port: int
     step: int = -1
     epoch: int | None = None
-    step_s: float = 0.0
 
 
 def look_up(donor: Donor, run_id: str, position: int, who: str) -> tuple[Donor, socket.socket] | None:
@@ -50,7 +49,7 @@ def look_up(donor: Donor, run_id: str, position: int, who: str) -> tuple[Donor, 
     if said["incarnation"] != donor.incarnation:
         end.close()
         return None
-    return donor._replace(step=said["step"], epoch=said["epoch"], step_s=said["step_s"]), end
+    return donor._replace(step=said["step"], epoch=said["epoch"]), end
 
 
 class _Stream:
@@ -110,12 +109,10 @@ class Guest:
     def _receive_state(self, stream: _Stream, words: dict[str, Any]) -> None:
         with self._changed:
             if self._skeleton is None:
-                self._skeleton, self._tensors = _room_for(words["skeleton"])
+                self._skeleton, self._tensors = words["skeleton"], _room_for(words["skeleton"])
             elif self._skeleton != words["skeleton"]:
                 raise Gone("donors describe their states differently")
-        flat = [wire.as_bytes(tensor) for tensor in self._tensors]
-        shares = wire.share([len(each) for each in flat], stream.part, stream.parts)
-        parts = [flat[which][first:last] for which, first, last in shares]
+        parts = wire.shares_of([wire.as_bytes(tensor) for tensor in self._tensors], stream.part, stream.parts)
         wire.receive(stream.end, parts)
         with self._changed:
             self.received += sum(map(len, parts))
@@ -150,8 +147,7 @@ class Guest:
     def _own_share(self, stream: _Stream) -> list[torch.Tensor]:
         """Of the engine's reduced buckets, what this donor sends the values of."""
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
-        shares = wire.share([len(each) for each in buckets], stream.part, stream.parts)
-        return [buckets[which][first:last] for which, first, last in shares]
+        return wire.shares_of(buckets, stream.part, stream.parts)
 
     # --- putting in place, the training thread ------------------------------------------------------------------------
 
@@ -207,7 +203,7 @@ class Guest:
                 wire.hang_up(stream.end)
 
 
-def _room_for(skeleton: Any) -> tuple[Any, list[torch.Tensor]]:
+def _room_for(skeleton: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
 
     def make(dtype: torch.dtype, shape: list[int], device: str) -> torch.Tensor:
@@ -215,4 +211,4 @@ def _room_for(skeleton: Any) -> tuple[Any, list[torch.Tensor]]:
         return tensors[-1]
 
     transfer.unflatten(skeleton, make)
-    return skeleton, tensors
+    return tensors

@@ -376,7 +376,7 @@ class Rank:
         return {
             "carried": self.carried,
             "engine": self.engine.state(),
-            "result": None if result is None else [result.step, result.loss, result.microbatches, result.gradient_norm],
+            "result": None if result is None else result.to_json(),
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def meta(
         "microbatches_per_shard": config.microbatches_per_group,
         "settings": settings(config),
         "steps": steps,
-        "result": [result.step, result.loss, result.microbatches, result.gradient_norm],
+        "result": result.to_json(),
         "speeds": speeds,
         "job": dict(job),
     }
@@ -111,8 +111,7 @@ def load(origin: Origin, config: RunConfig, position: int, engine: Engine) -> St
         raise CheckpointError(
             f"checkpoint {origin.path} does not fit this model or its optimizer: {why}; start the script it was saved by"
         ) from error
-    step, loss, microbatches, norm = origin.meta["result"]
-    return StepResult(step, loss, microbatches, norm)
+    return StepResult(*origin.meta["result"])
 
 
 def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:

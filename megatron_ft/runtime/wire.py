@@ -97,6 +97,12 @@ def share(sizes: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, in
         offset += size
 
 
+def shares_of(tensors: Sequence[torch.Tensor], part: int, parts: int) -> list[torch.Tensor]:
+    """That share of flat tensors, as views of them."""
+    sizes = [len(tensor) for tensor in tensors]
+    return [tensors[which][first:last] for which, first, last in share(sizes, part, parts)]
+
+
 def hang_up(end: socket.socket) -> None:
     """Whoever waits on it, in any thread, waits no longer."""
     with contextlib.suppress(OSError):
