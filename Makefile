@@ -35,8 +35,13 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 
+# What needs hardly any processor time of its own runs two at a time first; both parts always run.
+LIGHT := tests/integration/test_misuse.py tests/integration/test_restarts.py
 test: setup lint
-	$(BIN)/python -m pytest --ignore=tests/system --durations=30
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 tests/unit tests/golden tests/sim $(LIGHT) || status=$$?; \
+	$(BIN)/python -m pytest tests/gpu tests/chaos tests/integration $(LIGHT:%=--ignore=%) --durations=30 || status=$$?; \
+	exit $$status
 
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh); skipped with the reason where it is missing
 test-system: setup
@@ -62,6 +67,8 @@ bench: setup
 	$(BIN)/python benchmarks/kill_to_commit.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/recovery.py --hogs 10
+	$(BIN)/python benchmarks/rejoin.py
+	$(BIN)/python benchmarks/goodput.py
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simgrid.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -25,6 +27,16 @@ def batch(*number: int, samples: int = 1) -> torch.Tensor:
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (model(inputs) - inputs).square().mean()
+
+
+def slowly(compute_s: float):
+    """That loss, on a device that takes so long for a microbatch."""
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(compute_s)
+        return loss_of(model, inputs)
+
+    return loss
 
 
 def flat_gradients(model: nn.Module, megabytes: int = 25) -> list[torch.Tensor]:

@@ -227,7 +227,7 @@ def _strike(worker: subprocess.Popen, fault: str, victim: int, lab) -> None:
 
 
 def replica(
-    group: int, megabytes: int, out: str, address: str, settings: dict, optimizer_of=None, samples: int = 1, warm=None
+    group: int, megabytes: int, out: str, address: str, settings: dict, optimizer_of=None, compute_s: float = 0.0, warm=None
 ) -> None:
     """One replica group of one rank: quorum, backward, reduce, and a step of the optimizer if torchft says so.
 
@@ -242,7 +242,7 @@ def replica(
     model = recovery_model.build(megabytes)
     optimizer_of = optimizer_of or (lambda parameters: torch.optim.SGD(parameters, lr=recovery_model.LEARNING_RATE))
     optimizer = optimizer_of(model.parameters())
-    buckets = recovery_model.flat_gradients(model)
+    buckets, loss_of = recovery_model.flat_gradients(model), recovery_model.slowly(compute_s)
     if warm is not None:
         warm()
     manager = _manager(group, address, settings, model, optimizer)
@@ -252,7 +252,7 @@ def replica(
             manager.start_quorum()
             for bucket in buckets:
                 bucket.zero_()
-            recovery_model.loss_of(model, recovery_model.batch(attempt, group, samples=samples)).backward()
+            loss_of(model, recovery_model.batch(attempt, group)).backward()
             for work in [manager.allreduce(bucket) for bucket in buckets]:
                 work.wait()
             committed = manager.should_commit()

@@ -17,11 +17,13 @@ import recovery_torchft
 from recovery_torchft import GROUPS, TIMEOUT_S, attempts_of, trained
 
 _PORT = 29511
-SETTINGS = {**recovery_torchft.tight(5000), "manager": {"timeout": 60.0}}
-"""Healing a large state takes longer than the tightest timeouts allow; these are near its defaults."""
+PER_GROUP = 3
+"""Of ours, of which one group computes so many in a step: as long as its one batch."""
+SETTINGS = recovery_torchft.DEFAULTS
+"""Healing a large state takes longer than tight timeouts allow: with 5 s the four never came together again."""
 
 
-def trial(directory: Path, megabytes: int, samples: int, victim: int, without: int) -> dict:
+def trial(directory: Path, megabytes: int, compute_s: float, victim: int, without: int) -> dict:
     """Durations of the survivors' attempts at steps, and the seconds from going on to having a part."""
     python = recovery_torchft.environment()
     flags = [text for name, value in SETTINGS["lighthouse"].items() for text in (f"--{name}", str(value))]
@@ -34,7 +36,7 @@ def trial(directory: Path, megabytes: int, samples: int, victim: int, without: i
         server = subprocess.Popen(lighthouse, **options)
 
         def start(group: int, name: str) -> None:
-            command = [str(python), __file__, str(group), str(megabytes), str(samples), str(directory / name)]
+            command = [str(python), __file__, str(group), str(megabytes), str(PER_GROUP * compute_s), str(directory / name)]
             workers[group] = subprocess.Popen(command, **options)
 
         try:
@@ -53,7 +55,11 @@ def trial(directory: Path, megabytes: int, samples: int, victim: int, without: i
             _await(lambda: len(attempts_of(directory, watched)) >= first + without)
             going_on = time.time()
             back.with_suffix(".back.go").touch()
-            _await(lambda: trained(directory, watched) >= 1)
+            try:
+                _await(lambda: trained(directory, watched) >= 1)
+            except RuntimeError:
+                made = [a["participants"] for a in attempts_of(directory, watched) if a["ended"] > going_on]
+                return {"failed": f"not back within {TIMEOUT_S:g} s; participants of each attempt: {made}"}
             attempts = attempts_of(directory, watched)
         except Exception:
             print((directory / "log").read_text()[-3000:], file=sys.stderr)
@@ -80,7 +86,7 @@ def _await(condition) -> None:
         time.sleep(0.02)
 
 
-def replica(group: int, megabytes: int, samples: int, out: Path) -> None:
+def replica(group: int, megabytes: int, compute_s: float, out: Path) -> None:
     """One replica group of one rank, with Adam; a new one says when it is warm, and waits until it may go on."""
     import torch
 
@@ -90,8 +96,8 @@ def replica(group: int, megabytes: int, samples: int, out: Path) -> None:
             time.sleep(0.05)
 
     adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-6)  # noqa: E731
-    recovery_torchft.replica(group, megabytes, str(out), "127.0.0.1", SETTINGS["manager"], adam, samples, warm)
+    recovery_torchft.replica(group, megabytes, str(out), "127.0.0.1", SETTINGS["manager"], adam, compute_s, warm)
 
 
 if __name__ == "__main__":
-    replica(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    replica(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""``megatron-ft plan | simulate | prepare | launch | leave | inject | report | doctor``. A user's mistake gets one line."""
+"""``megatron-ft`` plan, simulate, prepare, launch, join, leave, inject, report, doctor. A user's mistake gets one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft import __version__
 from megatron_ft.errors import FTError
 
 if TYPE_CHECKING:
     from megatron_ft.config import RunConfig
+    from megatron_ft.launch import join
     from megatron_ft.launch.forkserver import ForkServer
 
 
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands.add_parser("simulate", help="play a whole training run with failures under each policy"))
     _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
+    _add_join(commands.add_parser("join", help="add groups to a live run, or a spare host, from this node"))
     _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
     _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
@@ -64,7 +66,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
     parser.add_argument("--file", type=Path, help="YAML or JSON with the values below, names with underscores")
-    values = parser.add_argument_group("values", "of the cluster and the job; they replace those of --preset and --file")
+    parser.add_argument("--measured", type=Path, metavar="RUN_DIR", help="what that run needed, and how often it failed")
+    values = parser.add_argument_group("values", "of the cluster and the job; they replace those from elsewhere")
     # As text: a wrong value in a flag gets the same line as one in a file.
     for name, text in (
         ("gpus", "all GPUs"),
@@ -91,6 +94,16 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
 
 
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """What the run says that was named; nothing if none was."""
+    if options.measured is None:
+        return {}
+    from megatron_ft.report import measured
+    from megatron_ft.report.record import RunRecord
+
+    return measured.measured(RunRecord.load(options.measured))
+
+
 def _plan(options: argparse.Namespace) -> int:
     from megatron_ft import config
     from megatron_ft.planner import command
@@ -102,6 +115,7 @@ def _plan(options: argparse.Namespace) -> int:
             return str(error)
         return None
 
+    options.values = _measured(options)
     cluster = command.cluster(options)
     return command.show(cluster, options, refused)
 
@@ -139,6 +153,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 def _simulate(options: argparse.Namespace) -> int:
     from megatron_ft.sim.training import command
 
+    options.values = _measured(options)
     return command.run(options)
 
 
@@ -167,6 +182,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--host-rank", type=int, metavar="K", help="this one; host 0 has the control store")
     hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
+    hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
     hosts.add_argument("--job-id", metavar="ID", help="with etcd: a new name, the same on all hosts")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
@@ -177,11 +193,15 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: go on from the newest checkpoint, if there is one; never: refuse where there is one",
     )
-    parser.add_argument("--preload", type=_names, default=(), metavar="NAMES", help="modules imported once for all ranks")
-    parser.add_argument("--no-preload", action="store_true", help="each rank imports torch by itself, nothing is forked")
+    _add_preload(parser)
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs="*", help="its arguments, after --")
     parser.set_defaults(run=_launch)
+
+
+def _add_preload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preload", type=_names, default=(), metavar="NAMES", help="modules imported once for all ranks")
+    parser.add_argument("--no-preload", action="store_true", help="each rank imports torch by itself, nothing is forked")
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -190,6 +210,13 @@ def _launch(options: argparse.Namespace) -> int:
     run = resume.config(options.config, options.groups, options.ranks_per_group)
     if options.hostfile is not None:
         _apply_hostfile(options, run)
+    if options.spare_hosts:
+        from megatron_ft.launch import join
+
+        options.hosts, spare = join.without_spares(options.hosts or 1, options.host_rank or 0, options.spare_hosts)
+        if spare:
+            running = join.await_launch(options.run_dir, options.store, options.job_id, run)
+            return _join_as(options, running, 0)
     job = resume.WholeJob(run, options.hosts or 1)
     while True:
         forks = None
@@ -203,6 +230,50 @@ def _launch(options: argparse.Namespace) -> int:
                 forks.close()
         if not job.again(code):
             return code
+
+
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="of the run")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--groups", type=int, metavar="K", help="so many more, on this node")
+    what.add_argument("--spare", action="store_true", help="wait for a host that is lost, and take its groups over")
+    parser.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
+    _add_preload(parser)
+    parser.set_defaults(run=_join)
+
+
+def _join(options: argparse.Namespace) -> int:
+    from megatron_ft.launch import join
+
+    return _join_as(options, join.find(options.run_dir), options.groups or 0)
+
+
+def _join_as(options: argparse.Namespace, running: join.Running, groups: int) -> int:
+    """With so many groups, or as a spare."""
+    from megatron_ft.launch import forkserver, join
+    from megatron_ft.launch.agent import Agent, LaunchOptions
+
+    newcomer = join.enter(running, groups, options.address)
+    forks = None
+    if not options.no_preload:
+        forks = forkserver.ForkServer(forkserver.common_environment(join.ranks_here(newcomer)), options.preload)
+    try:
+        os.chdir(running.directory)
+        script, *arguments = running.command
+        agent = Agent(
+            LaunchOptions(
+                config=running.config,
+                run_dir=running.run_dir,
+                script=Path(script),
+                arguments=arguments,
+                newcomer=newcomer,
+            ),
+            forks,
+        )
+        return agent.run()
+    finally:
+        if forks is not None:
+            forks.close()
 
 
 def _apply_hostfile(options: argparse.Namespace, run: RunConfig) -> None:

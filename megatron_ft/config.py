@@ -6,21 +6,32 @@ the plain engine names them in a warning instead of ignoring them in silence.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ft import split
+from megatron_ft.checks import (
+    AUTO,
+    at_least,
+    auto_or_count,
+    auto_or_positive,
+    is_number,
+    nearest,
+    no_duplicates,
+    one_of,
+    positive,
+)
 from megatron_ft.core import replication
 from megatron_ft.errors import ConfigError
 
-AUTO = "auto"
 EMBEDDED, ETCD = "embedded", "etcd://"
+STACKED_QUOTA, DROP, RESTART = "stacked_quota", "drop", "restart"
+"""What ``policy`` may be."""
 
 USED_ENGINE_KEYS = frozenset(
     {
@@ -39,18 +50,6 @@ ENGINE_KEYS = frozenset(
     tensor_parallel memory_breakdown seed disable_allgather sparse_attention""".split()
 )
 """Those of DeepSpeed that only its engine acts on."""
-
-
-def _auto_or_count(name: str, value: Any) -> int | str:
-    if value != AUTO and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a whole number >= 1')
-    return value
-
-
-def _auto_or_positive(name: str, value: Any) -> float | str:
-    if value != AUTO and (not _is_number(value) or value <= 0):
-        raise ConfigError(f'{name} is {value!r}; it must be "{AUTO}" or a number > 0')
-    return value if value == AUTO else float(value)
 
 
 def _model(name: str, value: Any) -> dict[str, Any]:
@@ -85,7 +84,7 @@ class DetectorConfig:
 
     stopped_timeout_s: float = 0.5
     """A rank whose process is stopped (SIGSTOP) for longer is out."""
-    hang_timeout_s: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
+    hang_timeout_s: float | str = field(default=AUTO, metadata={"read": auto_or_positive})
     """A rank that works on one thing for longer is out. Auto: ten times the longest so far, at least a minute."""
 
     heartbeat_timeout_s: float = 0.8
@@ -97,16 +96,16 @@ class DetectorConfig:
     straggler_steps: int = 3
 
     def check(self) -> None:
-        _at_least("fault_tolerance.detector.straggler_steps", self.straggler_steps, 1)
+        at_least("fault_tolerance.detector.straggler_steps", self.straggler_steps, 1)
         if self.straggler_factor and not self.straggler_factor > 1:
             raise ConfigError(
                 f"fault_tolerance.detector.straggler_factor is {self.straggler_factor}; it must be greater than 1, or 0 to "
                 f"treat all groups alike"
             )
-        _positive("fault_tolerance.detector.heartbeat_timeout_s", self.heartbeat_timeout_s)
-        _positive("fault_tolerance.detector.stopped_timeout_s", self.stopped_timeout_s)
-        _positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)
-        _positive("fault_tolerance.detector.report_timeout_s", self.report_timeout_s)
+        positive("fault_tolerance.detector.heartbeat_timeout_s", self.heartbeat_timeout_s)
+        positive("fault_tolerance.detector.stopped_timeout_s", self.stopped_timeout_s)
+        positive("fault_tolerance.detector.collective_timeout_s", self.collective_timeout_s)
+        positive("fault_tolerance.detector.report_timeout_s", self.report_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +115,12 @@ class RejoinConfig:
     enabled: bool = True
     """A lost group is started again by the agents of its hosts, and enters at the beginning of a step."""
     restarts_per_hour: int = 6
-    """So often in any hour; a group that is lost once more is not started again."""
+    """So often in any hour; a group that is lost once more is not started again, unless a spare host takes it over."""
+    max_groups: int | str = field(default=AUTO, metadata={"read": auto_or_count})
+    """So many there may be at once when hosts are added (``megatron-ft join``). Auto: twice as many as at the start."""
 
     def check(self) -> None:
-        _at_least("fault_tolerance.rejoin.restarts_per_hour", self.restarts_per_hour, 1)
+        at_least("fault_tolerance.rejoin.restarts_per_hour", self.restarts_per_hour, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +129,18 @@ class CheckpointConfig:
 
     directory: str = ""
     """On a file system that all hosts share; seen from where the launcher is started. Empty: nothing is saved."""
-    period_s: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
+    period_s: float | str = field(default=AUTO, metadata={"read": auto_or_positive})
     """Seconds between two checkpoints. Auto: from what a save costs and how long the job has been seen to live."""
     keep: int = 3
     """So many of the newest stay."""
+    memory_gb: float = 0.0
+    """So many 10^9 bytes of each host's memory may hold files of the newest ones, too, its own and another host's: a start
+    then reads from there. They outlive the job, not the host. 0: none."""
 
     def check(self) -> None:
-        _at_least("fault_tolerance.checkpoint.keep", self.keep, 1)
+        at_least("fault_tolerance.checkpoint.keep", self.keep, 1)
+        if not 0 <= self.memory_gb < float("inf"):
+            raise ConfigError(f"fault_tolerance.checkpoint.memory_gb is {self.memory_gb}; it must be a number, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +150,10 @@ class FaultToleranceConfig:
     A setting whose type its default does not tell says in ``metadata["read"]`` how it is read.
     """
 
-    policy: str = "stacked_quota"
-    redundancy: int | str = field(default=AUTO, metadata={"read": _auto_or_count})
+    policy: str = STACKED_QUOTA
+    """What becomes of a lost group's microbatches: the others compute them. For comparison: ``drop``, they are left out of
+    the batch; ``restart``, any loss ends the run, and it is started again from the last checkpoint."""
+    redundancy: int | str = field(default=AUTO, metadata={"read": auto_or_count})
     """How many groups host each shard; after :func:`resolve` a number, the one in force."""
     placement: str = "golomb"
     """Which groups host which shards. Groups prefetch what they host; ``full``: everything, and prefetch their own."""
@@ -155,7 +163,7 @@ class FaultToleranceConfig:
     """Where groups agree: ``embedded``, in a process of the run; ``etcd://host:port,host:port,host:port``, in an etcd that
     is there already and survives the loss of any minority of its nodes."""
     min_groups: int = 1
-    bucket_mb: float | str = field(default=AUTO, metadata={"read": _auto_or_positive})
+    bucket_mb: float | str = field(default=AUTO, metadata={"read": auto_or_positive})
     """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again. Auto: an
     eighth of the gradients, between 1 and 25."""
     reduce_dtype: str = "fp32"
@@ -175,13 +183,13 @@ class FaultToleranceConfig:
     against the ranks of a group before anything starts; the script gets it as ``session.config.model``."""
 
     def check(self) -> None:
-        _one_of("fault_tolerance.policy", self.policy, ("stacked_quota",))
-        _one_of("fault_tolerance.placement", self.placement, ("golomb", "consecutive", "full"))
+        one_of("fault_tolerance.policy", self.policy, (STACKED_QUOTA, DROP, RESTART))
+        one_of("fault_tolerance.placement", self.placement, ("golomb", "consecutive", "full"))
         _embedded_or_etcd("fault_tolerance.store", self.store)
-        _one_of("fault_tolerance.nonfinite", self.nonfinite, ("skip", "recompute", "stop"))
-        _at_least("fault_tolerance.min_groups", self.min_groups, 1)
-        _one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))
-        _at_least("fault_tolerance.seed", self.seed, 0)
+        one_of("fault_tolerance.nonfinite", self.nonfinite, ("skip", "recompute", "stop"))
+        at_least("fault_tolerance.min_groups", self.min_groups, 1)
+        one_of("fault_tolerance.reduce_dtype", self.reduce_dtype, ("fp32", "bf16"))
+        at_least("fault_tolerance.seed", self.seed, 0)
         self.detector.check()
         self.rejoin.check()
         self.checkpoint.check()
@@ -215,6 +223,12 @@ class RunConfig:
     def microbatches(self) -> int:
         """N*G, the number of microbatches in every step."""
         return self.shards * self.microbatches_per_group
+
+    @property
+    def room(self) -> int:
+        """How many groups there may be: their numbers are below that."""
+        asked = self.fault_tolerance.rejoin.max_groups
+        return 2 * self.groups if asked == AUTO else asked
 
     @property
     def stages(self) -> int:
@@ -271,7 +285,7 @@ def _json(path: Path, what: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {path} cannot be read: {error}") from None
     try:
-        raw = json.loads(text, object_pairs_hook=_no_duplicates)
+        raw = json.loads(text, object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{what} {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(raw, dict):
@@ -288,15 +302,15 @@ def resolve(
         ranks_per_group: by default what the settings of pipeline and tensor parallelism need.
         shards: of a run that goes on, as many as it began with; else one for each group.
     """
-    _at_least("--groups", groups, 1)
+    at_least("--groups", groups, 1)
     if ranks_per_group is not None:
-        _at_least("--ranks-per-group", ranks_per_group, 1)
+        at_least("--ranks-per-group", ranks_per_group, 1)
     known = USED_ENGINE_KEYS | ENGINE_KEYS
     for key in raw:
         if key not in known | split.REFUSED_KEYS:
-            raise ConfigError(f"setting {key!r} is not known{_nearest(key, known)}")
+            raise ConfigError(f"setting {key!r} is not known{nearest(key, known)}")
     clipping = raw.get("gradient_clipping", 0.0)
-    if not _is_number(clipping) or clipping < 0:
+    if not is_number(clipping) or clipping < 0:
         raise ConfigError(f"gradient_clipping is {clipping!r}; it must be a number >= 0 (0 turns clipping off)")
     section = _section(FaultToleranceConfig, raw.get("fault_tolerance", {}), "fault_tolerance")
     section.check()
@@ -305,6 +319,13 @@ def resolve(
             f"fault_tolerance.min_groups is {section.min_groups} but the run starts with {groups} groups; "
             f"lower it or start with more --groups"
         )
+    if section.rejoin.max_groups != AUTO and section.rejoin.max_groups < groups:
+        raise ConfigError(
+            f"fault_tolerance.rejoin.max_groups is {section.rejoin.max_groups} but the run starts with {groups} groups; "
+            f"raise it or leave it out"
+        )
+    if section.policy == RESTART:
+        section = _restart(section, groups)
     split.check(raw, section.model)
     if section.checkpoint.directory:  # a rank may be started elsewhere, and a script may go elsewhere
         where = replace(section.checkpoint, directory=os.path.abspath(section.checkpoint.directory))
@@ -325,6 +346,16 @@ def resolve(
     for warning in placement.warnings:
         warnings.warn(f"fault_tolerance.failure_domains: {warning}", stacklevel=2)
     return replace(run, fault_tolerance=replace(section, redundancy=placement.redundancy))
+
+
+def _restart(section: FaultToleranceConfig, groups: int) -> FaultToleranceConfig:
+    """With fewer groups than all there is no run."""
+    if not section.checkpoint.directory:
+        raise ConfigError(
+            'fault_tolerance.policy is "restart" but fault_tolerance.checkpoint.directory is empty: every loss would throw '
+            "away the whole run; name a directory"
+        )
+    return replace(section, min_groups=groups, rejoin=replace(section.rejoin, enabled=False))
 
 
 def placement_of(run: RunConfig) -> replication.Placement:
@@ -391,7 +422,7 @@ def _batch(raw: Mapping[str, Any], groups: int) -> tuple[int, int]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
         if name in raw:
-            _at_least(name, raw[name], 1)
+            at_least(name, raw[name], 1)
     total, samples, per_group = (raw.get(name) for name in names)
     if total is None:
         return samples or 1, per_group or 1
@@ -421,7 +452,7 @@ def _section(cls: type, raw: Any, where: str) -> Any:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in known:
-            raise ConfigError(f"setting {where}.{key} is not known{_nearest(key, known)}")
+            raise ConfigError(f"setting {where}.{key} is not known{nearest(key, known)}")
         default = getattr(cls(), key)
         if read := known[key].metadata.get("read"):
             values[key] = read(f"{where}.{key}", value)
@@ -434,7 +465,7 @@ def _section(cls: type, raw: Any, where: str) -> Any:
 
 def _typed(name: str, value: Any, default: Any) -> Any:
     if isinstance(default, float):
-        if not _is_number(value):
+        if not is_number(value):
             raise ConfigError(f"{name} is {value!r}; it must be a number")
         return float(value)
     if isinstance(default, bool) or not isinstance(default, int):
@@ -444,25 +475,6 @@ def _typed(name: str, value: Any, default: Any) -> Any:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; it must be a whole number")
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number >= {least}")
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0 or value == float("inf"):
-        raise ConfigError(f"{name} is {value!r}; it must be a number > 0")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; this version knows: {', '.join(allowed)}")
 
 
 def _embedded_or_etcd(name: str, value: str) -> None:
@@ -478,17 +490,3 @@ def _embedded_or_etcd(name: str, value: str) -> None:
             raise ConfigError(f"{name} is {value!r}, of which {endpoint!r} is no HOST:PORT; {rule}")
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(f"{name} is {value!r}, which names a node twice; {rule}")
-
-
-def _nearest(key: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(known))}"
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ConfigError(f"setting {key!r} is given twice; JSON would silently keep the last one, remove one")
-        seen[key] = value
-    return seen

@@ -60,6 +60,15 @@ def writers(live: Collection[GroupId], domains: Mapping[GroupId, Hashable], coun
     return tuple([group for group in rounds if group is not None][:count])
 
 
+def partner(host: int, domains: Mapping[int, Collection[Hashable]]) -> int | None:
+    """The host that keeps a second copy of what ``host`` has in memory: the next one, of other failure domains if there is
+    one. ``domains``: of each host that could, those of its groups; not known: none. None where there is no other host."""
+    others = sorted((other for other in domains if other != host), key=lambda other: (other < host, other))
+    own = set(domains.get(host, ()))
+    apart = [other for other in others if not own & set(domains[other])]
+    return next(iter([*apart, *others]), None)
+
+
 # --- how often --------------------------------------------------------------------------------------------------------
 
 

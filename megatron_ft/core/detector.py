@@ -96,11 +96,34 @@ class Dismissed:
     why: str
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Saves | Stops
+@dataclass(frozen=True)
+class Housed:
+    """Host ``host``, which has come later than the first, runs these ranks, (group, position) of each, from that start of
+    their group on: new ones, or those that were another's. None: it is idle. Between agents only."""
+
+    host: int
+    name: str
+    address: str
+    port: int
+    copies: int
+    ranks: tuple[tuple[GroupId, int], ...]
+    incarnation: int
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Saves | Stops
-"""What a signal comes to: an event of the protocol; or a wish, or a word about checkpoints, not for the protocol."""
+@dataclass(frozen=True)
+class Refused:
+    """``host`` does not start its part of the group again, after that incarnation. Between agents only."""
+
+    host: int
+    group: GroupId
+    incarnation: int
+
+
+Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Housed | Refused | Saves | Stops
+
+
+Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Housed | Refused | Saves | Stops
+"""What a signal comes to: an event of the protocol; or a wish, or a word about hosts or checkpoints, which is none."""
 
 
 def judge(signal: Signal) -> Verdict:
@@ -117,7 +140,7 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
-        case Dismissed() | Saves() | Stops():
+        case Dismissed() | Housed() | Refused() | Saves() | Stops():
             return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
@@ -164,6 +187,8 @@ _KINDS: dict[type, str] = {
     Leaving: "leaving",
     Asking: "asking",
     Dismissed: "dismissed",
+    Housed: "housed",
+    Refused: "refused",
     Saves: "saves",
     Stops: "stops",
 }

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import links, membership, scheduler, stragglers
+from megatron_ft.core import baselines, links, membership, scheduler, stragglers
 from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import (
     Abort,
@@ -157,11 +157,20 @@ def _plan(job: Job, number: int, begun: Begun, speeds: Speeds) -> Plan:
 
     The same at everybody who has the committed state that the step starts from, because ``speeds`` is part of that.
     """
+    if job.drop:
+        return _shrunk(job, number, begun)
     slower = stragglers.weights(speeds)
     plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live, job.placement, slower)
     for lost, joined in begun.changes:
         plan = scheduler.admit(scheduler.patch_plan(plan, lost, job.placement), joined)
     return plan
+
+
+def _shrunk(job: Job, number: int, begun: Begun) -> Plan:
+    """Everybody who was there from the step's beginning on, and still is, does its own shard."""
+    lost = {group for gone, _ in begun.changes for group in gone}
+    own = [group for group in begun.live if group not in lost and group < job.shards]
+    return baselines.drop(number, job.shards, job.per_shard, own).plan or Plan(number, {}, "no group has a shard of its own")
 
 
 def _died(state: GroupState, event: Died) -> GroupState:
@@ -286,7 +295,9 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     reason = failed or "; ".join(state.dead.values()) or untold
     if not reason:
         return state, ()
-    report = Report(epoch, state.me, state.step, tuple(sorted(state.have)), state.synced, state.complete)
+    # A bucket that holds a lost group's part would be that of another batch than those that are reduced again.
+    have = () if state.job.drop else tuple(sorted(state.have))
+    report = Report(epoch, state.me, state.step, have, state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     after = state.step - 1 if reason == entry else -1
@@ -432,9 +443,12 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         state = changed(state, step=view.step, computed=frozenset(), have=frozenset())
     behind = view.step > state.step
     begun = state.begun.after(view.lost, view.joined) if behind else view.begun
+    if state.job.drop and behind and state.complete:
+        begun = state.begun  # all buckets are there, with everybody's part
     return changed(
         state,
         view=view,
+        have=frozenset() if state.job.drop and not behind else state.have,
         begun=begun,
         plan=_plan(state.job, state.step, begun, state.speeds),
         ahead=view.begun if behind else None,

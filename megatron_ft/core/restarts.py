@@ -35,6 +35,10 @@ Kind = Literal["died", "failed", "left", "ended", "over"]
 order. ended: somebody, or its script, wanted it to end. over: it stopped because the whole run does."""
 
 
+WANTED: frozenset[Kind] = frozenset({"left", "ended", "over"})
+"""Such a group does not come back."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """``per_hour``: starts of one group in any hour, the very first not counted. A pause is ``first_s`` or twice the one
@@ -107,7 +111,7 @@ def _pause_s(doublings: int, limits: Limits) -> float:
 
 def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits) -> str:
     """Why it is not started again; empty if it is."""
-    if loss.kind in ("left", "ended", "over"):
+    if loss.kind in WANTED:
         return loss.why
     if group.words is not None and group.words == words_before:
         return (

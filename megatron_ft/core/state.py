@@ -28,6 +28,7 @@ class Job:
     ``settle_s``: when hosts do not hear each other, nobody leaves before all have had the time to say so.
     ``placement`` says who hosts which shards; without one everybody hosts everything. A group that is slower than
     ``straggler_factor`` times the median of the others, for ``straggler_steps`` steps in a row, computes less; 0: never.
+    With ``drop`` nobody takes over what a lost group had: the batch shrinks (``core.baselines``), for comparison.
     """
 
     shards: int
@@ -40,10 +41,11 @@ class Job:
     placement: Placement | None = None
     straggler_factor: float = 1.5
     straggler_steps: int = 3
+    drop: bool = False
 
     @property
     def microbatches(self) -> int:
-        """N*G, what every step sums over, always."""
+        """N*G, what every step sums over, always; with ``drop`` at most."""
         return self.shards * self.per_shard
 
 
@@ -140,6 +142,11 @@ class GroupState:
     def complete(self) -> bool:
         """Every bucket of ``step`` is held here."""
         return not self.finished and len(self.have) == self.job.buckets
+
+    @property
+    def microbatches(self) -> int:
+        """How many the step sums over."""
+        return sum(map(len, self.plan.assignment.values())) if self.job.drop else self.job.microbatches
 
     @property
     def needs_transfer(self) -> bool:

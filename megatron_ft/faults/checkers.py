@@ -119,6 +119,7 @@ def complete_sum(step: int, microbatches: int) -> int:
 def check_commits(lines: Lines) -> list[str]:
     """The violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words; empty when all is well."""
     checks = (_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end)
+    checks += (_whole_checkpoints,)
     return [violation for check in checks for violation in check(lines)]
 
 
@@ -160,6 +161,26 @@ def _one_gradient(lines: Lines) -> list[str]:
         if after:
             models.setdefault(after, set()).add(line["params"])
     return [f"before step {step} the model is {sorted(found)}" for step, found in models.items() if len(found) > 1]
+
+
+def _whole_checkpoints(lines: Lines) -> list[str]:
+    """All parts of an attempt to save are of one state, that of its step, and were cut out of it in one epoch."""
+    committed: dict[int, set[str]] = {}
+    for line in _of(lines, "commit"):
+        committed.setdefault(line["step"] + 1, set()).add(line["params"])
+    attempts: dict[str, list[Mapping[str, Any]]] = {}
+    for line in _of(lines, "part"):
+        attempts.setdefault(line["attempt"], []).append(line)
+    found = []
+    for attempt, parts in attempts.items():
+        if len({(line["step"], line["epoch"], line["params"]) for line in parts}) > 1:
+            found.append(f"checkpoint {attempt} has parts of different states: {parts}")
+        found += [
+            f"checkpoint {attempt} of step {line['step']} has a part of another state, from {_who(line)}"
+            for line in parts
+            if line["params"] not in committed.get(line["step"], ())
+        ]
+    return found
 
 
 def _one_speed(lines: Lines) -> list[str]:

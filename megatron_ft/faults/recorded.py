@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ft.config import RunConfig, placement_of
+from megatron_ft.config import DROP, RunConfig, placement_of
 from megatron_ft.core.recovery import Job
 from megatron_ft.errors import FTError
 from megatron_ft.runtime import history
@@ -173,6 +173,7 @@ def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
         straggler_factor=settings.detector.straggler_factor,
         straggler_steps=settings.detector.straggler_steps,
         placement=placement_of(run),
+        drop=settings.policy == DROP,
     )
 
 

@@ -2,31 +2,33 @@
 
 It learns of a death from ``waitpid`` and only ever signals processes it started and has not yet waited for, so a reused
 pid can never be hit. It decides nothing about training; it tells what it saw. With ``fault_tolerance.rejoin`` it starts the
-ranks of a lost group again (``launch.returns``); what is still there of the group is ended first.
+ranks of a lost group again (``launch.returns``); what is still there of the group is ended first. A host with nothing to do
+(``launch.join``) waits for ranks that have lost their host (``launch.spare``).
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import config as config_module
-from megatron_ft.core import detector, health
+from megatron_ft.config import RunConfig
+from megatron_ft.core import detector, spares
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.saving import Stops
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
-from megatron_ft.launch import forkserver, hosts, monitor, ranks, record, resume, returns, voice
+from megatron_ft.launch import copies, forkserver, hosts, join, monitor, ranks, record, resume, returns, voice
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
+from megatron_ft.launch.spare import Spare, start_key
+from megatron_ft.launch.tracking import Tracking
+from megatron_ft.launch.wakeup import Wakeup
 from megatron_ft.runtime import history, store
 from megatron_ft.runtime import resume as origins
 from megatron_ft.runtime.environment import RankEnvironment, seat
@@ -38,7 +40,6 @@ _SAVE_GRACE_S = 25.0
 """After SIGTERM, where there is a last checkpoint to be made; who sent it (Slurm, Kubernetes) ends us after 30 s, mostly."""
 _RECORD_EVERY_S = 5.0
 """A record may be long: it is not read more often than that while the store is away."""
-_TRACKER_RESTARTS = 3
 _STORE_TIMEOUT_S = 5.0
 _HARMLESS = ("slow", "nan", "bitflip")
 """Injected faults that end no process: a later death has another cause."""
@@ -46,9 +47,9 @@ _HARMLESS = ("slow", "nan", "bitflip")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What ``megatron-ft launch`` was asked for."""
+    """What ``megatron-ft launch`` was asked for. ``newcomer``: this host comes to a run that is there already."""
 
-    config: config_module.RunConfig
+    config: RunConfig
     run_dir: Path
     script: Path
     arguments: Sequence[str] = ()
@@ -61,6 +62,7 @@ class LaunchOptions:
     track: Sequence[str] = ()
     overwrite: bool = False
     resume: str = resume.AUTO
+    newcomer: join.Newcomer | None = None
 
 
 class Agent:
@@ -74,7 +76,8 @@ class Agent:
         self._options, self._config = options, options.config
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
-        where = hosts.place(
+        newcomer = self._newcomer = options.newcomer
+        where = newcomer.place if newcomer is not None else hosts.place(
             options.hosts,
             options.host_rank,
             options.address,
@@ -84,7 +87,7 @@ class Agent:
             self._config,
         )
         self._leads = where.rank == 0
-        run_id = uuid.uuid4().hex[:12]
+        run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
         self._saved = resume.Directory(self._config, run_id, options.resume) if self._leads else None
         try:
             self._run_dir = self._prepare_record()
@@ -94,18 +97,20 @@ class Agent:
             self._release()
             raise
         self._run_id = self._hosts.run_id
+        self._copies = copies.prepare(self._config, self._hosts)
         self._store = store.ControlStore(self._hosts.store_address, self._run_id, timeout_s=_STORE_TIMEOUT_S)
-        self._first = self._first_keys() if self._leads else {}
+        self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
         self._voice = voice.Voice(self._store, self._first)
         self._returns = self._prepare_returns()
+        self._spare = Spare(self._hosts, self._voice, self._returns)
+        self._idles = newcomer is not None and not newcomer.groups
         self._ranks: list[Rank] = []
         command = [str(options.script), *options.arguments]
         self._starter = ranks.Starter(command, self._hosts.ranks, self._run_dir, forks)
-        self._monitor = monitor.Monitor(_limits(self._config.fault_tolerance.detector))
+        self._monitor = monitor.Monitor(monitor.limits(self._config.fault_tolerance.detector))
         self._exits: list[tuple[Rank, Exit]] = []
         self._signalled: signal.Signals | None = None
-        self._tracker: subprocess.Popen | None = None
-        self._tracker_starts = 0
+        self._tracking = Tracking(options.track, self._run_dir)
         self._complained = False
         self._look_again = 0.0
 
@@ -131,29 +136,37 @@ class Agent:
             self._store.begin()
             for key, value in self._first.items():
                 self._store.set(key, value)
-        self._hosts.meet()
+        if self._newcomer is None:
+            self._hosts.meet()
+        else:
+            self._hosts.greet(self._newcomer.cards)
         self._store.check_begun()
+        self._voice.say(f"host/{self._hosts.place.rank}", self._hosts.card)
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             self._note("start", run_id=self._run_id, host=self._hosts.name(), **fields)
             if (origin := self._saved.origin) is not None:
                 self._note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
-        wakeup = _Wakeup((signal.SIGTERM, signal.SIGINT))
+        wakeup = Wakeup((signal.SIGTERM, signal.SIGINT))
         try:
             for group, position in self._hosts.ranks:
                 self._ranks.append(self._start_rank(group, position, 0))
+            if self._newcomer is not None:
+                self._come()
             if not self._config.fault_tolerance.rejoin.enabled:
                 self._starter.end_forks()  # nobody needs it any more
             self._write_ranks()
-            self._start_tracker()
+            self._tracking.start()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
         finally:
             self._starter.end_forks()
             self._end_all()
             code = self._conclude()
-            self._end_tracker()
+            self._tracking.end()
             self._hosts.leave()
+            if self._copies is not None:
+                self._copies.close(over=code == 0)
             self._release()
             wakeup.close()
         return code
@@ -162,18 +175,19 @@ class Agent:
 
     def _start_rank(self, group: int, position: int, incarnation: int) -> Rank:
         where = (self._hosts.store_address, self._hosts.place.address)
-        env = RankEnvironment(self._run_id, group, position, *where, self._run_dir, self._config, incarnation)
+        own = (self._run_dir, self._config, incarnation, self._hosts.copies)
+        env = RankEnvironment(self._run_id, group, position, *where, *own)
         return self._starter.start(env)
 
     def _reap_strays(self) -> None:
         # Not those that have ended: a run of weeks may see their pids again.
         known = {rank.process.pid for rank in self._living()} | self._hosts.pids()
-        forkserver.reap_strays(known | ({self._tracker.pid} if self._tracker is not None else set()))
+        forkserver.reap_strays(known | self._tracking.pids())
 
-    def _supervise(self, wakeup: _Wakeup) -> None:
+    def _supervise(self, wakeup: Wakeup) -> None:
         """Until no rank is left: report deaths, forward signals, give up on those that are outside of the ended run."""
         deadline: float | None = None
-        while self._living() or (deadline is None and self._returns.pending()):
+        while self._living() or (deadline is None and (self._returns.pending() or self._waits())):
             for number in wakeup.wait(monitor.LOOK_EVERY_S):
                 if number != signal.SIGCHLD:
                     grace_s = self._told_to_stop(signal.Signals(number))
@@ -186,8 +200,7 @@ class Agent:
             self._look()
             self._listen()
             self._voice.tell()
-            if self._tracker is not None and self._tracker.poll():  # ended by itself with 0, it is done
-                self._start_tracker()
+            self._tracking.look()
             if deadline is None and (self._ended() or self._ended_elsewhere()):
                 deadline = time.monotonic() + _GRACE_S
             if deadline is None:
@@ -265,7 +278,7 @@ class Agent:
         """How long the ranks may take to end. They save once more if they can; told again, they end at once."""
         first, self._signalled = self._signalled is None, self._signalled or number
         begun = any(line["event"] == "begin" for line in history.read(self._run_dir))
-        if first and begun and self._config.fault_tolerance.checkpoint.directory:
+        if first and begun and self._living() and self._config.fault_tolerance.checkpoint.directory:
             self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._living():
@@ -278,9 +291,9 @@ class Agent:
             if self._signalled is not None or not self._voice.done(seat(rank.group, rank.incarnation)):
                 rank.process.kill()
 
-    def _stay_for_others(self, wakeup: _Wakeup) -> None:
+    def _stay_for_others(self, wakeup: Wakeup) -> None:
         """The control store ends with host 0's agent: it stays until the others have left, or none of them is heard."""
-        if not self._leads or self._hosts.place.hosts == 1:
+        if not self._leads or not self._hosts.beats.begun:
             return
         while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(monitor.LOOK_EVERY_S)):
@@ -310,25 +323,41 @@ class Agent:
             self._hosts.shared(),
             first_view(self._config.groups),
             # Where all groups are here and none of them lives, a store that is away has nothing to tell.
-            settings.detector.collective_timeout_s if self._hosts.place.hosts > 1 else 0.0,
+            settings.detector.collective_timeout_s if self._hosts.place.hosts > 1 or self._hosts.place.late else 0.0,
             lambda group, incarnation: record.has_committed(self._run_dir, group, incarnation),
         )
 
     def _bring_back(self) -> None:
         """Start again what is due; end newcomers that nobody is left for."""
-        self._returns.look()
+        if self._config.fault_tolerance.rejoin.enabled:
+            heard = self._voice.news()
+            for signal_ in heard:
+                self._hear(signal_)
+            self._returns.look(heard)
+        for part, last in self._spare.look() if self._idles else ():
+            self._take_over([(part.group, position) for position in part.positions], last)
+            self._note("host", host=self._hosts.name(), what="took over", groups=[part.group])
         for start in self._returns.due(self._hosts.unheard()):
             older = [rank for rank in self._living() if rank.group == start.group]
             for rank in older:
                 rank.drop()  # stopped, stuck, or waiting for its group: its place is needed
-            if not older:
+            if not older and self._may_start(start):
                 self._start_again(start)
         for refusal in self._returns.refusals():
             self._note("given_up", **vars(refusal))
+            self._tell(detector.Refused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._returns.hopeless:
             for rank in self._living():
                 if not self._returns.seated(rank.group, rank.incarnation):
                     rank.drop()
+
+    def _may_start(self, start: returns.Start) -> bool:
+        """Whether that start is for this host to make; False while that is unknown."""
+        first = min(position for group, position in self._hosts.ranks if group == start.group)
+        owner = self._voice.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
+        if owner not in (None, self._hosts.place.rank):
+            self._returns.forget(start.group)  # it was taken for lost; the news that it has been replaced is on its way
+        return owner == self._hosts.place.rank
 
     def _start_again(self, start: returns.Start) -> None:
         self._returns.started(start)
@@ -344,6 +373,52 @@ class Agent:
         self._write_ranks()
         fields = {**vars(start), "after_s": round(start.after_s, 6)}
         self._note("restart", **fields, pids=[rank.process.pid for rank in new], host=host)
+
+    # --- hosts that come, and go --------------------------------------------------------------------------------------
+
+    def _come(self) -> None:
+        """Say who this host is, and that it runs the groups it adds."""
+        groups = self._newcomer.groups
+        added = [(group, position) for group in groups for position in range(self._config.ranks_per_group)]
+        self._hosts.room = len(added) or self._hosts.room
+        self._take_over(added, join.FIRST - 1)
+        self._note("host", host=self._hosts.name(), what="added" if groups else "spare", groups=list(groups))
+
+    def _take_over(self, new: Sequence[tuple[int, int]], last: int) -> None:
+        """Ranks that this host runs from now on; ``last``: the start of their group that is over."""
+        me = self._hosts.place.rank
+        self._hosts.take(me, new, last + 1)
+        self._starter.house(self._hosts.ranks)
+        self._tell(detector.Housed(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
+        shared = self._hosts.shared()
+        for part in spares.parts_of(me, new):
+            self._returns.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
+
+    def _hear(self, signal_: detector.Signal) -> None:
+        self._spare.hear(signal_)
+        if not isinstance(signal_, detector.Housed) or signal_.host == self._hosts.place.rank:
+            return
+        before = self._hosts.ranks
+        self._hosts.hear(signal_)
+        if moved := set(before) - set(self._hosts.ranks):
+            self._give_up_to(self._hosts.name(signal_.host), moved)
+
+    def _give_up_to(self, other: str, moved: Collection[tuple[int, int]]) -> None:
+        """Another host runs these now: this one was taken for lost, or had failed with them too often."""
+        groups = sorted({group for group, _ in moved})
+        print(f"megatron_ft: groups {' '.join(map(str, groups))} are on host {other} now", file=sys.stderr, flush=True)
+        for rank in self._living():
+            if (rank.group, rank.position) in moved:
+                rank.drop()
+        for group in groups:
+            self._returns.forget(group)
+        self._starter.house(self._hosts.ranks)
+        self._idles = True
+
+    def _waits(self) -> bool:
+        """Whether this host stays although it runs nothing: something may come, and leaving early would look like a loss."""
+        over = self._ended() or self._returns.hopeless or self._returns.in_vain or self._ended_elsewhere()
+        return self._idles and not over
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -368,7 +443,7 @@ class Agent:
         lines = history.read(self._run_dir)
         steps = [line["step"] for line in lines if line["event"] == "step"]
         code, reason = self._why(steps[-1] if steps else None)
-        reason += self._what_is_saved(lines)
+        reason += record.what_is_saved(lines) if self._config.fault_tolerance.checkpoint.directory else ""
         if self._leads:
             self._note("stop", reason=reason, exit_code=code)
         print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
@@ -378,6 +453,8 @@ class Agent:
         where = "before the first step" if last_step is None else f"after step {last_step}"
         if self._signalled is not None:
             return 128 + self._signalled, f"stopped by {self._signalled.name} {where}"
+        if not self._exits and self._idles:
+            return WIPED_OUT, f"no group is left {where}; this host had nothing to do"
         if not self._exits:
             return 1, f"the agent failed {where}"
         rank, death = self._exits[-1]
@@ -389,16 +466,7 @@ class Agent:
             return 1, f"the script ended by itself {where}, before its session.steps() did; output in {rank.log}"
         return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {rank.log}"
 
-    def _what_is_saved(self, lines: Sequence[dict[str, Any]]) -> str:
-        """From where a later start goes on; empty where nobody asked for checkpoints."""
-        if not self._config.fault_tolerance.checkpoint.directory:
-            return ""
-        saved = [line["step"] for line in lines if line["event"] in ("checkpoint", "resume")]
-        if not saved:
-            return "; no checkpoint is complete, a later start begins anew"
-        return f"; the checkpoint of step {saved[-1]} is complete: start again to go on from there"
-
-    # --- record and tracker -------------------------------------------------------------------------------------------
+    # --- record ------------------------------------------------------------------------------------------------------
 
     def _note(self, event: str, **fields: Any) -> None:
         """A record that cannot be written (disk full) is reported once; it is no reason to stop a run."""
@@ -414,67 +482,14 @@ class Agent:
 
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
-        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address}
-        record.replace(self._run_dir / "config.json", {**where, **self._config.to_json(), "command": command})
+        place, directory = self._hosts.place, os.getcwd()
+        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address, "job": place.job, "hosts": place.hosts}
+        how = {"host": self._hosts.name(), "directory": directory, "command": command}
+        record.replace(self._run_dir / "config.json", {**where, **self._config.to_json(), **how})
 
     def _write_ranks(self) -> None:
         living = [rank.listed(self._hosts.name()) for rank in self._living()]
         try:
-            record.write_ranks(self._run_dir, living, self._hosts.place.hosts, self._hosts.place.rank)
+            record.write_ranks(self._run_dir, living, self._hosts.place.rank)
         except OSError as error:
             self._complain(error)
-
-    def _start_tracker(self) -> None:
-        """Start the tracker's own process, again if it died; it reads the record and cannot touch training."""
-        self._tracker = None
-        if not self._options.track or self._tracker_starts > _TRACKER_RESTARTS:
-            return
-        self._tracker_starts += 1
-        command = [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", str(self._run_dir)]
-        with (self._run_dir / "logs" / "tracker.log").open("ab") as output:
-            self._tracker = subprocess.Popen(
-                [*command, "--track", ",".join(self._options.track)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def _end_tracker(self) -> None:
-        """It ends by itself after the last line of the history; one that hangs is not waited for long."""
-        if self._tracker is None:
-            return
-        try:
-            self._tracker.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._tracker.kill()
-            self._tracker.wait()
-
-
-def _limits(settings: config_module.DetectorConfig) -> health.Limits:
-    hang_s = None if settings.hang_timeout_s == config_module.AUTO else float(settings.hang_timeout_s)
-    return health.Limits(settings.stopped_timeout_s, hang_s, settings.collective_timeout_s)
-
-
-class _Wakeup:
-    """SIGCHLD and the given signals as bytes on a pipe, so that one ``select`` waits for all of them."""
-
-    def __init__(self, signals: Sequence[signal.Signals]) -> None:
-        self._read, write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(write, False)
-        self._write = write
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGCHLD, *signals)}
-        self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def wait(self, timeout_s: float) -> list[int]:
-        """The signals that came, in order; empty after ``timeout_s``."""
-        ready, _, _ = select.select([self._read], [], [], timeout_s)
-        return list(os.read(self._read, 4096)) if ready else []
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._fd_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._read)
-        os.close(self._write)

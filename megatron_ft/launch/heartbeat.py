@@ -35,7 +35,7 @@ class Change:
 
 
 class Beats:
-    """This host's side of it. ``address``: the one the other hosts reach it by; its port is free until :meth:`start`."""
+    """This host's side of it. ``address``: the one the other hosts reach it by; it beats from the first :meth:`add` on."""
 
     def __init__(self, address: str, rank: int, run_id: str, least_s: float) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -56,12 +56,20 @@ class Beats:
     def port(self) -> int:
         return self._socket.getsockname()[1]
 
-    def start(self, peers: Mapping[int, tuple[str, int]]) -> None:
-        """Beat to these hosts, and listen to them."""
-        self._addresses = {rank: address for rank, address in peers.items() if rank != self._rank}
-        self._heard = dict.fromkeys(self._addresses, 0)
-        self._peers = {rank: links.Peer() for rank in self._addresses}
-        self._thread.start()
+    def add(self, peers: Mapping[int, tuple[str, int]]) -> None:
+        """Beat to these hosts, too, and listen to them. Those that are known already, and this one, are left as they are."""
+        new = {rank: address for rank, address in peers.items() if rank != self._rank and rank not in self._peers}
+        # Replaced, not changed: the thread may be at work with the old ones.
+        self._heard = {**self._heard, **dict.fromkeys(new, 0)}
+        self._peers = {**self._peers, **{rank: links.Peer() for rank in new}}
+        self._addresses = {**self._addresses, **new}
+        if new and not self._thread.is_alive():
+            self._thread.start()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is, or was, another host."""
+        return bool(self._peers)
 
     def changes(self) -> list[Change]:
         """What has changed since the last call."""
@@ -76,7 +84,7 @@ class Beats:
 
     def silent(self) -> set[int]:
         """The hosts that are not heard just now."""
-        return {rank for rank, peer in list(self._peers.items()) if peer.lost}
+        return {rank for rank, peer in self._peers.items() if peer.lost}
 
     def close(self) -> None:
         self._stop.set()

@@ -2,6 +2,9 @@
 
 Host 0 has the control store (``.keeper``), unless it is etcd. Every other agent reads there which run it is, compares the
 settings, and leaves its own address and groups. Nobody starts a rank before all are there.
+
+Hosts may come later (``launch.join``), with numbers from the number of the first ones on. Such a host says to all agents who
+it is and what it runs (``core.detector.Housed``); that is how a rank gets from one host to another, too.
 """
 
 from __future__ import annotations
@@ -9,11 +12,14 @@ from __future__ import annotations
 import socket
 import time
 import uuid
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.config import ETCD, RunConfig
-from megatron_ft.core import detector
+from megatron_ft.config import AUTO, ETCD, RunConfig
+from megatron_ft.core import detector, spares
+from megatron_ft.core.checkpoints import partner
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch.heartbeat import Beats, Change
 from megatron_ft.launch.keeper import Keeper
@@ -32,7 +38,7 @@ class Place:
     """Where this agent stands: host ``rank`` of ``hosts``; ``address``: the one by which the other hosts reach it.
 
     ``store``: where the control store is, or is to be: an embedded one of port 0 takes a free port. ``job``: tells this
-    launch from others that use the same etcd.
+    launch from others that use the same etcd. A ``rank`` beyond ``hosts`` is that of a host that came later.
     """
 
     hosts: int = 1
@@ -40,6 +46,10 @@ class Place:
     address: str = _LOOPBACK
     store: str = f"{_LOOPBACK}:0"
     job: str = "only"
+
+    @property
+    def late(self) -> bool:
+        return self.rank >= self.hosts
 
 
 def place(
@@ -53,8 +63,9 @@ def place(
         raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
     if etcd and store_address is not None:
         raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
-    if hosts == 1:
-        return Place(store=etcd or f"{_LOOPBACK}:{port}", job=uuid.uuid4().hex)
+    if hosts == 1 and store_address is None and job is None:
+        own = address or _LOOPBACK
+        return Place(address=own, store=etcd or f"{own}:{port}", job=uuid.uuid4().hex)
     if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
         raise LaunchError(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
@@ -67,17 +78,17 @@ def place(
                 "hosts the same new name, such as the job's number"
             )
         first = etcd.removeprefix(ETCD).split(",")[0].rpartition(":")[0].strip("[]")
-        return Place(hosts, rank, address or _local_address(first), etcd, job)
+        return Place(hosts, rank, address or local_address(first), etcd, job)
     if store_address is None or ":" not in store_address or not store_address.rpartition(":")[2].isdigit():
         raise LaunchError(
             f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
             f"port there"
         )
-    found = _local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
+    found = local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
     return Place(hosts, rank, address or found, store_address)
 
 
-def _local_address(store_host: str) -> str:
+def local_address(store_host: str) -> str:
     """The address of this host on its way to the store; nothing is sent."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
@@ -100,8 +111,14 @@ def ranks_of(rank: int, hosts: int, groups: int, per_group: int) -> tuple[tuple[
     return tuple((group, position) for position in range(part * share, (part + 1) * share))
 
 
+def boot_store(address: str, job: str, timeout_s: float) -> store.ControlStore:
+    """What a launch agrees on before its run has a name."""
+    return store.ControlStore(address, f"{_BOOT}-{job}", timeout_s)
+
+
 class Hosts:
-    """All hosts of the run as one agent knows them, after :meth:`meet`."""
+    """All hosts of the run as one agent knows them, after :meth:`meet`. ``run_id``: of the run that host 0 begins, or that a
+    later host joins; the others ask for it."""
 
     def __init__(self, where: Place, config: RunConfig, least_s: float, run_dir: Path, run_id: str | None = None) -> None:
         self.place, self._config, self._least_s = where, config, least_s
@@ -116,14 +133,26 @@ class Hosts:
             self.run_id = run_id or uuid.uuid4().hex[:12]
             self._boot.set("run", {"run_id": self.run_id, "hosts": where.hosts, "config": settings})
         else:
-            self.run_id = self._join()
+            self.run_id = run_id if where.late else self._join()
+        self._cards: dict[int, Mapping[str, Any]] = {}
         self._names: dict[int, str] = {where.rank: socket.gethostname()}
+        sizes = (where.hosts, config.groups, config.ranks_per_group)
+        self._ranks = {rank: ranks_of(rank, *sizes) for rank in range(where.hosts)}
+        self._since: dict[tuple[GroupId, int], int] = {}
+        self.room = len(self._ranks.setdefault(where.rank, ())) or max(map(len, self._ranks.values()))
+        """How many ranks this host can have: as many as it begins with, a spare as many as any of the first ones."""
+        self.copies_port = 0
         self.beats = Beats(where.address, where.rank, self.run_id, least_s)
 
     @property
     def ranks(self) -> tuple[tuple[GroupId, int], ...]:
         """Group and position of those that this host runs."""
-        return self._ranks(self.place.rank)
+        return self._ranks[self.place.rank]
+
+    @property
+    def parts(self) -> list[spares.Part]:
+        """Of all hosts."""
+        return [part for host, ranks in self._ranks.items() for part in spares.parts_of(host, ranks)]
 
     def look_after_store(self) -> None:
         """To be called now and then: if this host has the store, somebody must keep it."""
@@ -135,13 +164,11 @@ class Hosts:
         return set() if self._keeper is None else {self._keeper.pid}
 
     def _boot_store(self, timeout_s: float) -> store.ControlStore:
-        return store.ControlStore(self.store_address, f"{_BOOT}-{self.place.job}", timeout_s)
+        return boot_store(self.store_address, self.place.job, timeout_s)
 
-    def name(self) -> str:
-        return self._names[self.place.rank]
-
-    def _ranks(self, rank: int) -> tuple[tuple[GroupId, int], ...]:
-        return ranks_of(rank, self.place.hosts, self._config.groups, self._config.ranks_per_group)
+    def name(self, rank: int | None = None) -> str:
+        """Of a host, this one unless another is asked for."""
+        return self._names[self.place.rank if rank is None else rank]
 
     def _join(self) -> str:
         """Which run it is. Raises ``LaunchError`` when it is not the one this agent was started for."""
@@ -158,12 +185,17 @@ class Hosts:
                 )
         return run["run_id"]
 
+    @property
+    def card(self) -> dict[str, Any]:
+        """Who this host is and where its agent is to be reached: for beats, and for checkpoints' copies (0: it has none)."""
+        ports = {"port": self.beats.port, "copies": self.copies_port}
+        return {"name": socket.gethostname(), "address": self.place.address, **ports}
+
     def meet(self) -> None:
         """Wait until every host is there, then begin to listen to them."""
         if self.place.hosts == 1:
             return
-        mine = {"name": self.name(), "address": self.place.address, "port": self.beats.port}
-        self._boot.set(f"host/{self.place.rank}", mine)
+        self._boot.set(f"host/{self.place.rank}", self.card)
         deadline = time.monotonic() + MEET_TIMEOUT_S
         found = {}
         for rank in range(self.place.hosts):
@@ -174,39 +206,82 @@ class Hosts:
                     f"with --host-rank {rank}"
                 )
             found[rank] = other
-        # Several namespaces or containers can have one name: then the address says more.
-        names = [other["name"] for other in found.values()]
-        self._names = {
-            rank: other["name"] if names.count(other["name"]) == 1 else f"{other['name']}({other['address']})"
-            for rank, other in found.items()
-        }
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
-        self.beats.start({rank: (other["address"], other["port"]) for rank, other in found.items()})
+        self._know(found)
+
+    def greet(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
+        """As a host that comes later: listen to the first ones, of which these are known."""
+        self._boot = self._boot_store(_ASK_TIMEOUT_S)
+        self._know({**cards, self.place.rank: self.card})
+
+    def hear(self, housed: detector.Housed) -> None:
+        """A later host says who it is and what it runs."""
+        card = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
+        self._know({housed.host: card})
+        self.take(housed.host, housed.ranks, housed.incarnation)
+
+    @property
+    def copies(self) -> tuple[tuple[str, int], ...]:
+        """Of the agents that hand out copies of checkpoints: this one's first, those that are not heard last."""
+        silent, me = self.beats.silent(), self.place.rank
+        known = {me: self.card, **self._cards}
+        order = sorted(known, key=lambda rank: (rank in silent, rank != me, rank))
+        return tuple((known[rank]["address"], known[rank]["copies"]) for rank in order if known[rank]["copies"])
+
+    def copies_partner(self) -> tuple[str, int] | None:
+        """To whom this host passes its copies on."""
+        domains = self._config.fault_tolerance.failure_domains
+        named = domains if domains != AUTO else ()
+        silent = self.beats.silent()
+        there = {rank: card for rank, card in self._cards.items() if card["copies"] and rank not in silent}
+        places = {rank: {named[group] for group in self.groups(rank) if group < len(named)} for rank in there}
+        other = partner(self.place.rank, places)
+        return None if other is None else (there[other]["address"], there[other]["copies"])
+
+    def take(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> None:
+        """From that start of their group on ``host`` runs these ranks, too, and nobody else. Older news changes nothing:
+        when the store has forgotten, everybody says again what it has said, in any order."""
+        moved = {rank for rank in ranks if self._since.get(rank, -1) < incarnation}
+        self._since.update(dict.fromkeys(moved, incarnation))
+        # Replaced, not changed: another thread may be looking.
+        left = {other: tuple(rank for rank in own if rank not in moved) for other, own in self._ranks.items()}
+        self._ranks = {**left, host: (*left.get(host, ()), *sorted(moved))}
+
+    def _know(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
+        self._cards = {**self._cards, self.place.rank: self.card, **cards}
+        # Several namespaces or containers can have one name: then the address says more.
+        names = [card["name"] for card in self._cards.values()]
+        self._names = {
+            rank: card["name"] if names.count(card["name"]) == 1 else f"{card['name']}({card['address']})"
+            for rank, card in self._cards.items()
+        }
+        self.beats.add({rank: (card["address"], card["port"]) for rank, card in cards.items()})
 
     def signal(self, change: Change, incarnation: int = 0) -> detector.Silent:
         """What the beats say, for everybody; ``incarnation``: of a group that this host has a part of."""
         mine, other = self.place.rank, change.rank
-        groups = (tuple(sorted(self._groups(rank))) for rank in (mine, other))
+        groups = (tuple(sorted(self.groups(rank))) for rank in (mine, other))
         names = (self._names[mine], self._names[other])
         return detector.Silent(*names, *groups, change.silent_s, change.heard, incarnation)
 
     def shared(self) -> set[GroupId]:
         """Groups of this host that have ranks on others, too."""
-        others = (self._groups(rank) for rank in range(self.place.hosts) if rank != self.place.rank)
-        return self._groups(self.place.rank) & set().union(*others)
+        others = (self.groups(rank) for rank in self._ranks if rank != self.place.rank)
+        return self.groups(self.place.rank) & set().union(*others)
 
     def unheard(self) -> set[GroupId]:
         """Groups with ranks on a host that is silent just now."""
-        return set().union(*map(self._groups, self.beats.silent()))
+        return set().union(*map(self.groups, self.beats.silent()))
 
-    def _groups(self, rank: int) -> set[GroupId]:
-        return {group for group, _ in self._ranks(rank)}
+    def groups(self, rank: int) -> set[GroupId]:
+        """Those that have a rank on that host."""
+        return {group for group, _ in self._ranks.get(rank, ())}
 
     def leave(self) -> None:
         """This host's part in the run is over, and the store's, if it is here."""
         self.beats.close()
         try:
-            if self.place.hosts > 1:
+            if self.beats.begun:
                 self._boot.set(f"left/{self.place.rank}", True)
         except StoreError:
             pass  # the store's host has left first
@@ -216,7 +291,7 @@ class Hosts:
 
     def all_left(self) -> bool:
         """Whether every other host has left (asked by the store's host). One that cannot be asked for has not."""
-        others = range(1, self.place.hosts)
+        others = self._ranks.keys() - {self.place.rank}
         try:
             return all(self._boot.get(f"left/{rank}") is not None for rank in others)
         except StoreError:

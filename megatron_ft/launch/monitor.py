@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.config import AUTO, DetectorConfig
 from megatron_ft.core import health
 from megatron_ft.runtime import pulse
 
@@ -62,3 +63,8 @@ def _sample(rank: Watched) -> health.Sample | None:
         return None
     state, ticks = fields[0], int(fields[11]) + int(fields[12])
     return None if state in "ZX" else health.Sample(state, ticks * _TICK_S, beats, progress, phase)
+
+
+def limits(settings: DetectorConfig) -> health.Limits:
+    hang_s = None if settings.hang_timeout_s == AUTO else float(settings.hang_timeout_s)
+    return health.Limits(settings.stopped_timeout_s, hang_s, settings.collective_timeout_s)

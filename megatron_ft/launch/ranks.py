@@ -71,12 +71,23 @@ class Rank:
 class Starter:
     """Starts the ranks of one host, ``here``: (group, position) of each. They are forked from ``forks``, if there is one."""
 
+    _here: list[tuple[int, int] | None]
+    """By the number of their device."""
+
     def __init__(
         self, command: Sequence[str], here: Sequence[tuple[int, int]], run_dir: Path, forks: forkserver.ForkServer | None
     ) -> None:
         self._command, self._here, self._run_dir, self._forks = list(command), list(here), run_dir, forks
         self._nccl = watchdog.environment(os.environ)
         self._pulses = pulse.directory()
+
+    def house(self, ranks: Sequence[tuple[int, int]]) -> None:
+        """Those that are here from now on. Who stays keeps its device; who is new gets one that is free."""
+        self._here = [rank if rank in ranks else None for rank in self._here]
+        for rank in ranks:
+            if rank not in self._here:
+                free = self._here.index(None) if None in self._here else len(self._here)
+                self._here[free : free + 1] = [rank]
 
     def start(self, env: RankEnvironment) -> Rank:
         """One rank. Raises ``OSError`` when there is no process, file or memory to be had."""
@@ -87,7 +98,7 @@ class Starter:
         own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
         # Which device of this host is its own, and how many of its group are here: groups may share a host, hosts a group.
         number = self._here.index((env.group, env.position))
-        together = sum(group == env.group for group, _ in self._here)
+        together = sum(rank is not None and rank[0] == env.group for rank in self._here)
         own |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(together)}
         with log.open("ab" if env.incarnation else "wb") as output:
             if env.incarnation:

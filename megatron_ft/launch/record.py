@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_ft.errors import LaunchError
 from megatron_ft.runtime import history
 
 RANKS = "ranks"
-"""With several hosts each writes its own list there, and all of them to ``ranks.json``."""
+"""Each host writes its own list there, and all of them to ``ranks.json``."""
 STORE = "store.json"
 EARLIER = "earlier"
 """Where the records of the starts before go, each to a directory of its own: 0001, 0002, ..."""
@@ -106,15 +107,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []  # replaced in this moment
 
 
-def write_ranks(run_dir: Path, living: list[dict[str, Any]], hosts: int, host: int) -> None:
+def write_ranks(run_dir: Path, living: list[dict[str, Any]], host: int) -> None:
     """List the living ranks of this host, and of all. Raises ``OSError``.
 
     Agents do so at the same time: who finds that the parts have changed since it read them writes the whole once more, so
     the last one to write has seen them all.
     """
-    if hosts == 1:
-        replace(run_dir / "ranks.json", living)
-        return
     replace(run_dir / RANKS / f"{host}.json", living)
     written, listed = None, _listed(run_dir)
     while listed != written:
@@ -136,3 +134,11 @@ def has_committed(run_dir: Path, group: int, incarnation: int) -> bool:
         elif line["event"] == "step" and group in line["live"] and starts.get(line["epoch"], 0) == incarnation:
             return True
     return False
+
+
+def what_is_saved(lines: Sequence[dict[str, Any]]) -> str:
+    """From where a later start goes on, of a run with checkpoints."""
+    saved = [line["step"] for line in lines if line["event"] in ("checkpoint", "resume")]
+    if not saved:
+        return "; no checkpoint is complete, a later start begins anew"
+    return f"; the checkpoint of step {saved[-1]} is complete: start again to go on from there"

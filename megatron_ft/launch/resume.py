@@ -14,13 +14,14 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft import config as config_module
 from megatron_ft.config import RunConfig
 from megatron_ft.core import restarts
-from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError
+from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError, RunStopped
 
 if TYPE_CHECKING:
     from megatron_ft.core.checkpoints import Found
@@ -105,13 +106,15 @@ class Directory:
 
     def _choose(self, run: RunConfig, place: Path, mode: str) -> Origin | None:
         from megatron_ft.runtime import checkpoint, resume
+        from megatron_ft.runtime.checkpoint.memory import GB, Shelf, nowhere
 
         if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
             raise CheckpointError(
                 f"--resume never, but checkpoint.directory {place} holds checkpoints of another run, and the newest by step "
                 f"is what a later start goes on from; name another directory, or move its step-* directories away"
             )
-        found = checkpoint.newest(place, log=_say)
+        memory_gb = run.fault_tolerance.checkpoint.memory_gb
+        found = checkpoint.newest(place, _say, Shelf(place, memory_gb * GB).find if memory_gb else nowhere)
         if found is None:
             return None
         _check(run, found)
@@ -133,14 +136,22 @@ class WholeJob:
     def __init__(self, run: RunConfig, hosts: int) -> None:
         settings = run.fault_tolerance
         self._directory = settings.checkpoint.directory
-        self._may = settings.rejoin.enabled and bool(self._directory) and hosts == 1
+        self._anew = restart = settings.policy == config_module.RESTART
+        self._codes = {WIPED_OUT, RunStopped.exit_code} if restart else {WIPED_OUT}
+        self._may = (settings.rejoin.enabled or restart) and bool(self._directory) and hosts == 1
         self._limits = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour)
         self._state = restarts.Group(since=time.monotonic())
+        self._saved = self._newest()
 
     def again(self, code: int) -> bool:
         """Whether to start it once more; waits until that is due. ``code``: what the last start ended with."""
-        if code != WIPED_OUT or not self._may or not _holds_some(Path(self._directory)):
+        if code not in self._codes or not self._may:
             return False
+        if not self._anew and not _holds_some(Path(self._directory)):
+            return False
+        saved, before = self._newest(), self._saved
+        if saved != before:  # it has got on: no reason to wait longer each time
+            self._saved, self._state = saved, replace(self._state, quick=0)
         loss = restarts.Loss(self._state.incarnation, "died", "every group was taken down")
         self._state = restarts.lost(self._state, loss, time.monotonic(), self._limits)
         if self._state.never:
@@ -148,8 +159,16 @@ class WholeJob:
             return False
         time.sleep(max(0.0, self._state.due - time.monotonic()))
         self._state = restarts.started(self._state, time.monotonic())
-        _say(f"no group is left: the whole job is started again, for the {len(self._state.again)}. time within an hour")
+        why = "no group is left" if code == WIPED_OUT else "a group is lost"
+        _say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
         return True
+
+    def _newest(self) -> str:
+        """The name of the newest checkpoint, whole or not."""
+        try:
+            return max((name for name in os.listdir(self._directory or ".") if name.startswith("step-")), default="")
+        except OSError:
+            return ""
 
 
 def _say(line: str) -> None:

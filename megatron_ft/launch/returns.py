@@ -23,6 +23,9 @@ from megatron_ft.launch.voice import Voice
 from megatron_ft.runtime.environment import seat
 from megatron_ft.types import GroupId, View
 
+_SKIPPED = 2
+"""Who leads may be lost between taking a number for a start and saying so: the spare host in its place takes the next."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -47,7 +50,7 @@ class Returns:
     """Those of one host.
 
     Args:
-        here: its groups; whether they have their position 0 here.
+        here: its groups; whether they have their position 0 here. Groups may come (:meth:`adopt`) and go (:meth:`forget`).
         shared: those of them with ranks on other hosts, too.
         patience_s: how long a store that is away is waited for when none of this host's ranks lives.
         begun: (group, incarnation) -> whether it has had a part in a committed step.
@@ -76,8 +79,9 @@ class Returns:
         self._known, self._off = False, not settings.rejoin.enabled
 
     def incarnation(self, group: GroupId) -> int:
-        """The one that was started here last."""
-        return self._groups[group].incarnation
+        """The one that was started here last; 0 of a group that is somebody else's by now."""
+        known = self._groups.get(group)
+        return 0 if known is None else known.incarnation
 
     def hear(self, signal: detector.Signal) -> None:
         """What this agent has seen itself; it need not wait for the store to tell."""
@@ -89,11 +93,10 @@ class Returns:
         else:
             self._take(signal)
 
-    def look(self) -> None:
-        """Take in what has happened, as far as the store tells."""
+    def look(self, heard: Collection[detector.Signal]) -> None:
+        """Take in what has happened, as far as the store tells. ``heard``: the news that have just been asked for."""
         if self._off:
             return
-        heard = self._voice.news()
         # After the news: whoever has died by then has written no view since.
         self._seats = self._seats.after(self._voice.newest_view(self._seats.view))
         self._known = not self._voice.away
@@ -129,6 +132,28 @@ class Returns:
         self._groups[start.group] = restarts.started(self._groups[start.group], self._clock())
         self._decide(start.group, start.incarnation, {})
 
+    def adopt(self, group: GroupId, leads: bool, shared: bool, incarnation: int) -> None:
+        """This host has ranks of ``group`` from now on; that incarnation is over, and the next is to be started."""
+        self._leads[group] = leads
+        self._shared = self._shared | {group} if shared else self._shared - {group}
+        now = self._clock()
+        due = now if leads or not shared else None
+        self._groups[group] = restarts.Group(incarnation, down=True, due=due, since=now, lost_at=now)
+
+    def forget(self, group: GroupId) -> None:
+        """Another host has them."""
+        self._groups.pop(group, None)
+        self._leads.pop(group, None)
+
+    def newest(self, group: GroupId) -> int:
+        """The last start of any group that is known to be dead, or has been a member; 0 where none is."""
+        return max(self._seats.view.incarnations.get(group, 0), self._seats.graves.get(group, 0))
+
+    @property
+    def seats(self) -> restarts.Seats:
+        """Who has the model, as far as is known."""
+        return self._seats
+
     def refusals(self) -> list[Refusal]:
         """Those since the last call."""
         found, self._refusals = self._refusals, []
@@ -136,11 +161,14 @@ class Returns:
 
     def pending(self) -> bool:
         """Whether a group of this host may come back, so that its agent has to stay although no rank lives."""
-        if self._off:
-            return False
-        if self._away_since is not None and self._clock() - self._away_since >= self._patience_s:
+        if self._off or self.in_vain:
             return False
         return bool(self._unjudged) or any(group.pending for group in self._groups.values())
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether the store has been away for so long that nothing is expected of it any more."""
+        return self._away_since is not None and self._clock() - self._away_since >= self._patience_s
 
     @property
     def hopeless(self) -> bool:
@@ -203,11 +231,12 @@ class Returns:
         group = self._groups[number]
         if not group.pending or group.due is not None:
             return
-        decision = self._voice.get(f"restart/{seat(number, group.incarnation + 1)}")
-        if decision is not None and "never" in decision:
-            self._groups[number] = restarts.never(group, decision["never"])
-        elif decision is not None:
-            self._groups[number] = replace(group, due=self._clock())
+        for incarnation in range(group.incarnation + 1, group.incarnation + 1 + _SKIPPED):
+            decision = self._voice.get(f"restart/{seat(number, incarnation)}")
+            if decision is not None and "never" in decision:
+                self._groups[number] = restarts.never(group, decision["never"])
+            elif decision is not None:
+                self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
 
 
 def _concerns(verdict: Died, known: restarts.Group) -> bool:

@@ -81,6 +81,13 @@ class Voice:
         self._own[key] = value
         return self._ask(lambda: self._store.set(key, value) or True) is not None
 
+    def claim(self, key: str, value: Any) -> Any | None:
+        """Write a key unless somebody has; what stands there now, None while that is unknown. Values name their writer."""
+        standing = self._ask(lambda: self._store.create(key, value))
+        if standing == value:
+            self._own[key] = value
+        return standing
+
     def get(self, key: str) -> Any | None:
         """What stands there; None while that is unknown."""
         return self._ask(lambda: self._store.get(key))

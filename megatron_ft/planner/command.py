@@ -23,7 +23,8 @@ def cluster(options: argparse.Namespace) -> Cluster:
         from megatron_ft.planner import plots  # half a second that a table does not need
 
         plots.check_path(options.plot)
-    return inputs.cluster(options.preset, options.file, {name: getattr(options, name) for name in inputs.NAMES})
+    flags = {name: getattr(options, name) for name in inputs.NAMES}
+    return inputs.cluster(options.preset, options.file, flags, options.values)
 
 
 def show(cluster: Cluster, options: argparse.Namespace, refused: Callable[[section.Section], str | None]) -> int:

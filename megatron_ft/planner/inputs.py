@@ -23,10 +23,15 @@ NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *
 NONE = ("none", "null", "never")
 
 
-def cluster(preset: str | None, file: Path | None, flags: Mapping[str, str | None]) -> Cluster:
-    """A preset, what a file says on top, what the flags say on top of both; ``flags`` as typed, None where not given."""
+def cluster(
+    preset: str | None,
+    file: Path | None,
+    flags: Mapping[str, str | None],
+    measured: Mapping[str, Any] | None = None,
+) -> Cluster:
+    """A preset, on top of it what a file says, then what was ``measured``, then the flags: as typed, None: not given."""
     inputs: dict[str, Any] = {}
-    for layer in (_preset(preset), read(file) if file else {}, _typed(flags)):
+    for layer in (_preset(preset), read(file) if file else {}, measured or {}, _typed(flags)):
         rates = [name for name in RATES if name in layer]
         if len(rates) > 1:
             raise ConfigError(f"{' and '.join(rates)} are both given, and say the same in two ways; give one of them")

@@ -89,6 +89,8 @@ class ProgressView:
             self._say(recovery_line(event, self._view))
         elif kind == "restart":
             self._say(restart_line(event))
+        elif kind == "host":
+            self._say(host_line(event))
         elif kind == "given_up":
             self._say(f"group {event['group']} does not come back: {event['reason']}")
         elif kind == "stragglers":
@@ -154,6 +156,14 @@ def restart_line(event: Event) -> str:
     return (
         f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}){after}"
     )
+
+
+def host_line(event: Event) -> str:
+    """What a host that has come later does, in words."""
+    groups = " ".join(map(str, event["groups"]))
+    if event["what"] == "spare":
+        return f"host {event['host']} is there as a spare"
+    return f"host {event['host']} {'takes over' if event['what'] == 'took over' else 'adds'} group {groups}"
 
 
 def checkpoint_line(event: Event) -> str:

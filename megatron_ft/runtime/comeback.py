@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 DONE, INTERRUPTED, ASTRAY = 2, 1, 0
 """What a rank answers when it was asked to follow; the worst counts."""
 _MOST_DONORS = 4
-_BEYOND = 16
-"""So many group numbers above the known ones are tried: groups may have been added."""
 _POLL_S, _AGAIN_S = 0.002, 0.1
 _MARGIN = (1, 256)
 """So many boundaries ahead the state is asked for; twice as many after each time that was too late."""
@@ -191,7 +189,7 @@ class Return:
 
     def _find_donors(self) -> list[Donor]:
         """A few live groups, those after this one first, that stand at the same step, or nearly."""
-        me, groups = self._env.group, max(self._env.config.groups, self._env.group + 1) + _BEYOND
+        me, groups = self._env.group, self._env.config.room
         found: list[Donor] = []
         for group in ((me + number) % groups for number in range(1, groups)):
             said = self._agreement.get(address_key(group, 0))

@@ -86,10 +86,10 @@ class Crew:
         self._order("transfer")
         self.rank.transfer()
 
-    def update(self, step: int) -> StepResult:
+    def update(self, step: int, microbatches: int) -> StepResult:
         """Only after every bucket is final at all ranks: no peer may need the old parameters any more."""
-        self._order("update", step=step)
-        return self.rank.update(step)
+        self._order("update", step=step, microbatches=microbatches)
+        return self.rank.update(step, microbatches)
 
     def close_epoch(self) -> None:
         self._order("close")

@@ -19,7 +19,8 @@ class RankEnvironment:
     """One rank's place in the run.
 
     ``store``: of the control store, ``host:port`` or ``etcd://...``; ``address``: of this host, by which other hosts' ranks
-    reach it. ``incarnation`` numbers the starts of the group, from 0.
+    reach it. ``incarnation`` numbers the starts of the group, from 0. ``copies``: of the agents that may have copies of
+    checkpoints in memory, address and port.
     """
 
     run_id: str
@@ -30,6 +31,7 @@ class RankEnvironment:
     run_dir: Path
     config: RunConfig
     incarnation: int = 0
+    copies: tuple[tuple[str, int], ...] = ()
 
     @property
     def seat(self) -> str:
@@ -49,6 +51,7 @@ class RankEnvironment:
             f"{_PREFIX}STORE": self.store,
             f"{_PREFIX}ADDRESS": self.address,
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
+            f"{_PREFIX}COPIES": json.dumps(self.copies),
             f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
             "RANK": str(self.position),
             "WORLD_SIZE": str(self.config.ranks_per_group),
@@ -71,6 +74,7 @@ class RankEnvironment:
             run_dir=Path(env[f"{_PREFIX}RUN_DIR"]),
             config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
             incarnation=int(env[f"{_PREFIX}INCARNATION"]),
+            copies=tuple(map(tuple, json.loads(env[f"{_PREFIX}COPIES"]))),
         )
 
 

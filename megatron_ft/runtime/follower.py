@@ -87,7 +87,7 @@ class Follower:
                     self._unless_broken(rank.transfer)
             case "update":
                 rank.pulse.enter("working")
-                rank.update(fields["step"])
+                rank.update(fields["step"], fields["microbatches"])
             case "close":
                 rank.close_epoch()
             case "end_step":

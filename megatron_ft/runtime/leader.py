@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_ft.config import RunConfig
+from megatron_ft.config import DROP, RunConfig
 from megatron_ft.core import detector, recovery
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.saving import Saves, Stops
@@ -87,6 +87,7 @@ class Leader:
             straggler_factor=settings.detector.straggler_factor,
             straggler_steps=settings.detector.straggler_steps,
             placement=self._placement,
+            drop=settings.policy == DROP,
         )
         if comes_back:
             self._come_back(job)
@@ -328,7 +329,7 @@ class Leader:
 
     def _update(self, step: int) -> None:
         before, self._measured = self._state.speeds.slow, self._rank.measured()
-        self._crew.update(step)
+        self._crew.update(step, self._state.microbatches)
         self._committed_under = self._state.view  # the next view may be there before the step is recorded
         self._feed(recovery.Updated(step, self._measured))
         slow = self._state.speeds.slow

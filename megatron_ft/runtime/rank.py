@@ -245,6 +245,7 @@ class Rank:
 
     def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """What to call with the buckets that are complete before the last microbatch is."""
+        self._settle(state=False)
         return None if self.points.corrupts(step) else self._reduction.ahead(self._outer, step, buckets)
 
     def say_seconds(self, seconds: float) -> None:
@@ -296,6 +297,7 @@ class Rank:
         Raises ``Broken``; where the group has several ranks, after all of them have ended what they were at.
         """
         self.timeline.assign(step, self._outer.epoch)
+        self._settle(state=False)
         with self.timeline.span("reduce"):
             if self._shared is None:
                 self._reduction.reduce(self._outer, step, buckets, done, self._meanwhile)
@@ -330,6 +332,7 @@ class Rank:
         All ranks of a group take what they got, or none of them does. Raises ``Broken``.
         """
         view, received, broken = self._view, None, None
+        self._settle(state=True)
         try:
             received = self._exchange(view)
         except Broken as error:
@@ -388,15 +391,21 @@ class Rank:
 
     # --- the step's end -----------------------------------------------------------------------------------------------
 
-    def update(self, step: int) -> StepResult:
-        """Commit the step here."""
+    def update(self, step: int, microbatches: int) -> StepResult:
+        """Commit the step here; ``microbatches``: so many must be in it."""
+        self._settle(state=True)
         with self.timeline.span("update"):
             self.result = self._inside(
-                lambda: self.engine.update(step, self._config.microbatches, lambda point: self.points.reach(point, step))
+                lambda: self.engine.update(step, microbatches, lambda point: self.points.reach(point, step))
             )
         self._updated = self.result
         self.pulse.advance()
         return self.result
+
+    def _settle(self, state: bool) -> None:
+        """What is being handed over to who follows is about to change."""
+        if self._donor is not None:
+            self._donor.settle(state)
 
     def end_step(self, epoch: int) -> None:
         """The step is committed and recorded. Raises ``RunStopped`` when the run must not go on after it."""

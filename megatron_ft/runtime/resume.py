@@ -21,6 +21,7 @@ from megatron_ft.core.checkpoints import Found
 from megatron_ft.engines.base import Engine, StepResult
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.runtime import checkpoint
+from megatron_ft.runtime.checkpoint.memory import Locate, nowhere
 
 KEY = "resume"
 """Of the control store: what the run goes on from. Nothing there: it begins."""
@@ -96,10 +97,10 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
-def load(origin: Origin, config: RunConfig, position: int, engine: Engine) -> StepResult:
+def load(origin: Origin, config: RunConfig, position: int, engine: Engine, copies: Locate = nowhere) -> StepResult:
     """Put the state of ``position`` in place; the result of the step before it. Raises ``FTError``."""
     check(config, origin.path, origin.meta)
-    state = checkpoint.load(checkpoint.look(Path(origin.path)), position)
+    state = checkpoint.load(checkpoint.look(Path(origin.path)), position, copies)
     own = dict(_tensors(engine.state(), ""))
     saved = dict(_tensors(state, ""))
     for path, tensor in own.items():

@@ -18,6 +18,8 @@ from megatron_ft.engines.base import Engine
 from megatron_ft.errors import CheckpointError, FTError
 from megatron_ft.runtime import checkpoint
 from megatron_ft.runtime.agreement import Agreement
+from megatron_ft.runtime.checkpoint.memory import GB, Shelf
+from megatron_ft.runtime.checkpoint.write import place_of
 from megatron_ft.runtime.environment import RankEnvironment
 
 
@@ -35,6 +37,7 @@ class Saving:
         self._agreement = agreement.clone()
         self._speaking = threading.Lock()
         self._saver = checkpoint.Saver()
+        self._shelf = Shelf(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
         self.cost_s = 0.0
 
     def take(self, order: Saves, engine: Engine) -> None:
@@ -59,6 +62,10 @@ class Saving:
         said: dict[str, Any] = {"error": "its writer ended for an unknown reason"}
         try:
             said = checkpoint.write_part(self._directory, order.at, order.attempt, self._position, copy)
+            # Before the word: after the last save of a run nothing is waited for.
+            place = place_of(self._directory, order.at, order.attempt)
+            for name, entry in said["files"].items():
+                self._shelf.take(place / name, entry["sha256"], entry["bytes"])
         except CheckpointError as error:
             said = {"error": str(error)}
         finally:

@@ -31,7 +31,7 @@ from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.base import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, StoreError
-from megatron_ft.runtime import resume
+from megatron_ft.runtime import copies, resume
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.follower import Follower
@@ -99,6 +99,7 @@ class Session:
         first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         history = History(env.run_dir)
         self._rank = Rank(env, agreement, history)
+        self._copies = copies.of(env)
         self._census = Census(env.config.groups)
         self._inside = Inside(env.group, env.position, self._store.clone(), patience_s, env.incarnation)
         if env.position == 0:
@@ -132,7 +133,7 @@ class Session:
             scheduler=scheduler,
             bucket_mb=None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
             gradient_clipping=self.config.gradient_clipping,
-            slots=self.config.groups,
+            slots=self.config.room,
         )
         return self._engine
 
@@ -165,7 +166,7 @@ class Session:
 
         self.init_distributed()
         with self._until_lost(), self._world.made_here(self.env.store):
-            self._engine = build.build(model, self.config, slots=self.config.groups, **options)
+            self._engine = build.build(model, self.config, slots=self.config.room, **options)
         return self._engine
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
@@ -225,7 +226,7 @@ class Session:
         self._entered = True
         self._rank.attach(engine)
         if self._origin is not None:
-            self._rank.result = resume.load(self._origin, self.config, self.position, engine)
+            self._rank.result = resume.load(self._origin, self.config, self.position, engine, self._copies)
         self._part.enter(self._total, self._comes_back, self._origin)
 
     @property
@@ -274,6 +275,8 @@ class Session:
 
     def _hear(self, verdict: detector.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and let it decide."""
+        if isinstance(verdict, detector.Housed | detector.Refused):
+            return  # what is where is the agents' business
         if isinstance(verdict, detector.Dismissed):
             if verdict.group == self.group:
                 print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)

@@ -14,7 +14,7 @@ import json
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def hear(end: socket.socket) -> dict[str, Any]:
     return json.loads(text)
 
 
-def send(end: socket.socket, parts: Sequence[torch.Tensor], sent: Callable[[int], None]) -> None:
+def send(end: socket.socket, parts: Iterable[torch.Tensor], sent: Callable[[int], None]) -> None:
     """Flat CPU tensors of bytes; ``sent`` is told how many of them after each piece."""
     for piece in _pieces(parts):
         end.sendall(piece)
@@ -110,7 +110,7 @@ def hang_up(end: socket.socket) -> None:
     end.close()
 
 
-def _pieces(parts: Sequence[torch.Tensor]) -> Iterator[memoryview]:
+def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     for part in parts:
         whole = memoryview(part.numpy())
         for start in range(0, len(whole), _PIECE):

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ft.core import detector, replication
+from megatron_ft.core import detector, replication, saving
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.recovery import Job
 from megatron_ft.faults import checkers
@@ -30,6 +30,8 @@ LIVENESS_BOUND = 600.0
 """So long after the last fault a history must have ended. A collective that lost a message is given up after 25, a silent
 group left out after 15 more, and the longest job takes 90 on one group."""
 SEEK_INTERVAL = 1.0
+SAVE_SHARE = 0.5
+"""Of the boundaries at which a checkpoint is ordered."""
 FOLLOW_PATIENCE, SEAT_PATIENCE = 20.0, 60.0
 """So long a group that comes back waits for a state, before it asks other donors, and for a seat, before it gives up."""
 
@@ -123,6 +125,18 @@ class Cluster:
         who = f"{self.scenario.seed} {group.me}.{group.incarnation}"
         lasting, passing = random.Random(f"lasting {who}"), random.Random(f"passing {who} {microbatch}")
         return lasting.choice([1, 1, 1, 3]) * passing.choice([1, 1, 1, 1, 2, 5]) * passing.uniform(0.5, 0.7)
+
+    def order_to_save(self, group: Group) -> None:
+        """Now and then. It is heard by everybody, sooner or later; what it says of the protocol's times changes nothing."""
+        state, view = group.state, group.state.view
+        dice = random.Random(f"save {self.scenario.seed} {group.me}.{group.incarnation} {state.step}")
+        if dice.random() > SAVE_SHARE:
+            return
+        writers = saving.writers(view.live, {}, ())
+        attempt = f"{group.me}.{group.incarnation}-{state.step}-{view.epoch}"
+        order = saving.Saves(state.step + dice.randint(1, 2), view.epoch, attempt, writers, group.me)
+        for _, other in sorted(self.groups.items()):
+            self.kernel.after(dice.uniform(0.0, 6.0), lambda other=other: other.told_to_save(order))
 
     def deliver(self, sender: GroupId, target: GroupId, incarnation: int, key: tuple, value: Any) -> None:
         """Send to one incarnation, over a connection to that process; nobody else ever gets it."""

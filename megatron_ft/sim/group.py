@@ -18,7 +18,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ft.core import detector, recovery
+from megatron_ft.core import detector, recovery, saving
 from megatron_ft.sim.following import Donor, Following, Outcome
 from megatron_ft.sim.kernel import Future, Thread
 from megatron_ft.sim.store import Operation, Store
@@ -73,6 +73,8 @@ class Group:
         self._broken = ""
         self._nudge: Future | None = None
         self._heard = 0
+        self._since = view.epoch
+        self._orders: list[saving.Saves] = []
         self._thread = Thread(self._train())
 
     def start(self) -> None:
@@ -294,6 +296,7 @@ class Group:
         self.reset_step()
         yield from self._feed(recovery.Updated(step, parts[0].seconds))
         self._hand_on()
+        self._save()
 
     def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
         """Look once for what the agreement waits for: the next view, else reports."""
@@ -317,6 +320,28 @@ class Group:
             yield self._wait(deadline)
         if not self._inbox and self.state.view.epoch == epoch:
             yield from self._break("not every live group is done")
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def told_to_save(self, order: saving.Saves) -> None:
+        """The order has come, at any time after it was given."""
+        if not self.ended:
+            self._orders.append(order)
+
+    def _save(self) -> None:
+        """At a boundary: write the parts that are due, and now and then give an order, if that is this group's to do."""
+        state = self.state
+        for order in list(self._orders):
+            said = saving.answer(order, self.me, state.step, state.view, state.synced, self._since)
+            if said is None:
+                continue
+            self._orders.remove(order)
+            if not said and (part := order.part_of(self.me)) is not None:
+                fields = {"group": self.me, "incarnation": self.incarnation, "epoch": state.view.epoch}
+                named = {"attempt": order.attempt, "part": part, "parts": len(order.writers)}
+                self.cluster.record("part", **fields, **named, step=state.step, params=self.params)
+        if self.me == min(state.view.live) and not state.finished:
+            self.cluster.order_to_save(self)
 
     # --- who comes back -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import pytest
 from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import checkers, inject
 from megatron_ft.runtime import checkpoint
+from megatron_ft.runtime.checkpoint.memory import Shelf
 from megatron_ft.runtime.points import Hold
 from tests import checkpoint_kills, support
 from tests.integration.test_hosts import Agents
@@ -114,6 +115,27 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, data
     assert "of step 30 is not used" in said and part.name in said
     assert [line["step"] for line in again.events("step")] == list(range(steps[1], 31))
     assert checkers.losses(again.history)[29] == checkers.losses(_earlier(again))[29]
+
+
+def test_what_is_in_memory_need_not_be_read_from_disk(tmp_path, data_dir):
+    """Here it cannot be: the files are damaged. Where all steps are done nobody needs the copies any more."""
+    saved = tmp_path / "saved"
+    options = {"checkpoint": {"directory": str(saved), "period_s": ONCE, "memory_gb": 1.0}, "groups": 2}
+    run = support.start(tmp_path / "run", data_dir, steps=100_000, **options)
+    support.wait_for_step(run, 2)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    (step,) = complete(saved)
+    shelf = Shelf(saved, 1e9)
+    assert shelf.listed()
+    for part in Path(checkpoint.find(saved)[0].path).glob("position-*/*.safetensors"):
+        with part.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([part.read_bytes()[-1] ^ 1]))
+    again = support.start(tmp_path / "run", data_dir, steps=step + 2, **options)
+    went_well(again)
+    assert [line["step"] for line in again.events("step")] == [step, step + 1]
+    assert not shelf.listed()
 
 
 def _earlier(run: support.Run) -> list[dict]:

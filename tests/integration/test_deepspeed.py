@@ -209,6 +209,7 @@ VARIANTS = {
     "Hugging Face's Llama, two slices": {
         "model": {**MODEL, "model_type": "llama", "intermediate_size": 96, "num_key_value_heads": 2},
         "slices": 2,
+        "extra": ["--preload", "deepspeed,transformers.models.llama.modeling_llama"],
     },
 }
 

@@ -49,14 +49,18 @@ class Agents:
     def said(self, host: int) -> str:
         return self.agents[host].communicate(timeout=support.TIMEOUT_S)[0]
 
+    def kill(self) -> None:
+        """Whatever is still there."""
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+
 
 @pytest.fixture
 def agents(tmp_path, data_dir):
     agents = Agents(tmp_path, data_dir)
     yield agents
-    for agent in agents.agents.values():
-        agent.kill()
-        agent.wait()
+    agents.kill()
 
 
 def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):

@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-from megatron_ft.faults import inject
+from megatron_ft.faults import checkers, inject
 from megatron_ft.runtime.points import Hold
 from tests import deepspeed_kills, support
 
 REJOIN = {"enabled": True, "restarts_per_hour": 100}
-STEPS = 150
-SMALL = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 1e-4)
+STEPS = 300
+SMALL = ("--layers", 1, "--width", 32, "--seq-len", 16, "--lr", 1e-4)
 
 
 def start(directory, data_dir, holds=(), **options) -> support.Run:
@@ -40,67 +40,68 @@ def await_back(run: support.Run, group: int, incarnation: int) -> None:
     support.wait_for(lambda: incarnation in back(run, group), run)
 
 
-def check(run: support.Run, reference: support.Run) -> None:
+def check(run: support.Run, reference: support.Run | None = None) -> None:
     """Every promise is kept, and every group is there at the end."""
     run.check(reference)
     assert [line["group"] for line in run.events("survivor")] == list(range(run.groups))
     assert run.events("step")[-1]["live"] == list(range(run.groups))
 
 
-def test_groups_come_back_again_and_again(tmp_path, data_dir, reference):
-    """Also the one that writes the record, two at once, and one for the second time."""
-    run = start(tmp_path / "run", data_dir)
+def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference):
+    """300 steps, while checkpoints are saved nearly all the time. The one that writes the record; two at once; one that is
+    killed while it receives; one whose donor is killed while it sends, so that a recovery falls into its way back: it begins
+    again with others, in the same process. One is frozen on its way for many steps, and nobody waits for it."""
+    holds = [Hold(1, None, "follow", incarnation=number) for number in (2, 3)] + [Hold(3, None, "follow", incarnation=2)]
+    checkpoints = {"directory": str(tmp_path / "saved"), "period_s": 0.2}
+    run = start(tmp_path / "run", data_dir, holds, checkpoint=checkpoints)
     support.wait_for_step(run, 3)
-    for victims, incarnation in [((2,), 1), ((0,), 1), ((1, 3), 1), ((2,), 2)]:
+    for victims in [(0,), (1, 3)]:
         for victim in victims:
             kill(run, victim)
         for victim in victims:
-            await_back(run, victim, incarnation)
-    check(run, reference)
-    entries = [line for line in run.events("view") if line["joined"]]
-    assert len(entries) >= 4 and all(line["behind"] == [] for line in entries), "nobody is held up by an entry"
-    assert {line["incarnation"] for line in run.events("restart") if line["group"] == 2} == {1, 2}
-
-
-def test_what_can_happen_on_the_way_back(tmp_path, data_dir, reference):
-    """It is killed while it receives; then a donor is, while it sends: who comes back begins again with others, in the same
-    process. Another group is frozen on its way, for many steps: nobody waits for it."""
-    holds = [Hold(1, None, "follow", incarnation=number) for number in (1, 2)]
-    run = start(tmp_path / "run", data_dir, [*holds, Hold(3, None, "follow", incarnation=1)])
-    support.wait_for_step(run, 3)
+            await_back(run, victim, 1)
     kill(run, 1)
     run.strike(holds[0])
-    support.wait_for(lambda: len(run.events("restart")) == 2, run)
+    support.wait_for(lambda: {"group": 1, "incarnation": 3}.items() <= run.events("restart")[-1].items(), run)
     frozen = support.await_held(run, 1)
+    recoveries = len(run.events("recovery"))
     kill(run, 2)
-    support.wait_for(lambda: len(run.events("recovery")) >= 2, run)
+    support.wait_for(lambda: len(run.events("recovery")) > recoveries, run)
     os.kill(frozen, signal.SIGCONT)
-    await_back(run, 1, 2)
+    await_back(run, 1, 3)
     await_back(run, 2, 1)
     kill(run, 3)
     frozen = support.await_held(run, 3)
     support.wait_for_step(run, run.events("step")[-1]["step"] + 10)
     os.kill(frozen, signal.SIGCONT)
-    await_back(run, 3, 1)
+    await_back(run, 3, 2)
+    for victim, incarnation in [(0, 2), (2, 2)]:
+        kill(run, victim)
+        await_back(run, victim, incarnation)
     check(run, reference)
-    assert back(run, 1) == [2]
+    assert len(run.events("inject")) == 9 and len(run.events("rejoined")) == 8, "one was killed on its way back"
+    assert back(run, 1) == [1, 3]
+    entries = [line for line in run.events("view") if line["joined"]]
+    assert all(line["behind"] == [] for line in entries), "nobody is held up by an entry"
+    assert len(run.events("checkpoint")) >= 2 and not run.events("checkpoint_failed")[5:], run.events("checkpoint_failed")
 
 
 def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
     """Each rank follows those of its own position; one that dies takes the other along, and both come back."""
-    run = start(tmp_path / "run", data_dir, extra=["--ranks-per-group", 2], groups=4)
+    run = start(tmp_path / "run", data_dir, extra=["--ranks-per-group", 2], steps=STEPS // 3)
     support.wait_for_step(run, 3)
     kill(run, 1, position=1)
     await_back(run, 1, 1)
     kill(run, 1, position=0)
     await_back(run, 1, 2)
-    check(run, reference)
+    check(run)
+    assert checkers.largest_loss_difference(run.history, reference.history) < checkers.LOSS_TOLERANCE
 
 
 def test_a_pipeline_comes_back(tmp_path, data_dir):
     """The optimizer's state is in parts at the ranks of the group (ZeRO-1)."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    options = {"steps": 60, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
+    options = {"steps": 40, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
     alone = deepspeed_kills.start(tmp_path / "alone", data_dir, **options)
     alone.check()
     holds = [Hold(1, 4, "forward", position=1), Hold(0, 8, "begin"), Hold(1, None, "warm", incarnation=1)]

@@ -41,12 +41,15 @@ def say(name):
 
 def forever():
     say(f"{env.seat}-{env.position}")
-    threading.Event().wait()
+    while not (env.run_dir / "over").exists():
+        threading.Event().wait(0.05)
+    os._exit(0)
 
 def end_the_run():
     store = ControlStore(env.store, env.run_id, 10.0)
     history.append(env.run_dir, "end", step=0, loss=0.0, params_norm=0.0, params_sha256="")
     store.set("ended", True)
+    (env.run_dir / "over").touch()
     os._exit(0)
 """
 
@@ -174,8 +177,16 @@ def test_a_group_that_ends_at_once_every_time_is_given_up(tmp_path, text, starts
     assert len(run.events("fault")) == starts + 1
 
 
+STAYS = """
+def forever():
+    say(f"{env.seat}-{env.position}")
+    threading.Event().wait()
+"""
+
+
 def test_a_stopped_group_makes_room_for_its_next_start(tmp_path):
-    run = start(tmp_path, detector={"stopped_timeout_s": 0.5})
+    """Who is still there long after the run's end is ended, too."""
+    run = start(tmp_path, STAYS, detector={"stopped_timeout_s": 0.5})
     old = run.said(1)["pid"]
     os.kill(old, signal.SIGSTOP)
     assert run.said(1, 1)["pid"] != old and not Path(f"/proc/{old}").exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import membership, recovery, scheduler
+from megatron_ft.core import membership, recovery, saving, scheduler
 from megatron_ft.core.recovery import GroupState, Transferred, Updated
 from megatron_ft.core.stragglers import Speeds
 from megatron_ft.sim import group
@@ -354,6 +354,25 @@ def _(patch):
     patch.setattr(scheduler, "_by_time", by_time)
 
 
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@mutation("who hears too late of a save saves the step it is in")
+def _(patch):
+    def eager(order, me, step, view, has_state, since):
+        return ANSWER(replace(order, at=step) if order.at < step else order, me, step, view, has_state, since)
+
+    patch.setattr(saving, "answer", eager)
+
+
+@mutation("a save holds in every epoch")
+def _(patch):
+    def lasting(order, me, step, view, has_state, since):
+        return ANSWER(replace(order, epoch=view.epoch), me, step, view, has_state, min(since, view.epoch))
+
+    patch.setattr(saving, "answer", lasting)
+
+
 def _change_views(patch, change):
     """Every view that is proposed is changed on its way, ``begun`` included."""
 
@@ -363,6 +382,7 @@ def _change_views(patch, change):
     patch.setattr(recovery, "_proposal", propose)
 
 
+ANSWER = saving.answer
 LOOK = group.look
 START = recovery.start
 CLOSE = recovery._close

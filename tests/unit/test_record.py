@@ -16,11 +16,11 @@ def test_hosts_that_list_their_ranks_at_the_same_time_lose_none(tmp_path, monkey
     def replace(path, value) -> None:
         if path.name == "ranks.json" and not interrupted:
             interrupted.append(True)
-            record.write_ranks(tmp_path, [{"group": 1}], hosts=2, host=1)
+            record.write_ranks(tmp_path, [{"group": 1}], host=1)
         plain(path, value)
 
     monkeypatch.setattr(record, "replace", replace)
-    record.write_ranks(tmp_path, [{"group": 0}], hosts=2, host=0)
+    record.write_ranks(tmp_path, [{"group": 0}], host=0)
     assert interrupted and json.loads((tmp_path / "ranks.json").read_text()) == [{"group": 0}, {"group": 1}]
 
 

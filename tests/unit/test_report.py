@@ -7,8 +7,8 @@ import json
 import pytest
 from rich.console import Console
 
-from megatron_ft.errors import LaunchError
-from megatron_ft.report import follow, plots, tables
+from megatron_ft.errors import ConfigError, LaunchError
+from megatron_ft.report import follow, measured, plots, tables
 from megatron_ft.report.record import RunRecord
 from megatron_ft.runtime import history
 
@@ -245,3 +245,23 @@ def test_on_a_terminal_there_is_a_bar(run_dir):
             view.update(event)
         assert view._bar.tasks[0].completed == 4
         assert view._bar.tasks[0].fields["live"] == "1/2"
+
+
+def test_the_planner_learns_from_a_run_what_its_record_shows(run_dir):
+    found = measured.measured(RunRecord.load(run_dir), gpus_per_node=2)
+    assert (found["gpus"], found["gpus_per_group"], found["step_s"]) == (2, 1, 1.0)
+    assert (found["detection_s"], found["reconfigure_s"]) == (0.025, 0.125)
+    assert "rejoin_s" not in found and "checkpoint_s" not in found, "nothing came back, nothing was saved"
+    lines = history.read(run_dir)
+    assert found["node_mtbf_hours"] == pytest.approx((lines[-1]["t"] - lines[0]["t"]) / 3600)
+    history.append(run_dir, "view", epoch=2, live=[0, 1], lost={}, joined=[1], reason="asks", step=4)
+    history.append(run_dir, "checkpoint", step=4, blocked_s=0.5)
+    fault, view = (next(line["t"] for line in history.read(run_dir) if line["event"] == e) for e in ("fault", "checkpoint"))
+    found = measured.measured(RunRecord.load(run_dir))
+    assert found["checkpoint_s"] == 0.5 and 0 < found["rejoin_s"] <= view - fault
+
+
+def test_a_run_of_one_step_teaches_nothing(tmp_path):
+    history.append(tmp_path, "start", run_id="r", groups=2, ranks_per_group=1, host="h")
+    with pytest.raises(ConfigError, match="two are needed"):
+        measured.measured(RunRecord.load(tmp_path))

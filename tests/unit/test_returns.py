@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_ft.config import FaultToleranceConfig, RejoinConfig
 from megatron_ft.core import detector
 from megatron_ft.core.membership import first_view
+from megatron_ft.core.spares import parts_of
 from megatron_ft.errors import GroupLeft, RunStopped
+from megatron_ft.launch.hosts import Place
 from megatron_ft.launch.returns import Returns
+from megatron_ft.launch.spare import Spare
 from megatron_ft.types import Exit, View
 
 FIRST = first_view(3)
@@ -47,6 +51,9 @@ class Voice:
         self.store.keys[key] = value
         return True
 
+    def claim(self, key, value):
+        return self.store.keys.setdefault(key, value)
+
     def get(self, key):
         return self.store.keys.get(key)
 
@@ -74,13 +81,18 @@ def dead(group, incarnation=0, **how):
     return detector.Ended(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
 
 
+def look(made):
+    """As the agent does."""
+    made.look(made._voice.news())
+
+
 def due(made, unheard=()):
-    made.look()
+    look(made)
     return [(start.group, start.incarnation) for start in made.due(unheard)]
 
 
 def start_all(made, unheard=()):
-    made.look()
+    look(made)
     starts = made.due(unheard)
     for start in starts:
         made.started(start)
@@ -116,9 +128,9 @@ def test_a_store_that_stays_away_is_not_waited_for_for_ever(clock):
     made, voice = agent(clock)
     voice.away = True
     made.hear(dead(1))
-    made.look()
+    look(made)
     clock.now += 29.0
-    made.look()
+    look(made)
     assert made.pending()
     clock.now += 1.0
     assert not made.pending()
@@ -168,7 +180,7 @@ def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
     made, voice = agent(clock)
     voice.away = True
     made.hear(dead(1, signal=None, code=0))
-    made.look()
+    look(made)
     assert not made.pending()
 
 
@@ -240,7 +252,7 @@ def test_hosts_that_share_a_group_start_the_same_incarnation(two, clock):
     store.log.append(dead(1))
     assert due(other) == [] and other.pending(), "that is for the leading host to say"
     assert [start.incarnation for start in start_all(leading)] == [1]
-    leading.look()  # says so
+    look(leading)  # says so
     assert [start.incarnation for start in start_all(other)] == [1]
     assert leading.incarnation(1) == other.incarnation(1) == 1
 
@@ -249,10 +261,10 @@ def test_a_host_that_was_away_follows_to_the_newest_start(two, clock):
     store, leading, other = two
     for incarnation in range(2):
         store.log.append(dead(1, incarnation))
-        leading.look()
+        look(leading)
         clock.now += 2.0
         assert start_all(leading)
-    leading.look()
+    look(leading)
     assert [start.incarnation for start in start_all(other)] == [2]
 
 
@@ -260,10 +272,112 @@ def test_what_the_leading_host_refuses_nobody_waits_for(two, clock):
     store, leading, other = two
     for incarnation in range(3):
         store.log.append(dead(1, incarnation))
-        leading.look()
+        look(leading)
         clock.now += 5.0
         start_all(leading)
-    leading.look()
-    other.look()
+    look(leading)
+    look(other)
     assert not leading.pending() and not other.pending()
     assert len(leading.refusals()) == 1 and not other.refusals()
+
+
+# --- ranks that move between hosts ------------------------------------------------------------------------------------
+
+
+def test_a_group_that_is_adopted_is_started_at_once_under_the_next_number(clock):
+    made, _ = agent(clock, here={2: True})
+    assert due(made) == []
+    made.adopt(1, True, False, incarnation=4)
+    assert due(made) == [(1, 5)] and made.pending()
+    start_all(made)
+    made.forget(1)
+    assert due(made) == [] and not made.pending() and made.incarnation(1) == 0
+
+
+def test_who_follows_a_leading_host_goes_along_when_a_number_was_left_out(two):
+    """The leading host had taken number 1 and was lost before it said so; the spare that came for it takes number 2."""
+    store, _, other = two
+    store.log.append(dead(1))
+    assert due(other) == []
+    store.keys["restart/1.2"] = {}
+    assert due(other) == [(1, 2)]
+
+
+# --- a spare host -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hosts:
+    """Host 0 and 1 have a group each, host 2 is idle; ``silent`` are not heard."""
+
+    silent: set = field(default_factory=set)
+    ranks: tuple = ()
+    room: int = 1
+
+    @property
+    def place(self):
+        return Place(hosts=2, rank=2)
+
+    @property
+    def parts(self):
+        return [*parts_of(0, [(0, 0)]), *parts_of(1, [(1, 0)]), *parts_of(2, self.ranks)]
+
+    @property
+    def beats(self):
+        return SimpleNamespace(silent=lambda: self.silent)
+
+
+@pytest.fixture
+def spare(clock):
+    made, voice = agent(clock, here={2: True})
+    hosts = Hosts()
+    spare = Spare(hosts, voice, made)
+
+    def look_around():
+        news = voice.news()
+        for signal in news:
+            spare.hear(signal)
+        made.look(news)
+        return [(part.group, last) for part, last in spare.look()]
+
+    return voice.store, hosts, look_around
+
+
+def test_a_spare_takes_over_once_the_others_go_on_without_the_silent_host(spare):
+    store, hosts, look_around = spare
+    hosts.silent = {1}
+    assert look_around() == [], "its group is still a member"
+    store.log.append(dead(1))
+    assert look_around() == [(1, 0)]
+    assert store.keys == {"start/1.1/0": 2}
+
+
+def test_of_two_spares_one_gets_it_and_the_host_at_home_may_have_been_faster(spare):
+    store, hosts, look_around = spare
+    store.log.append(dead(1))
+    hosts.silent, store.keys["start/1.1/0"] = {1}, 3
+    assert look_around() == []
+    store.keys["start/1.1/0"] = 1
+    assert look_around() == [(1, 1)], "it was lost before anybody heard of that start"
+
+
+def test_a_group_that_left_or_was_told_to_end_is_not_taken_over(spare):
+    store, hosts, look_around = spare
+    hosts.silent = {0, 1}
+    left = [detector.Leaving(1, 3, "maintenance"), dead(1, signal=None, code=GroupLeft.exit_code)]
+    store.log += [dead(0, signal="SIGTERM"), *left]
+    assert look_around() == []
+
+
+def test_a_group_that_failed_too_often_at_home_is_taken_over_and_no_more_than_fits(spare):
+    store, hosts, look_around = spare
+    store.log += [dead(0), dead(1), detector.Refused(0, 0, 0), detector.Refused(1, 1, 0)]
+    assert look_around() == [(0, 0)]
+    hosts.ranks = ((0, 0),)
+    assert look_around() == []
+
+
+def test_a_host_that_has_given_up_a_group_itself_takes_none(spare):
+    store, hosts, look_around = spare
+    store.log += [dead(1), detector.Refused(1, 1, 0), detector.Refused(2, 7, 3)]
+    assert look_around() == []

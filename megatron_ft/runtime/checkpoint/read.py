@@ -5,6 +5,7 @@ Nothing is unpickled, and no byte is used before its file's checksum has been co
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 from megatron_ft.core.checkpoints import Found, choose, newest_first
 from megatron_ft.errors import CheckpointError
 from megatron_ft.runtime.checkpoint import files, tensors
+from megatron_ft.runtime.checkpoint.memory import Locate, nowhere
 from megatron_ft.runtime.checkpoint.write import MANIFEST, POSITION, SKELETON, VERSION, seal
 from megatron_ft.runtime.transfer import unflatten
 
@@ -60,10 +62,13 @@ def look(place: Path) -> Found:
     return Found(path, step, True, saved_at=manifest["saved_at"], manifest=manifest)
 
 
-def verify(found: Found) -> None:
-    """Read every file, and compare it with the manifest. Raises ``CheckpointError`` for the first that differs."""
+def verify(found: Found, copies: Locate = nowhere) -> None:
+    """Read every file, or a copy of it in memory, and compare it with the manifest. Raises ``CheckpointError`` for the first
+    that differs."""
     _require_complete(found)
     for name, entry in found.manifest["files"].items():
+        if _is_copied(entry, copies):
+            continue
         path = Path(found.path) / name
         with files.explained("reading", path), path.open("rb") as file:
             size, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
@@ -73,8 +78,20 @@ def verify(found: Found) -> None:
             )
 
 
-def load(found: Found, position: int) -> Any:
-    """The state of one position, on the CPU. Raises ``CheckpointError`` naming the file and what is wrong with it."""
+def _is_copied(entry: Mapping[str, Any], copies: Locate) -> bool:
+    path = copies(entry["sha256"], entry["bytes"])
+    if path is None:
+        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"]
+    return False
+
+
+def load(found: Found, position: int, copies: Locate = nowhere) -> Any:
+    """The state of one position, on the CPU; of each file a copy in memory, if there is a good one.
+
+    Raises ``CheckpointError`` naming the file and what is wrong with it.
+    """
     _require_complete(found)
     prefix = POSITION.format(position) + "/"
     own = {name: entry for name, entry in found.manifest["files"].items() if name.startswith(prefix)}
@@ -86,11 +103,20 @@ def load(found: Found, position: int) -> Any:
     read: dict[str, torch.Tensor] = {}
     for name, entry in own.items():
         if not name.endswith(SKELETON):
-            with files.explained("reading", Path(found.path) / name):
-                read |= tensors.decode(Path(found.path) / name, entry["bytes"], entry["sha256"])
+            read |= _decode(Path(found.path) / name, entry, copies)
     skeleton = _skeleton(Path(found.path) / prefix / SKELETON, own[prefix + SKELETON])
     names = iter(skeleton["names"])
     return unflatten(skeleton["state"], lambda dtype, shape, device: read[next(names)])
+
+
+def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, torch.Tensor]:
+    size, digest = entry["bytes"], entry["sha256"]
+    copy = copies(digest, size)
+    if copy is not None:
+        with contextlib.suppress(OSError, CheckpointError):
+            return tensors.decode(copy, size, digest)
+    with files.explained("reading", path):
+        return tensors.decode(path, size, digest)
 
 
 def load_newest(
@@ -104,11 +130,11 @@ def load_newest(
     return _first(directory, lambda found: (found, load(found, position)), log)
 
 
-def newest(directory: Path, log: Callable[[str], None] = print) -> Found | None:
+def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate = nowhere) -> Found | None:
     """The newest checkpoint whose every file is as it was written: all are read. None where there is none."""
 
     def verified(found: Found) -> Found:
-        verify(found)
+        verify(found, copies)
         return found
 
     return _first(directory, verified, log)

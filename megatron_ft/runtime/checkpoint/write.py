@@ -195,6 +195,11 @@ def _check_seen(path: Path, size: int) -> None:
         )
 
 
+def place_of(directory: Path, step: int, attempt: str) -> Path:
+    """Where that attempt writes; names in a receipt are seen from there."""
+    return Path(directory) / _name(step, attempt)
+
+
 def _name(step: int, attempt: str) -> str:
     if not _ATTEMPT.fullmatch(attempt):
         raise ValueError(f"attempt {attempt!r}: it is part of a directory's name, so letters, digits and . _ - only")

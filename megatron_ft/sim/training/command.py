@@ -32,7 +32,8 @@ Trials = Mapping[str, Sequence[Result]]
 
 def run(options: argparse.Namespace) -> int:
     """Check everything, then simulate, then show."""
-    cluster = inputs.cluster(options.preset, options.file, {name: getattr(options, name) for name in inputs.NAMES})
+    flags = {name: getattr(options, name) for name in inputs.NAMES}
+    cluster = inputs.cluster(options.preset, options.file, flags, options.values)
     settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
     for policy, setting in settings.items():
         POLICIES[policy](setting)  # a placement that cannot be is refused here, not in a worker

@@ -1,0 +1,216 @@
+"""What is left of the training speed when a group is lost every 20 steps: four policies, the same trace of failures.
+
+    python benchmarks/goodput.py [--steps 200] [--every 20] [--systems NAME ...] [--quick]
+
+Four groups of one rank train 200 steps of 8 microbatches each. A trace says when which group is killed with SIGKILL: one in
+every ``every`` failure-free steps' time, at a random moment, drawn from a seed; it is the same for everybody, and goes on
+until the steps are done. A killed group is started again at once. A microbatch takes 12.5 ms of *sleep* and hardly any
+computing: the groups share two cores here, but on a cluster each has its own device, which stands still while it is lost. To
+start the whole job again takes about as long as 20 steps, as where a step takes 15 s and a restart five minutes.
+
+- ``stacked_quota``: ours; the others take the lost work over, the group comes back;
+- ``drop``: ours, without taking over: the batch shrinks until the group is back;
+- ``restart``: ours as checkpoint-restart, with several periods; the best one counts;
+- ``torchft``: 0.2.0 with the tightest timeouts of ``recovery.py``; its batch shrinks as well.
+
+*Goodput* is committed microbatches per second over those of the same system's failure-free run. ``loss``: the final model's
+on the same 256 held-out samples. Writes results/goodput.json. Takes about nine minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import goodput_torchft
+import recovery_model
+
+sys.path.insert(0, str(common.ROOT))
+from megatron_ft.errors import LaunchError
+from megatron_ft.faults import inject
+from megatron_ft.runtime import history
+
+GROUPS, PER_GROUP, COMPUTE_S, MEGABYTES, SEED = 4, 8, 0.0125, 4, 1
+RATE = 1e-3
+TIMEOUT_S = 900.0
+PERIODS_S = (0.25, 0.5)
+ASKED = {"over_restart": 2.23, "over_torchft": 1.3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=20)
+    names = ["stacked_quota", "drop", *(f"restart_{period}" for period in PERIODS_S), "torchft"]
+    parser.add_argument("--systems", nargs="+", default=names, choices=names)
+    parser.add_argument("--quick", action="store_true", help="40 steps, without writing results")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps = 40
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    found: dict[str, dict] = {}
+    step_s = PER_GROUP * COMPUTE_S
+    for name in ("failure_free", "failure_free_torchft", *options.systems):
+        if name == "failure_free_torchft" and "torchft" not in options.systems:
+            continue
+        trace = [] if name.startswith("failure_free") else failures(options.every * step_s)
+        with tempfile.TemporaryDirectory() as directory:
+            run = torchft if name.endswith("torchft") else ours
+            found[name] = run(Path(directory), name, options.steps, trace)
+        if name == "failure_free":
+            step_s = found[name]["seconds"] / (options.steps - 1)
+        print(name, {key: value for key, value in found[name].items() if key != "struck"}, flush=True)
+    for name, run in found.items():
+        free = found["failure_free_torchft" if name.endswith("torchft") else "failure_free"]
+        run["goodput"] = round(run["microbatches_per_s"] / free["microbatches_per_s"], 4)
+    summary = {name: {"goodput": run["goodput"], "loss": run["loss"]} for name, run in found.items()}
+    restarts = [run["goodput"] for name, run in found.items() if name.startswith("restart")]
+    ours_ = found.get("stacked_quota", {}).get("goodput")
+    if ours_ and restarts:
+        summary["over_restart"] = round(ours_ / max(restarts), 3)
+    if ours_ and "torchft" in found:
+        summary["over_torchft"] = round(ours_ / found["torchft"]["goodput"], 3)
+    print(json.dumps(summary, indent=1))
+    if not options.quick:
+        settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute_s": COMPUTE_S, "gradients_mb": MEGABYTES}
+        result = {"asked": ASKED, **settings, "every_s": options.every * step_s, "summary": summary, "runs": found}
+        print(f"raw numbers in {common.save('goodput', result)}")
+
+
+def failures(every_s: float) -> list[tuple[float, int]]:
+    """(seconds since the first step, group), far more than any run needs. One in each interval."""
+    draw = random.Random(SEED)
+    return [((number + draw.random()) * every_s, draw.randrange(GROUPS)) for number in range(1000)]
+
+
+def strike(
+    trace: list[tuple[float, int]], begun: float, over: Callable[[], bool], kill: Callable[[int], bool]
+) -> list[dict]:
+    """Kill as the trace says until ``over``. What came of each: who is not there cannot be killed."""
+    struck = []
+    for after_s, group in trace:
+        while (rest := begun + after_s - time.time()) > 0:
+            if over():
+                return struck
+            time.sleep(min(rest, 0.05))
+        if over():
+            return struck
+        struck.append({"after_s": round(after_s, 3), "group": group, "was_there": kill(group)})
+    while not over():
+        time.sleep(0.05)
+    return struck
+
+
+def result(microbatches: int, seconds: float, loss: float, struck: list[dict]) -> dict:
+    return {
+        "seconds": round(seconds, 3),
+        "microbatches": microbatches,
+        "microbatches_per_s": round(microbatches / seconds, 4),
+        "loss": loss,
+        "killed": sum(each["was_there"] for each in struck),
+        "struck": struck,
+    }
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
+    """One run of ours under the policy of that name."""
+    run_dir, config, evaluated = directory / "run", directory / "config.json", directory / "loss"
+    section = {"rejoin": {"restarts_per_hour": 1000}, "detector": {"straggler_factor": 0}}
+    if name.startswith("restart"):
+        saved = {"directory": str(directory / "saved"), "period_s": float(name.partition("_")[2])}
+        section |= {"policy": "restart", "checkpoint": saved}
+    elif name == "drop":
+        section["policy"] = name
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": PER_GROUP}
+    config.write_text(json.dumps({**batch, "fault_tolerance": section}))
+    flags = ["--groups", str(GROUPS), "--config", str(config), "--run-dir", str(run_dir)]
+    log = config.with_suffix(".log")
+    with log.open("w") as output:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}"}
+        job = [__file__, "--", "train", str(steps), str(evaluated)]
+        command = [sys.executable, "-m", "megatron_ft.cli", "launch", *flags, *job]
+        agent = subprocess.Popen(command, cwd=common.ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+    committed: dict[int, dict] = {}
+
+    def look() -> dict[int, dict]:
+        for line in history.read(run_dir):
+            if line["event"] == "step":
+                committed.setdefault(line["step"], line)
+        return committed
+
+    def over() -> bool:
+        if agent.poll():
+            raise RuntimeError(f"{name} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
+        return agent.poll() is not None
+
+    try:
+        while not look():
+            over()
+            time.sleep(0.02)
+        first = min(line["t"] for line in committed.values())
+        struck = strike(trace, first, over, lambda group: _kill(run_dir, group))
+    finally:
+        if agent.poll() is None:
+            agent.terminate()
+            agent.wait()
+    # Steps that were made again after a restart are counted once; they end the last time.
+    lines = [line for start in _records(run_dir) for line in history.read(start) if line["event"] == "step"]
+    last = {line["step"]: line for line in lines}
+    count = sum(line["microbatches"] for step, line in last.items() if step > 0)
+    return result(count, last[steps - 1]["t"] - first, float(evaluated.read_text()), struck)
+
+
+def _records(run_dir: Path) -> list[Path]:
+    """The record of each start, in order."""
+    return [*sorted((run_dir / "earlier").glob("*")), run_dir]
+
+
+def _kill(run_dir: Path, group: int) -> bool:
+    try:
+        inject.kill(run_dir, group, "anywhere")
+    except (OSError, LaunchError):
+        return False
+    return True
+
+
+def train(steps: int, evaluated: Path) -> None:
+    """One group of ours."""
+    import torch
+
+    import megatron_ft
+
+    session = megatron_ft.init(seed=SEED)
+    model = recovery_model.build(MEGABYTES)
+    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=RATE), recovery_model.slowly(COMPUTE_S))
+    for _ in session.steps(steps):
+        session.train_step(engine, lambda number: recovery_model.batch(*number))
+    partial = evaluated.with_suffix(f".{os.getpid()}")
+    partial.write_text(str(goodput_torchft.evaluate(model)))
+    partial.replace(evaluated)
+
+
+# --- torchft ----------------------------------------------------------------------------------------------------------
+
+
+def torchft(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
+    """One run of torchft's."""
+    settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute_s": COMPUTE_S, "megabytes": MEGABYTES, "rate": RATE}
+    count, seconds, loss, struck = goodput_torchft.run(directory, settings, steps, lambda *rest: strike(trace, *rest))
+    return result(count, seconds, loss, struck)
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[2]), Path(sys.argv[3])) if sys.argv[1:2] == ["train"] else main()

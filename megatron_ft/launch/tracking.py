@@ -1,0 +1,53 @@
+"""The process that sends the run record to trackers, as the agent of host 0 keeps it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_RESTARTS = 3
+_END_S = 10.0
+
+
+class Tracking:
+    """It reads the record and cannot touch training. ``names``: of trackers; none: there is no process."""
+
+    def __init__(self, names: Sequence[str], run_dir: Path) -> None:
+        self._names, self._run_dir = names, run_dir
+        self._process: subprocess.Popen | None = None
+        self._starts = 0
+
+    def pids(self) -> set[int]:
+        return set() if self._process is None else {self._process.pid}
+
+    def look(self) -> None:
+        """Start it again if it has died; ended by itself with 0, it is done."""
+        if self._process is not None and self._process.poll():
+            self.start()
+
+    def start(self) -> None:
+        self._process = None
+        if not self._names or self._starts > _RESTARTS:
+            return
+        self._starts += 1
+        command = [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", str(self._run_dir)]
+        with (self._run_dir / "logs" / "tracker.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, "--track", ",".join(self._names)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """It ends by itself after the last line of the history; one that hangs is not waited for long."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,54 @@
+"""What a run has cost and how often something failed, in the planner's words: ``megatron-ft plan --measured RUN_DIR``.
+
+Only what the record shows: a run without failures says nothing about what one costs, and one without checkpoints nothing
+about these. GPUs are ranks. A value that is not there is left to the planner's defaults, or to a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+from megatron_ft.report.record import RunRecord
+
+HOUR_S = 3600.0
+
+
+def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
+    """Values of ``planner.cluster.Cluster``, medians. Raises ``ConfigError`` where there is no step to learn from."""
+    whole = [line["duration_s"] for line in record.steps if len(line["live"]) == record.groups]
+    if len(whole) < 2:
+        raise ConfigError(f"{record.run_dir} has {len(whole)} steps with all groups; two are needed to learn from them")
+    start, begin = record.events("start")[0], record.events("begin")[0]
+    ranks = start["ranks_per_group"]
+    gpus = record.groups * ranks
+    found: dict[str, Any] = {
+        "gpus": gpus,
+        "gpus_per_group": ranks,
+        "gpus_per_node": gpus_per_node,
+        "step_s": median(whole[1:]),  # the first one warms up
+        "microbatches": max(1, begin["microbatches"] // record.groups),
+    }
+    times = {
+        "checkpoint_s": (line["blocked_s"] for line in record.events("checkpoint")),
+        "detection_s": (line["detected_s"] for line in record.faults if line["detected_s"] is not None),
+        "reconfigure_s": (line["stall_s"] for line in record.recoveries if line["patched"]),
+        "rejoin_s": _ways_back_s(record),
+    }
+    found |= {name: median(values) for name, given in times.items() if (values := list(given))}
+    lived_s = record.lines[-1]["t"] - record.lines[0]["t"]
+    if record.faults:
+        found["node_mtbf_hours"] = lived_s / len(record.faults) / HOUR_S * gpus / gpus_per_node
+    if any(line["event"] == "resume" for line in record.lines):
+        found["restart_s"] = record.steps[0]["t"] - record.steps[0]["duration_s"] - record.lines[0]["t"]
+    return found
+
+
+def _ways_back_s(record: RunRecord) -> Iterable[float]:
+    """From each loss to the group's next seat."""
+    for fault in record.faults:
+        seats = [view["t"] for view in record.views if fault["group"] in view["joined"] and view["t"] > fault["t"]]
+        if seats:
+            yield min(seats) - fault["t"]

@@ -1,0 +1,53 @@
+"""The policies to compare with: the batch shrinks, or the whole job goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft.faults import checkers, inject
+from megatron_ft.runtime import history
+from megatron_ft.runtime.points import Hold
+from tests import support
+
+STEPS = 60
+OWN = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 1e-4)
+WHOLE = support.GROUPS * support.PER_GROUP
+
+
+@pytest.mark.parametrize("hold", [Hold(2, 3, "backward"), Hold(2, 3, "bucket", bucket=0)], ids=["compute", "reduce"])
+def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_dir, hold):
+    """In the step it is lost in, too: also when a bucket with its part had been reduced already."""
+    run = support.start(tmp_path / "run", data_dir, [hold], own=OWN, policy="drop")
+    run.strike(hold)
+    output = run.finish()
+    assert run.process.returncode == 0, output + run.logs()
+    counted = [line["microbatches"] for line in run.events("step")]
+    # Who had all buckets commits the step as it was, and the others take that over.
+    assert counted[:3] == [WHOLE] * 3 and set(counted[3:]) <= {WHOLE - support.PER_GROUP, WHOLE} and counted[3:] != [WHOLE]
+    assert counted[4:] == [WHOLE - support.PER_GROUP] * (support.STEPS - 4)
+    assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
+
+
+def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data_dir):
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS, own=OWN, policy="drop", rejoin={"enabled": True})
+    support.wait_for_step(run, 2)
+    inject.kill(run.directory, 1, "anywhere")
+    support.wait_for(lambda: bool(run.events("rejoined")), run)
+    output = run.finish()
+    assert run.process.returncode == 0, output + run.logs()
+    counted = [line["microbatches"] for line in run.events("step")]
+    assert WHOLE - support.PER_GROUP in counted and counted[-1] == WHOLE
+    assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
+
+
+def test_with_restart_any_loss_starts_the_job_again_from_the_last_checkpoint(tmp_path, data_dir):
+    saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS, own=OWN, policy="restart", checkpoint=saved)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    inject.kill(run.directory, 1, "anywhere")
+    output = run.finish()
+    assert run.process.returncode == 0, output + run.logs()
+    assert "a group is lost: the whole job is started again" in " ".join(output.split())
+    starts = [history.read(run.directory / "earlier" / "0001"), run.history]
+    found = checkers.check_history(checkers.joined(starts), WHOLE)
+    assert not found, found
