@@ -314,6 +314,7 @@ def test_a_watcher_that_may_not_rebuild_waits_for_another_client_of_its_process(
     watcher.announce(store, detector.Reset(1, 0, "broken"))
     told.await_(1)
     server.kill()
+    told.await_(1, "away")  # who were still connecting when it starts again would meet the empty one first
     server.start()
     await_(lambda: "empty" in told.lines, "the loss is seen")
     call(store, lambda store: store.restore(4, VIEW))
