@@ -42,12 +42,14 @@ WANTED: frozenset[Kind] = frozenset({"left", "ended", "over"})
 @dataclass(frozen=True)
 class Limits:
     """``per_hour``: starts of one group in any hour, the very first not counted. A pause is ``first_s`` or twice the one
-    before, at most ``longest_s``; a group that has lived for ``well_s`` begins anew."""
+    before, at most ``longest_s``. A group begins anew when it has lived for ``well_s``, or has been a member again for
+    ``well_times`` as long as its return took: to have it back pays off then, however short the steps are."""
 
     per_hour: int = 6
     first_s: float = 1.0
     longest_s: float = 60.0
     well_s: float = 600.0
+    well_times: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Group:
     """One group as the agent that brings it back knows it.
 
     ``incarnation`` lives unless it is ``down``. A group that is down is started again at ``due``, or never, with the reason.
-    ``again``: when it was started again, within the last hour; ``since``: when for the last time; ``quick``: how often in a
-    row it was lost soon after that; ``words``: the last ones of who failed before its first step.
+    ``again``: when it was started again, within the last hour; ``since``: when for the last time; ``back``: when it was a
+    member again after that; ``quick``: how often in a row it was lost soon; ``words``: the last ones of who failed before
+    its first step.
     """
 
     incarnation: int = 0
@@ -75,6 +78,7 @@ class Group:
     never: str = ""
     again: tuple[float, ...] = ()
     since: float = 0.0
+    back: float | None = None
     quick: int = 0
     words: str | None = None
     lost_at: float = 0.0
@@ -95,11 +99,17 @@ def lost(group: Group, loss: Loss, now: float, limits: Limits) -> Group:
     if loss.incarnation != group.incarnation or group.down:
         return group
     words = loss.why if loss.kind == "failed" and not loss.begun else None
-    quick = 0 if now - group.since >= limits.well_s else group.quick
+    quick = 0 if _lived_well(group, now, limits) else group.quick
     due = now + _pause_s(quick + (loss.kind == "failed"), limits)
     again = tuple(start for start in group.again if start > due - HOUR_S)
     down = replace(group, down=True, due=due, again=again, quick=quick + 1, words=words, lost_at=now)
     return replace(down, never=group.never or _refusal(down, group.words, loss, limits))
+
+
+def _lived_well(group: Group, now: float, limits: Limits) -> bool:
+    if now - group.since >= limits.well_s:
+        return True
+    return group.back is not None and now - group.back >= limits.well_times * (group.back - group.lost_at)
 
 
 def _pause_s(doublings: int, limits: Limits) -> float:
@@ -139,7 +149,14 @@ def started(group: Group, now: float) -> Group:
     """Its next incarnation is started now."""
     assert is_due(group, now), f"{group} is not due at {now}"
     again = (*(start for start in group.again if start > now - HOUR_S), now)
-    return replace(group, incarnation=group.incarnation + 1, down=False, due=None, again=again, since=now)
+    return replace(group, incarnation=group.incarnation + 1, down=False, due=None, again=again, since=now, back=None)
+
+
+def member(group: Group, now: float) -> Group:
+    """The incarnation that was started last is a member, seen now; the first sight counts."""
+    if group.down or group.back is not None or not group.incarnation:
+        return group
+    return replace(group, back=now)
 
 
 def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:

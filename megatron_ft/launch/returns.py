@@ -108,6 +108,9 @@ class Returns:
         unjudged, self._unjudged = self._unjudged, []
         for signal in (*unjudged, *heard):
             self._take(signal)
+        for number, group in self._groups.items():
+            if self.seated(number, group.incarnation):
+                self._groups[number] = restarts.member(group, self._clock())
         for group in self._shared & self._leads.keys():
             if not self._leads[group]:
                 self._follow(group)

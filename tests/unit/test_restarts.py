@@ -15,6 +15,7 @@ from megatron_ft.core.restarts import (
     is_due,
     kind_of,
     lost,
+    member,
     never,
     started,
 )
@@ -76,6 +77,19 @@ def test_the_pauses():
 def test_a_good_time_is_a_new_beginning():
     _, pauses, group = live_and_die([(1.0, 0.0), (1.0, 0.0), (LIMITS.well_s, 0.0), (1.0, 0.0)], LIMITS)
     assert pauses == pytest.approx([0, 1, 0, 1]) and group.incarnation == 4
+
+
+@given(st.floats(0.01, 50), st.floats(0, 10), st.integers(1, 5))
+def test_who_was_long_a_member_compared_with_its_return_begins_anew(took, times, before):
+    """However short both were; a moment as a member, or none, changes nothing."""
+    _, _, group = live_and_die([(1.0, 0.0)] * before, LIMITS)
+    at = group.lost_at + took
+    seen = member(member(group, at), at + 1.0)
+    assert seen.back == at, "the first sight counts"
+    now = at + times * took
+    well = now - at >= LIMITS.well_times * (at - group.lost_at) or now - group.since >= LIMITS.well_s
+    assert lost(seen, Loss(before, DIED, ""), now, LIMITS).attempt == (1 if well else before + 1)
+    assert lost(group, Loss(before, DIED, ""), group.since + 1.0, LIMITS).attempt == before + 1
 
 
 def test_what_happened_an_hour_ago_does_not_count():

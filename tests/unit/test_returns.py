@@ -113,6 +113,19 @@ def test_a_killed_group_is_started_again_at_once_and_then_less_soon(clock):
         assert due(made) == [] and not made.pending()
 
 
+def test_a_group_that_worked_for_long_after_a_short_return_is_started_at_once_again(clock):
+    made, voice = agent(clock)
+    for incarnation in range(3):
+        made.hear(dead(1, incarnation))
+        (start,) = start_all(made)
+        assert (start.attempt, start.after_s) == (1, 0.0)
+        clock.now += 0.5
+        voice.store.view = View(incarnation + 1, (0, 1, 2), "", incarnations={1: incarnation + 1})
+        look(made)
+        clock.now += 10.0
+        look(made)
+
+
 def test_nothing_is_started_while_the_store_is_away_or_the_loss_is_not_told(clock):
     made, voice = agent(clock)
     voice.away = True
