@@ -183,7 +183,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
     hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
-    hosts.add_argument("--job-id", metavar="ID", help="with etcd: a new name, the same on all hosts")
+    hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
@@ -208,8 +208,11 @@ def _launch(options: argparse.Namespace) -> int:
     from megatron_ft.launch import forkserver, resume
 
     run = resume.config(options.config, options.groups, options.ranks_per_group)
+    options.target = None
     if options.hostfile is not None:
         _apply_hostfile(options, run)
+    elif options.hosts is None and options.host_rank is None and options.store is None:
+        _apply_surroundings(options)
     if options.spare_hosts:
         from megatron_ft.launch import join
 
@@ -297,6 +300,18 @@ def _apply_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
         options.store = f"{found[0].name}:{options.port}" if embedded else None
 
 
+def _apply_surroundings(options: argparse.Namespace) -> None:
+    """What has started this on several hosts says it in place of other options."""
+    from megatron_ft.launch import surroundings
+
+    found = surroundings.find(os.environ)
+    if found is not None:
+        said = f"megatron_ft: host {found.host_rank} of {found.hosts} (found: {found.what})"
+        print(said, file=sys.stderr, flush=True)
+        options.hosts, options.host_rank, options.target = found.hosts, found.host_rank, found.target
+        options.job_id = options.job_id or found.job or None
+
+
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
     from megatron_ft.launch.agent import Agent, LaunchOptions
     from megatron_ft.report import follow, tracker
@@ -314,6 +329,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
             store=options.store,
             address=options.address,
             job_id=options.job_id,
+            target=options.target,
             track=options.track,
             overwrite=options.overwrite,
             resume=options.resume,

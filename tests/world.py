@@ -573,6 +573,13 @@ class World:
                 return True
         return False
 
+    def glance(self, me: int) -> None:
+        """Between two microbatches: look for the next view, if it is being agreed on."""
+        group = self.alive[me]
+        awaited = recovery.awaited(group.state)
+        if awaited and me not in self.frozen and not self._awaitview(me, group, awaited) and self.store_up:
+            self.feed(me, recovery.Tick())
+
     def _finish(self, me: int, group: Group, action: recovery.Finish) -> bool:
         return False
 
@@ -657,6 +664,9 @@ class World:
             heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
             for me in heard:
                 self.notice(me)
+            for me in movers:
+                if me in self.alive and self.rng.random() < 0.3:
+                    self.glance(me)
             if any(self.act(me) for me in movers[: self.rng.randint(1, len(movers))]) or heard:
                 continue
             if any(self.act(me) for me in movers) or any(self.seek(me) for me in sorted(self.seekers)):

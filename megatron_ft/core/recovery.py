@@ -138,7 +138,8 @@ def next_action(state: GroupState) -> Action:
 
 
 def awaited(state: GroupState) -> AwaitView | None:
-    """What can be looked for between two instructions of a pipeline, while the training thread goes on computing."""
+    """What can be looked for between two microbatches, or two instructions of a pipeline, while the training thread goes on
+    computing: the sooner the view is known, the more of its communicator is built meanwhile."""
     return AwaitView(state.view.epoch, _unreported(state)) if state.reported and not state.stopped else None
 
 

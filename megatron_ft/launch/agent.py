@@ -47,7 +47,8 @@ _HARMLESS = ("slow", "nan", "bitflip")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What ``megatron-ft launch`` was asked for. ``newcomer``: this host comes to a run that is there already."""
+    """What ``megatron-ft launch`` was asked for. ``target``: an address on the hosts' network, if one is known;
+    ``newcomer``: this host comes to a run that is there already."""
 
     config: RunConfig
     run_dir: Path
@@ -59,6 +60,7 @@ class LaunchOptions:
     store: str | None = None
     address: str | None = None
     job_id: str | None = None
+    target: str | None = None
     track: Sequence[str] = ()
     overwrite: bool = False
     resume: str = resume.AUTO
@@ -85,6 +87,8 @@ class Agent:
             options.port,
             options.job_id,
             self._config,
+            options.run_dir,
+            options.target,
         )
         self._leads = where.rank == 0
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id

@@ -9,6 +9,7 @@ it is and what it runs (``core.detector.Housed``); that is how a rank gets from 
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 import uuid
@@ -21,6 +22,7 @@ from megatron_ft.config import AUTO, ETCD, RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.checkpoints import partner
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.heartbeat import Beats, Change
 from megatron_ft.launch.keeper import Keeper
 from megatron_ft.runtime import store
@@ -31,6 +33,8 @@ _ASK_TIMEOUT_S = 2.0
 """Once all have met: at the end nobody waits longer for a store."""
 _LOOPBACK = "127.0.0.1"
 _BOOT = "boot"
+_ONLY_JOB = "only"
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Place:
     rank: int = 0
     address: str = _LOOPBACK
     store: str = f"{_LOOPBACK}:0"
-    job: str = "only"
+    job: str = _ONLY_JOB
 
     @property
     def late(self) -> bool:
@@ -53,9 +57,21 @@ class Place:
 
 
 def place(
-    hosts: int, rank: int, address: str | None, store_address: str | None, port: int, job: str | None, config: RunConfig
+    hosts: int,
+    rank: int,
+    address: str | None,
+    store_address: str | None,
+    port: int,
+    job: str | None,
+    config: RunConfig,
+    run_dir: Path,
+    target: str | None = None,
 ) -> Place:
-    """From the launcher's options. Raises ``LaunchError`` for what cannot be."""
+    """From the launcher's options. Raises ``LaunchError`` for what cannot be.
+
+    Without ``store_address``, host 0 takes a port and writes where its store is into ``run_dir``, beside ``job``; the others
+    wait for that. ``target``: an address on the hosts' network, to choose host 0's own by.
+    """
     groups, setting = config.groups, config.fault_tolerance.store
     per_group = config.ranks_per_group
     etcd = setting if setting.startswith(ETCD) else None
@@ -79,13 +95,18 @@ def place(
             )
         first = etcd.removeprefix(ETCD).split(",")[0].rpartition(":")[0].strip("[]")
         return Place(hosts, rank, address or local_address(first), etcd, job)
+    if store_address is None and job is not None:
+        if rank == 0:
+            own = address or own_address(target)
+            return Place(hosts, rank, own, f"{own}:{port}", job)
+        store_address = announced_store(run_dir, job)
     if store_address is None or ":" not in store_address or not store_address.rpartition(":")[2].isdigit():
         raise LaunchError(
             f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
-            f"port there"
+            f"port there; or the same new --job-id, and a run directory that they share"
         )
     found = local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
-    return Place(hosts, rank, address or found, store_address)
+    return Place(hosts, rank, address or found, store_address, job or _ONLY_JOB)
 
 
 def local_address(store_host: str) -> str:
@@ -97,6 +118,39 @@ def local_address(store_host: str) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         raise LaunchError(f"--store: there is no way to {store_host} from here ({error}); check the address") from None
+
+
+def own_address(target: str | None) -> str:
+    """Of this host on its way to ``target``, else the one its name stands for."""
+    if target is not None:
+        return local_address(target)
+    name = socket.gethostname()
+    try:
+        return socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        raise LaunchError(
+            f"this host's own name, {name}, stands for no address ({error}); give --address, the one by which the other "
+            f"hosts reach it"
+        ) from None
+
+
+def announced_store(run_dir: Path, job: str) -> str:
+    """Where host 0 of that launch says that its control store is. Raises ``LaunchError`` if it does not say so."""
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    while True:
+        try:
+            said = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+            if said.get("job") == job:
+                return said[STORE_KEY]
+            why = f"{run_dir}/config.json is that of launch {said.get('job')}"
+        except (OSError, ValueError, KeyError) as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"host 0 of launch {job} has begun no run in {run_dir} within {MEET_TIMEOUT_S:g} s ({why}); see what it "
+                f"says, and whether all hosts see that directory; else give all of them --store HOST:PORT"
+            )
+        time.sleep(_LOOK_S)
 
 
 def ranks_of(rank: int, hosts: int, groups: int, per_group: int) -> tuple[tuple[GroupId, int], ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_ft.config import EMBEDDED, RunConfig
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
 from megatron_ft.launch.ask import STORE_KEY
-from megatron_ft.launch.hosts import MEET_TIMEOUT_S, Place, boot_store, local_address
+from megatron_ft.launch.hosts import MEET_TIMEOUT_S, Place, announced_store, boot_store, local_address
 from megatron_ft.launch.spare import start_key
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import ControlStore
@@ -110,7 +110,9 @@ def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunC
     setting = config.fault_tolerance.store
     address = setting if setting != EMBEDDED else store
     if address is None:
-        raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0, as the others do")
+        if job is None:
+            raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0 as the others do, or their --job-id")
+        address = announced_store(run_dir, job)
     boot = boot_store(address, job or _ONLY_JOB, MEET_TIMEOUT_S)
     run = boot.wait("run", MEET_TIMEOUT_S)
     boot.close()

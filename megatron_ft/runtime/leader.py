@@ -300,6 +300,12 @@ class Leader:
         self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:
             self._feed(recovery.Computed(microbatch))
+        self._glance()
+
+    def _glance(self) -> None:
+        """Look for the next view, if it is being agreed on, without waiting for it."""
+        if (awaited := recovery.awaited(self._state)) and not self._look(awaited.epoch, awaited.missing):
+            self._feed(recovery.Tick())
 
     def _flush(self) -> None:
         """Between any two instructions the news are heard; what this group takes over meanwhile joins the running flush."""
@@ -315,8 +321,7 @@ class Leader:
                 self._feed(recovery.Computed(microbatch))
             self._interruptions.computing(time.monotonic() - counted)
             self._drain_verdicts()
-            if (awaited := recovery.awaited(self._state)) and not self._look(awaited.epoch, awaited.missing):
-                self._feed(recovery.Tick())
+            self._glance()
             counted = time.monotonic()
             known = {entry.microbatch for entry in listing}
             patched = self._state.plan.patched

@@ -170,6 +170,8 @@ class Group:
                     self.local = [part + gradient for part in self.local]
                     self.seconds[self.me] = self.cluster.seconds(self, microbatch)
                     yield from self._feed(recovery.Computed(microbatch))
+                    if awaited := recovery.awaited(self.state):
+                        yield from self._glance(awaited.epoch, awaited.missing)
                 case recovery.Connect(view=view):
                     yield from self._attempt(self._connect(view))
                 case recovery.Transfer(view=view):
@@ -299,17 +301,21 @@ class Group:
         self._save()
 
     def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
-        """Look once for what the agreement waits for: the next view, else reports."""
+        if not (yield from self._glance(epoch, missing)):
+            yield self._sleep(self.pace.poll)
+
+    def _glance(self, epoch: int, missing: Collection[GroupId]) -> Body:
+        """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
         view, reports = yield self._ask(lambda store: look(store, epoch, missing))
         if view is not None:
             yield from self._adopt(view)
-            return
+            return True
         for report in reports:
             if self.state.view.epoch == epoch:
                 yield from self._feed(recovery.ReportSeen(report))
         if not reports:
-            yield self._sleep(self.pace.poll)
             yield from self._feed(recovery.Tick())
+        return bool(reports)
 
     def _finish(self) -> Body:
         """Stay reachable until every live group is done."""
