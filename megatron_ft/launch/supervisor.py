@@ -1,4 +1,4 @@
-"""``megatron-ft supervise``: an agent on every node of a Slurm job, each in a step of its own (``core.supervision`` decides).
+"""``megatron-ft supervise``: an agent on each node of a Slurm job, in a step of its own (``core.supervision`` decides).
 
 The batch shell's node comes last: the control store is on another one, and if nodes are spare it is one of those.
 So the run goes on when the batch node dies, and with it the first supervisor: a second one waits in a step on another node
@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ft.config import FaultToleranceConfig
 from megatron_ft.core import restarts, supervision
 from megatron_ft.errors import FTError, LaunchError, StoreError
 from megatron_ft.launch import ask, join, slurm
-from megatron_ft.launch.hosts import local_address
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import ControlStore
 
@@ -51,7 +51,6 @@ class Options:
     spares: int
     limits: supervision.Limits
     waits: bool = False
-    own: Sequence[str] = ()
 
 
 @dataclass
@@ -80,7 +79,7 @@ class Supervisor:
         self._listed: Mapping[str, str] | None = {}
         self._ends_at: float | None = None
         self._asked_at = self._beat_at = -float("inf")
-        self._second = ""
+        self._second, self._seconds = "", 0
         self._told = ""
         self._over: int | None = None
         self._tail = history.Tail(options.run_dir)
@@ -134,7 +133,23 @@ class Supervisor:
             code = self._do(action)
             if code is not None:
                 return code
+        self._look_after_second()
         return None
+
+    def _look_after_second(self) -> None:
+        """Somebody on another node is ready to go on in this one's place, while the run goes on."""
+        running = self._running()
+        if self._lease is None or not self._lease.held or self._over is not None or running is None:
+            return
+        if self._second in running:
+            return
+        others = [node for node, its in self._job.nodes.items() if node != self._slurm.here and its.step in running]
+        if others:
+            own = ["--stop-before-s", str(self._options.limits.stop_before_s)]
+            own += ["--failures-per-node", str(self._options.limits.per_node), "--second"]
+            self._seconds += 1
+            self._second = f"mft-second/{os.getpid()}/{self._seconds}"
+            self._ask_for(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch])
 
     def _read_record(self) -> None:
         for line in self._tail.new():
@@ -161,7 +176,7 @@ class Supervisor:
         """Node -> name of our step there, of the newest attempt, as Slurm lists them."""
         names = [name.split("/") for name in self._listed or () if name.startswith("mft/")]
         newest = max((int(attempt) for _, attempt, _, _ in names), default=0)
-        return {node: "/".join(("mft", attempt, node, n)) for _, attempt, node, n in names if int(attempt) == newest}
+        return {node: _name(newest, node, int(n)) for _, attempt, node, n in names if int(attempt) == newest}
 
     def _signalled(self, number: int, _frame: object) -> None:
         self._told = f"{signal.Signals(number).name}: the job is to end soon"
@@ -192,7 +207,9 @@ class Supervisor:
     def _do(self, action: supervision.Action) -> int | None:
         match action:
             case supervision.StartSpare(node=node, number=number):
-                self._start(node, number, self._joins())
+                name = _name(self._job.attempt, node, number)
+                asked = self._ask_for(node, name, ["join", str(self._options.run_dir), "--spare"])
+                self._job = supervision.started(self._job, node, asked)
                 self._note("spare step", node=node, failures=number)
             case supervision.Drain(node=node, why=why):
                 refused = slurm.drain(node, why)
@@ -222,20 +239,15 @@ class Supervisor:
         job = f"{self._slurm.id}.{self._slurm.restarts}.{attempt}.{os.getpid()}"
         steps = {}
         for rank, node in enumerate(nodes):
-            address = local_address(slurm.node_address(node)) if node == self._slurm.here else _numeric(node)
-            where = ["--hosts", str(len(nodes)), "--host-rank", str(rank), "--job-id", job, "--address", address]
-            steps[node] = self._ask_for(node, 0, ["launch", *where, *self._options.launch], attempt)
+            where = ["--hosts", str(len(nodes)), "--host-rank", str(rank), "--job-id", job, "--address", _numeric(node)]
+            steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch])
         self._job = supervision.begun(self._job, steps)
         names = f"{nodes[0]} has the control store"
         _say(f"job {self._slurm.id}: {len(nodes)} nodes, {self._options.spares} of them in reserve; {names}")
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
 
-    def _start(self, node: str, number: int, command: Sequence[str]) -> None:
-        self._job = supervision.started(self._job, node, self._ask_for(node, number, command, self._job.attempt))
-
-    def _ask_for(self, node: str, number: int, command: Sequence[str], attempt: int) -> str:
+    def _ask_for(self, node: str, name: str, command: Sequence[str]) -> str:
         """A step there; its name, or "" if there is no srun."""
-        name = f"mft/{attempt}/{node}/{number}"
         log = self._options.run_dir.parent / f"{self._options.run_dir.name}.agents.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -245,9 +257,6 @@ class Supervisor:
             return ""
         self._steps[name] = _Step(name, srun)
         return name
-
-    def _joins(self) -> list[str]:
-        return ["join", str(self._options.run_dir), "--spare"]
 
     def _adopt(self, running: Mapping[str, str]) -> None:
         """What another supervisor has started."""
@@ -308,6 +317,11 @@ class _Lease:
         return f"{_DUTY}/{number}"
 
 
+def _name(attempt: int, node: str, number: int) -> str:
+    """Of a step; what a second supervisor knows of it."""
+    return f"mft/{attempt}/{node}/{number}"
+
+
 def _numeric(node: str) -> str:
     name = slurm.node_address(node)
     try:
@@ -320,7 +334,7 @@ def _say(line: str) -> None:
     print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
 
 
-def limits(checkpoints: bool, per_hour: int, per_node: int, stop_before_s: float) -> supervision.Limits:
+def limits(settings: FaultToleranceConfig, per_node: int, stop_before_s: float) -> supervision.Limits:
     """From the options of a job."""
-    whole = restarts.Limits(per_hour=per_hour) if checkpoints else None
+    whole = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
     return supervision.Limits(per_node=per_node, stop_before_s=stop_before_s, whole=whole)
