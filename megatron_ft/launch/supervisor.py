@@ -82,6 +82,7 @@ class Supervisor:
         self._second, self._seconds = "", 0
         self._told = ""
         self._over: int | None = None
+        self._over_since: float | None = None
         self._tail = history.Tail(options.run_dir)
         self._lease: _Lease | None = None
         self._complained = ""
@@ -116,7 +117,7 @@ class Supervisor:
             self._asked_at = -float("inf")
         if time.monotonic() - self._asked_at >= _ASK_SLURM_S:
             self._ask_slurm()
-        if not self._on_duty():
+        if not self._on_duty() and not self._left_alone():
             return self._over if self._over is not None and not self._found() else None
         left_s = None if self._ends_at is None else self._ends_at - time.time()
         due = [name for name, node in self._job.nodes.items() if node.due is not None]
@@ -195,12 +196,23 @@ class Supervisor:
                 self._lease = _Lease(store, f"{socket.gethostname()} {os.getpid()}", self._options.waits)
             before = self._lease.held
             self._lease.look()
-            if self._lease.held and not before:
+            if self._lease.held and not before and self._lease.number > 1:
                 _say(f"the supervisor is lost; this one, on {self._slurm.here}, goes on in its place")
                 self._note("takes over", node=self._slurm.here)
         except (LaunchError, StoreError):
             return not self._options.waits if self._lease is None else self._lease.held
         return self._lease.held
+
+    def _left_alone(self) -> bool:
+        """Whether the run has been over for so long that a first supervisor would have ended the job, and this one with it.
+
+        The store, which could tell, may have ended with the run.
+        """
+        if self._over is None:
+            self._over_since = None
+            return False
+        self._over_since = self._over_since or time.monotonic()
+        return time.monotonic() - self._over_since > self._options.limits.grace_s + _LEASE_S
 
     # --- doing --------------------------------------------------------------------------------------------------------
 
@@ -229,6 +241,9 @@ class Supervisor:
                 return self._requeue(why)
             case supervision.Finish(code=code, why=why):
                 _say(f"{why} (exit code {code})")
+                slurm.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
+                if self._options.waits:  # the batch shell is lost, and nobody else ends the job
+                    slurm.cancel_job(self._slurm.id)
                 return code
         return None
 
@@ -298,19 +313,19 @@ class _Lease:
 
     def __init__(self, store: ControlStore, me: str, waits: bool) -> None:
         self._store, self._me, self._waits = store, me, waits
-        self._number = 0
+        self.number = 0
         self.held = False
 
     def look(self) -> None:
-        while self._store.get(self._key(self._number + 1)) is not None:
-            self._number, self.held = self._number + 1, False
-        if self._store.get(self._key(self._number)) == self._me:
+        while self._store.get(self._key(self.number + 1)) is not None:
+            self.number, self.held = self.number + 1, False
+        if self._store.get(self._key(self.number)) == self._me:
             self.held = True
-        elif self._number == 0 and not self._waits or self._number and not self._store.beating(self._key(self._number)):
-            self._number += 1
-            self.held = self._store.create(self._key(self._number), self._me) == self._me
+        elif self.number == 0 and not self._waits or self.number and not self._store.beating(self._key(self.number)):
+            self.number += 1
+            self.held = self._store.create(self._key(self.number), self._me) == self._me
         if self.held:
-            self._store.beat(self._key(self._number), _LEASE_S)
+            self._store.beat(self._key(self.number), _LEASE_S)
 
     @staticmethod
     def _key(number: int) -> str:
