@@ -175,7 +175,7 @@ def _over(job: Job, seen: Seen, running: tuple[str, ...], limits: Limits) -> tup
     """The run is over, or nobody is left who could go on with it."""
     since = seen.now if job.over_since is None else job.over_since
     job = replace(job, over_since=since)
-    if running:
+    if running and seen.now - since < 2 * limits.grace_s:  # later they are those of a node that is lost
         return job, [CancelSteps(running)] if seen.now - since >= limits.grace_s else []
     # Who says how a run has ended may have been lost with everybody else.
     code = WIPED_OUT if seen.over is None else seen.over

@@ -250,7 +250,8 @@ class Supervisor:
     def _start_all(self, attempt: int) -> None:
         """An agent on every node; the last of them in reserve."""
         self._over, self._lease = None, None
-        nodes = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
+        well = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
+        nodes = [node for node in well if not attempt or slurm.node_up(node) is not False]
         job = f"{self._slurm.id}.{self._slurm.restarts}.{attempt}.{os.getpid()}"
         steps = {}
         for rank, node in enumerate(nodes):
