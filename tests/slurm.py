@@ -1,7 +1,4 @@
-"""A real Slurm cluster for tests (``tools/slurm_lab.py``).
-
-``cluster = slurm.lab(3)`` makes a fixture; ``pytestmark = [pytest.mark.system, slurm.needs_slurm]`` skips what cannot run.
-"""
+"""A real Slurm cluster for tests (``tools/slurm_lab.py``): ``cluster = slurm.lab(3)`` makes a fixture of one."""
 
 from __future__ import annotations
 
@@ -13,15 +10,18 @@ import pytest
 from tools.slurm_lab import Lab, missing
 
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing())
-"""With namespaces; who needs none asks ``missing(plain=True)``."""
 
 
 def lab(nodes: int, scope: str = "module", **shape: Any):
-    """A fixture: a lab of that many nodes, up as long as ``scope`` lasts. ``shape``: its other options."""
+    """A fixture: a lab of that many nodes, up as long as ``scope`` lasts; skips where there can be none. ``shape``: its
+    other options."""
 
     @pytest.fixture(scope=scope)
     def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-        with Lab(tmp_path_factory.mktemp("slurm") / "lab", nodes, **shape) as lab:
-            yield lab
+        why = missing(shape.get("plain", False))
+        if why:
+            pytest.skip(why)
+        with Lab(tmp_path_factory.mktemp("slurm") / "lab", nodes, **shape) as cluster:
+            yield cluster
 
     return up

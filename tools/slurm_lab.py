@@ -265,7 +265,8 @@ class Lab:
             self.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=True)
 
     def restart_controller(self) -> None:
-        """slurmctld ends in order and starts again, from its saved state; returns when it answers."""
+        """slurmctld ends in order and starts again, from its saved state; returns when it answers. For some 5 s more it
+        calls all nodes busy; an srun that asks for a step in that time waits for two minutes, unless it is --immediate."""
         self.require()
         proc.send(self._others("slurmctld"), signal.SIGTERM)
         _await(lambda: not self._others("slurmctld"), "slurmctld has ended")
