@@ -79,7 +79,9 @@ class Job:
         return self.lab.run(["squeue", "--noheader", "--states=all", "--jobs", self.id, "--format", "%T"]).stdout.strip()
 
     def await_end(self, *states: str) -> None:
+        """Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
         self.await_(lambda: self.state() in ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "NODE_FAIL"), "the end")
+        restore(self.lab)
         self.await_(lambda: self.state() != "COMPLETING", "all steps have ended")
         assert self.state() in states, f"{self.state()}\n{self.said()}"
 
@@ -88,6 +90,15 @@ class Job:
         found = checkers.check_history(self.lines, GROUPS * support.PER_GROUP, reference)
         assert not found, "\n".join([*found, self.said()])
         assert [line["step"] for line in self.lines if line["event"] == "step"] == list(range(STEPS))
+
+
+def restore(lab) -> None:
+    """All nodes are well."""
+    for node in lab.nodes:
+        lab.thaw(node)
+        lab.heal(node)
+        if lab.slurmd(node) == "dead":
+            lab.start_node(node)
 
 
 @pytest.fixture
@@ -99,11 +110,7 @@ def submit(cluster, tmp_path, data_dir):
         return jobs[-1]
 
     yield submit
-    for node in cluster.nodes:
-        cluster.thaw(node)
-        cluster.heal(node)
-        if cluster.slurmd(node) == "dead":
-            cluster.start_node(node)
+    restore(cluster)
     for job in jobs:
         cluster.run(["scancel", job.id])
     await_(lambda: set(cluster.states().values()) == {"idle"}, "all nodes are idle again", DEADLINE_S, LOOK_S)
