@@ -313,6 +313,8 @@ def _apply_surroundings(options: argparse.Namespace) -> None:
         print(said, file=sys.stderr, flush=True)
         options.hosts, options.host_rank, options.target = found.hosts, found.host_rank, found.target
         options.job_id = options.job_id or found.job or None
+        for name in surroundings.FOR_ITS_OWN_RANKS:
+            os.environ.pop(name, None)
 
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:

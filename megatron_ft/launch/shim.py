@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from megatron_ft import config as config_module
 from megatron_ft import split
 from megatron_ft.errors import FTError, LaunchError
+from megatron_ft.launch import surroundings
 
 _FROM = f"--ranks-per-group, or {split.STAGES} x {split.SLICES} of the config"
 
@@ -84,7 +85,7 @@ def command(found: Found, options: argparse.Namespace) -> list[str]:
         *("--ranks-per-group", per_group),
         *("--config", config),
         *("--run-dir", options.run_dir),
-        *(several if found.hosts > 1 else ()),
+        *(several if found.hosts > 1 else ("--hosts", 1)),  # told, it does not look who has started it
         *(["--overwrite"] if options.overwrite else ()),
         options.script,
         "--",
@@ -123,7 +124,7 @@ def main() -> int:
     if found.launcher == "torchrun":
         # Its own defaults, not the user's: with the first NCCL would end a rank instead of telling, the second is about its
         # own store.
-        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE"):
+        for name in surroundings.FOR_ITS_OWN_RANKS:
             os.environ.pop(name, None)
     print(f"megatron_ft: started by {found.launcher}, on host {found.host} of {found.hosts}", flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "megatron_ft.cli", *words])

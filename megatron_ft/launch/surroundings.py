@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from megatron_ft.errors import LaunchError
 from megatron_ft.launch import slurm
 
+FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE")
+"""What torchrun sets for the processes that it starts; our ranks must not see it."""
+
 
 @dataclass(frozen=True)
 class Surroundings:

@@ -48,3 +48,29 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
     lines = history.read(tmp_path / "run")
     assert not checkers.check_history(lines, 4 * support.PER_GROUP), said
     assert [line["group"] for line in lines if line["event"] == "fault"] == [2]
+
+
+def test_torchrun_with_one_process_on_each_node_says_which_host_this_is(tmp_path, data_dir):
+    """Two nodes, on one machine; they find each other through the run directory."""
+    config = support.write_config(tmp_path / "ds.json")
+    own = ["--data", data_dir, "--steps", "3", "--layers", "2", "--width", "64", "--seq-len", "32"]
+    launch = ["launch", "--groups", 2, "--config", config, "--run-dir", tmp_path / "run", support.SCRIPT, "--", *own]
+    where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29661]
+    nodes = [
+        subprocess.Popen(
+            [str(word) for word in (BIN / "torchrun", *where, "--node-rank", rank, "--no-python", BIN / "megatron-ft", *launch)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=support.ROOT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [node.communicate(timeout=support.TIMEOUT_S)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()  # it ends what it has started
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert [f"host {rank} of 2 (found: torchrun, run none)" in text for rank, text in enumerate(said)] == [True, True]
+    assert len([line for line in history.read(tmp_path / "run") if line["event"] == "step"]) == 3

@@ -57,7 +57,8 @@ def test_torchrun_on_one_host_leaves_its_port_alone():
     found = shim.find(TORCHRUN)
     assert (found.launcher, found.port, found.local_rank) == ("torchrun", 29501, 2)
     words = shim.command(found, options(arguments=["--deepspeed_config=x.json"], overwrite=True, ranks_per_group=None))
-    assert "--hosts" not in words and "--overwrite" in words and words[words.index("--config") + 1] == "x.json"
+    assert words[words.index("--hosts") + 1] == "1" and "--store" not in words and "--overwrite" in words
+    assert words[words.index("--config") + 1] == "x.json"
     assert words[1:5] == ["--groups", "1", "--ranks-per-group", "4"], "the config says how a group is split"
 
 
