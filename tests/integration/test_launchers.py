@@ -55,10 +55,10 @@ def test_torchrun_with_one_process_on_each_node_says_which_host_this_is(tmp_path
     config = support.write_config(tmp_path / "ds.json")
     own = ["--data", data_dir, "--steps", "3", "--layers", "2", "--width", "64", "--seq-len", "32"]
     launch = ["launch", "--groups", 2, "--config", config, "--run-dir", tmp_path / "run", support.SCRIPT, "--", *own]
-    where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29661]
+    torchrun = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29661]
     nodes = [
         subprocess.Popen(
-            [str(word) for word in (BIN / "torchrun", *where, "--node-rank", rank, "--no-python", BIN / "megatron-ft", *launch)],
+            [str(word) for word in (*torchrun, "--node-rank", rank, "--no-python", BIN / "megatron-ft", *launch)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
