@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from megatron_ft import doctor
+from megatron_ft.doctor import local as doctor
 
 
 def test_doctor_finds_that_the_main_job_runs_here(capsys):

@@ -1,4 +1,4 @@
-"""``megatron-ft doctor``: what works on this machine, what is missing, how to get it. It tries things, not versions."""
+"""``megatron-ft doctor`` on one machine: what works, what is missing, how to get it. It tries things, not versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-OK, MISSING, BROKEN = "ok", "missing", "broken"
+OK, WARN, MISSING, BROKEN = "ok", "warn", "missing", "broken"
+COLOURS = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
 
 _GLOO_TEST = """
 import os, sys, torch, torch.distributed as dist
@@ -81,9 +82,8 @@ def _table(findings: list[Finding]) -> Table:
     table = Table(title="megatron-ft doctor", title_justify="left")
     for name in ("what", "state", "details", "how to get it"):
         table.add_column(name)
-    colours = {OK: "green", MISSING: "yellow", BROKEN: "red"}
     for finding in findings:
-        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
         table.add_row(finding.what, state, escape(finding.details), escape(finding.remedy))
     return table
 
