@@ -426,7 +426,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--directory", type=Path, metavar="DIR", help="one they share: its disk is tried")
     hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: in place of --store")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
-    hosts.add_argument("--factor", type=float, default=3.0, metavar="X", help="so much slower than usual is bad (default: 3)")
+    hosts.add_argument("--factor", type=float, default=3.0, metavar="X", help="slower by so much is bad (default: 3)")
     hosts.add_argument("--patience-s", type=float, default=60.0, metavar="S", help="wait so long for all (default: 60)")
     parser.set_defaults(run=_doctor)
 
@@ -441,7 +441,7 @@ def _doctor(options: argparse.Namespace) -> int:
         _apply_surroundings(options)
     where = meeting.find(options)
     if where is None:
-        return run_doctor(Console(), as_json=options.json)
+        return run_doctor(Console(), as_json=options.json, directory=options.directory)
     return together.run_together(where, Console(), options.json, options.factor)
 
 

@@ -28,8 +28,8 @@ def marker(directory: Path, token: str) -> Path:
     return directory / f"{PREFIX}.{token}.here"
 
 
-def try_out(directory: Path, token: str) -> dict[str, Any]:
-    """``free_bytes``, ``write_bytes_s``, ``read_bytes_s``, ``seen`` (of host 0's marker); or ``trouble``."""
+def try_out(directory: Path, token: str | None = None) -> dict[str, Any]:
+    """``free_bytes``, ``write_bytes_s``, ``read_bytes_s``, ``seen`` (the marker of that ``token``); or ``trouble``."""
     said: dict[str, Any] = {}
     thread = threading.Thread(target=_try_out, args=(directory, token, said), name="megatron_ft-doctor-disk", daemon=True)
     thread.start()
@@ -37,10 +37,12 @@ def try_out(directory: Path, token: str) -> dict[str, Any]:
     return {"trouble": f"no answer within {MOST_S:g} s"} if thread.is_alive() else said
 
 
-def _try_out(directory: Path, token: str, said: dict[str, Any]) -> None:
+def _try_out(directory: Path, token: str | None, said: dict[str, Any]) -> None:
     try:
         said["free_bytes"] = shutil.disk_usage(directory).free
-        said |= _speed(directory / f"{PREFIX}.{token}.{uuid.uuid4().hex[:8]}")
+        said |= _speed(directory / f"{PREFIX}.{uuid.uuid4().hex}")
+        if token is None:
+            return
         end = time.monotonic() + _SEEN_S
         while not (seen := _exists(marker(directory, token))) and time.monotonic() < end:
             time.sleep(_LOOK_S)

@@ -16,11 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from megatron_ft.core.pairs import rate
+from megatron_ft.doctor import disk
 
 OK, WARN, MISSING, BROKEN = "ok", "warn", "missing", "broken"
 COLOURS = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
@@ -62,9 +66,9 @@ class Finding:
     needed: bool = False
 
 
-def run_doctor(console: Console, as_json: bool = False) -> int:
-    """Print the findings; returns 0 when everything the main job needs works, else 1."""
-    findings = examine()
+def run_doctor(console: Console, as_json: bool = False, directory: Path | None = None) -> int:
+    """Print the findings; returns 0 when everything the main job needs works, else 1. ``directory``: to be tried, too."""
+    findings = [*examine(), *([] if directory is None else [_directory(directory)])]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1), file=console.file)
     else:
@@ -285,6 +289,15 @@ def _etcd() -> list[Finding]:
     if (int(version[1]), int(version[2])) < (3, 4):
         return [Finding("etcd", BROKEN, f"{version[0]} has no /v3 gateway; {use}", "etcd 3.4 or newer")]
     return [Finding("etcd", OK, version[0].removeprefix("etcd Version: "))]
+
+
+def _directory(directory: Path) -> Finding:
+    name, remedy = f"directory {directory}", "a directory that can be written"
+    found = disk.try_out(directory)
+    if "trouble" in found:
+        return Finding(name, BROKEN, found["trouble"], remedy, needed=True)
+    speed = f"written at {rate(found['write_bytes_s'])}, read at {rate(found['read_bytes_s'])}"
+    return Finding(name, OK, f"{found['free_bytes'] / 1e9:.1f} GB free, {speed}", needed=True)
 
 
 def _slurm() -> list[Finding]:

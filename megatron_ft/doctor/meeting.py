@@ -74,6 +74,10 @@ def find(options: argparse.Namespace) -> Meeting | None:
         if hosts > 1 and not options.port and not by_file:
             raise LaunchError(f"--port is missing; it is a free port of {names[0]}, where the hosts meet")
         store = addresses.joined(names[0], options.port) if options.port else None
+    if not options.factor > 1:
+        raise LaunchError(f"--factor is {options.factor:g}; it has to be more than 1, or every host would be named")
+    if options.patience_s < 0:
+        raise LaunchError(f"--patience-s is {options.patience_s:g}; it is a number of seconds")
     if hosts in (None, 1) and rank in (None, 0) and (store is None or options.hostfile is not None):
         return None
     if hosts is None or rank is None:

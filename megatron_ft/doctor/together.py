@@ -89,7 +89,7 @@ def _absent(report: Report, hub: Hub, where: Meeting, own: str) -> None:
     """Who has not come, and what that says."""
     absent = [rank for rank in report.names if rank not in hub.cards]
     within = f"within {where.patience_s:g} s"
-    loopback = own.startswith("127.") or own == "::1"
+    loopback = len(hub.cards) < 2 and (own.startswith("127.") or own == "::1")
     remedy = f"{own} is an address of this machine only: check what --store says, and /etc/hosts" if loopback else ""
     guilty = alike.to_blame_for_absence(where.hosts, hub.cards)
     if guilty == (0,):
@@ -158,7 +158,7 @@ class _Check:
                 self._report.warn(f"own: {what}", [rank], text, finding["remedy"])
         if said and well:
             without = f"; on none of them: {', '.join(nowhere)}" if nowhere else ""
-            self._report.ok("own", f"what a run needs works on each of {len(said)} hosts{without}")
+            self._report.ok("own", f"what a run needs works on each{without}")
 
     def _interfaces(self, said: Mapping[int, list[dict[str, Any]]]) -> None:
         found = [(rank, finding) for rank, findings in sorted(said.items()) for finding in findings]
@@ -209,7 +209,7 @@ class _Check:
         for rank, off_s in odd.items():
             text = f"{off_s:+.3f} s from the others, by host 0's clock {_skew(skews[rank])}"
             self._report.warn("clock", [rank], text, "chrony or ntpd: the record's times are compared")
-        if skews and not odd:
+        if len(skews) > 1 and not odd:
             others = [f"{self._report.names[rank]} {_skew(skew)}" for rank, skew in skews.items() if rank]
             self._report.ok("clock", f"by host 0's: {pairs.listed(others)}")
 

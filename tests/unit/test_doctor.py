@@ -39,6 +39,12 @@ def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
     assert crashed.state == "broken" and crashed.details
 
 
+def test_a_directory_is_tried_if_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: [])
+    assert doctor.run_doctor(Console(width=200), directory=tmp_path) == 0 and "GB free" in capsys.readouterr().out
+    assert doctor.run_doctor(Console(width=200), directory=tmp_path / "nothing") == 1
+
+
 def test_the_table_keeps_brackets(capsys):
     """rich would take [track] for markup."""
     finding = doctor.Finding("wandb", doctor.MISSING, "", "pip install 'megatron_ft[track]'")
