@@ -14,7 +14,7 @@ QUICK = """
 from megatron_ft.doctor import disk, everybody, guest, hub, interfaces, line, local, measure, together, versions
 local.examine = lambda: [local.Finding("python", "ok", "3.11", needed=True), local.Finding("apex", "missing", "")]
 line.SILENCE_S = hub.SILENCE_S = guest.SILENCE_S = 2.0
-disk._SEEN_S = 0.5
+disk._SEEN_S, measure._CONNECT_S, measure._HEARD_S = 0.5, 1.0, 0.5
 """
 """A host's own findings take half a minute, and are tested by themselves."""
 NO_TORCH = """
@@ -35,6 +35,8 @@ def meet(self, patience_s):
 hub.Hub.meet = meet
 """
 """Of host 0: when so many are there, it waits for nobody else."""
+FACTOR = "20"
+"""Loopback is as fast as the processor, which others use as well."""
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -56,7 +58,7 @@ class Doctors:
         """``change``: lines of Python, run before the command. ``prefix``: what to run it with."""
         code = f"{QUICK}{change}\nimport sys\nfrom megatron_ft.cli import main\nsys.exit(main())"
         self.processes[host] = subprocess.Popen(
-            [*prefix, sys.executable, "-c", code, "doctor", *map(str, options)],
+            [*prefix, sys.executable, "-c", code, "doctor", "--factor", FACTOR, *map(str, options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

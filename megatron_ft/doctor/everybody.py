@@ -28,7 +28,7 @@ MOST_S = 120.0
 STAGES = ("started", "torch imported", "store reached", "all have come", "connected", "reduced")
 REDUCED = len(STAGES) - 1
 STOPPED = "stopped while it waited for the others"
-_CONNECT_S = 30.0
+_CONNECT_S = 60.0
 _LOOK_S = 0.05
 _NUMBERS = 1 << 18
 

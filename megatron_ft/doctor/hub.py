@@ -37,7 +37,7 @@ class Hub:
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
-        self._open = True
+        self._open, self._listened = True, 0.0
         threads = [self._accept]
         with contextlib.suppress(OSError):  # another program has the port for datagrams
             self._ear = socket.socket(listener.family, socket.SOCK_DGRAM)
@@ -91,9 +91,7 @@ class Hub:
                     enough = None
                     for other in waiting:
                         self._lines[other].send({"stop": number})
-            for other in self.present:
-                if self._lines[other].silent():
-                    self._lose(other, f"silent for {SILENCE_S:g} s ({what}): frozen, or cut off")
+            self._listen(what)
             waiting -= self.gone.keys()
             if time.monotonic() > end:
                 for other in waiting:
@@ -110,6 +108,15 @@ class Hub:
         self._listener.close()
         for line in list(self._lines.values()):
             line.close()
+
+    def _listen(self, what: str) -> None:
+        """Whether everybody is still heard."""
+        if time.monotonic() < self._listened + _LOOK_S:
+            return
+        self._listened = time.monotonic()
+        for rank in self.present:
+            if self._lines[rank].silent():
+                self._lose(rank, f"silent for {SILENCE_S:g} s ({what}): frozen, or cut off")
 
     def _lose(self, rank: int, why: str) -> None:
         if rank not in self.gone:
@@ -139,7 +146,7 @@ class Hub:
             rank = hello["hello"]
             why = self._unwanted(rank, hello)
             if not why:
-                self._lines[rank], self.cards[rank] = line, hello["card"]
+                self._lines[rank], self.cards[rank] = line, hello.get("card", {})
                 line.take = partial(self._arrived, rank)
         line.send({"no": why} if why else {"welcome": True, "token": self._token})
         if why:
@@ -151,10 +158,10 @@ class Hub:
     def _unwanted(self, rank: int, hello: Message) -> str:
         """Why it cannot take part; empty if it can."""
         hosts = self._meeting.hosts
-        if hello["job"] != self._meeting.job:
-            return f"this host's --job-id is {hello['job']}, host 0's is {self._meeting.job}; give all hosts the same"
-        if hello["hosts"] != hosts:
-            return f"this host has --hosts {hello['hosts']}, host 0 has {hosts}; give all hosts the same"
+        if hello.get("job") != self._meeting.job:
+            return f"this host's --job-id is {hello.get('job')}, host 0's is {self._meeting.job}; give all hosts the same"
+        if hello.get("hosts") != hosts or rank not in range(hosts):
+            return f"this host has --hosts {hello.get('hosts')}, host 0 has {hosts}; give all hosts the same"
         if rank in self._lines:
             card = self.cards[rank]
             return f"host {rank} is there already: {card['name']} ({card['address']}); give each its own --host-rank"

@@ -29,8 +29,8 @@ _PINGS, _PINGS_S = 20, 0.5
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22
 _BLOCK_S = 0.05
 """Blocks grow until one takes so long: a slow way is not filled for minutes, a fast one is measured with large ones."""
-_SAME, _WAY_S = 3, 1.0
-"""The rate is that of the last blocks, so many of them, or what was sent in that time."""
+_BLOCKS, _LEAST_S, _WAY_S = 3, 0.1, 1.0
+"""Then so many of that size, for so long; and no longer than that in all."""
 _DATAGRAMS = 3
 _HEARD_S = 1.0
 _IDLE_S = 20.0
@@ -194,8 +194,9 @@ def _round_trips(line: socket.socket, most: int) -> tuple[float, ...]:
 
 
 def _bytes_s(block: Callable[[int], None]) -> float:
-    """Of the last blocks; of the one that did not pass in time at most so much."""
-    size, rates, end = _SMALLEST, [], time.monotonic() + _WAY_S
+    """What the way can do: that of the fastest block, for a busy processor only makes them slower. Of one that did not pass
+    in time at most so much."""
+    size, rates, begun_all = _SMALLEST, [], time.monotonic()
     while True:
         begun = time.perf_counter()
         try:
@@ -204,10 +205,13 @@ def _bytes_s(block: Callable[[int], None]) -> float:
             return size / (time.perf_counter() - begun)
         took_s = max(time.perf_counter() - begun, 1e-9)
         rates.append(size / took_s)
+        so_far_s = time.monotonic() - begun_all
+        if so_far_s > _WAY_S:
+            return max(rates)
         if took_s < _BLOCK_S and size < _LARGEST:
             size, rates = 2 * size, []
-        elif len(rates) == _SAME or time.monotonic() > end:
-            return median(rates)
+        elif len(rates) >= _BLOCKS and so_far_s > _LEAST_S:
+            return max(rates)
 
 
 def _send_block(line: socket.socket, size: int) -> None:

@@ -85,6 +85,8 @@ def find(options: argparse.Namespace) -> Meeting | None:
         raise LaunchError(f"{missing} is missing; all hosts together need --hosts H, --host-rank K and --store HOST:PORT")
     if not 0 <= rank < hosts:
         raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
+    if store is None and options.job_id is not None and options.directory is None:
+        raise LaunchError("--directory is missing; without --store the hosts meet by a file in one that all of them see")
     where = None if store is None else addresses.split(store)
     if (where is None and (store is not None or not by_file)) or (where is not None and not where[1]):
         raise LaunchError(

@@ -34,6 +34,8 @@ _LOOK_S = 900.0
 _END_S = 2.0
 _CLOCK_LOOKS = 8
 _SKEW_S = 0.5
+_LOOKS_AGAIN = 2
+"""At pairs that look bad: a disturbance is gone then, and fewer others measure. (At those without a connection once.)"""
 _FREE_BYTES = 1 << 30
 
 
@@ -254,11 +256,11 @@ class _Check:
         looks: list[dict[str, Any]] = []
         for some in pairs.rounds(self._hub.present):
             ways |= self._round(some, looks)
-        # A disturbance is gone when one looks again, and with few others measuring; what is really slow is slow again.
-        again = pairs.apart(pairs.suspects(ways, self._factor))
-        for some in again[: pairs.MOST_ROUNDS]:
-            for way, second in self._round(some, looks).items():
-                ways[way] = pairs.better(ways.get(way), second)
+        for look in range(_LOOKS_AGAIN):
+            again = {pair for pair in pairs.suspects(ways, self._factor) if not look or ways[pair].opens}
+            for some in pairs.apart(again)[: pairs.MOST_ROUNDS]:
+                for way, second in self._round(some, looks).items():
+                    ways[way] = pairs.better(ways.get(way), second)
         self._report.raw["pairs"] = looks
         gone = self._hub.gone.keys()
         ways = {way: value for way, value in ways.items() if not gone & set(way)}
@@ -298,24 +300,26 @@ class _Check:
     def _reduce(self, backend: str) -> None:
         """Among those of which nothing bad is known: whether they could start without the others."""
         hosts = [rank for rank in self._hub.present if rank in self._report.startable]
+        check = f"all-reduce, {backend}"
         if len(hosts) < 2 or 0 not in hosts:
+            why = "host 0 is bad itself, and has its store" if len(hosts) > 1 else "there are no two hosts that are well"
+            self._report.warn(check, (), f"not tried: {why}")
             return
         try:
             store = everybody.Store(self._hub.cards[0]["address"])
         except OSError as error:
-            self._report.bad("all-reduce", [0], str(error))
+            self._report.bad(check, [0], str(error))
             return
         where = addresses.joined(self._hub.cards[0]["address"], store.port)
         order = {"do": "reduce", "store": where, "size": len(hosts), "backend": backend}
         orders = {host: {**order, "rank": rank} for rank, host in enumerate(hosts)}
         try:
-            said = self._hub.ask(orders, 2 * everybody.MOST_S, f"all-reduce, {backend}", _failed)
+            said = self._hub.ask(orders, 2 * everybody.MOST_S, check, _failed)
         finally:
             store.close()
         outcomes = {rank: _outcome(answer) for rank, answer in said.items()}
         self._report.raw[backend] = {str(rank): outcome.to_json() for rank, outcome in sorted(outcomes.items())}
         failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.failed}
-        check = f"all-reduce, {backend}"
         if not failed and len(outcomes) == len(hosts):
             seconds = max(outcome.seconds for outcome in outcomes.values())
             among = "all hosts" if len(hosts) == len(self._report.names) else f"the {len(hosts)} that are well"

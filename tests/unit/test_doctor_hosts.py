@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import cli
@@ -61,8 +61,8 @@ def test_a_hostfile_says_who_they_are(tmp_path):
         (["--host-rank", "1"], "--hosts is missing"),
         (["--hosts", "3", "--host-rank", "1"], "--store is None; all hosts need HOST:PORT"),
         (["--hosts", "3", "--host-rank", "1", "--store", "n0"], "--store is 'n0'; all hosts need HOST:PORT"),
-        (["--hosts", "3", "--host-rank", "1", "--store", "n0:0"], "--store is 'n0:0'"),
-        (["--hosts", "3", "--host-rank", "1", "--job-id", "a"], "or the same new --job-id, and --directory"),
+        (["--hosts", "3", "--host-rank", "1", "--store", "n0:0"], "or the same new --job-id, and --directory"),
+        (["--hosts", "3", "--host-rank", "1", "--job-id", "a"], "--directory is missing; without --store"),
         (["--hosts", "3", "--host-rank", "3", "--store", "n0:1"], "--host-rank is 3 and --hosts is 3"),
         (["--hosts", "2", "--host-rank", "0", "--job-id", "a", "--directory", "/no/such"], "/no/such is no directory here"),
         (["--hosts", "2", "--host-rank", "0", "--store", "no.such.invalid:9"], "no.such.invalid stands for no address"),
@@ -91,6 +91,7 @@ def test_an_address_is_written_and_read(host, port):
     assert addresses.split(addresses.joined(host, port)) == (host, port)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=12))
 def test_whatever_is_given_for_an_address_is_told_apart(text):
     found = addresses.split(text)
