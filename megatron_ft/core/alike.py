@@ -1,4 +1,4 @@
-"""Hosts of one run are alike: who differs from the others, and who stays behind when all do the same.
+"""Hosts of one run are alike: who differs from the others, and who spoils what all do together.
 
 Intuition. Nobody knows which version, clock or disk is the right one; what most hosts have is. Where two are as frequent, or
 as near to the middle, host 0's is taken, so that some host is named rather than none.
@@ -40,16 +40,23 @@ def slower(rates: Mapping[int, float], factor: float) -> tuple[float, dict[int, 
     return middle, {host: value for host, value in sorted(rates.items()) if value * factor < middle}
 
 
-def behind(stages: Mapping[int, int], own_fault: Collection[int]) -> tuple[int, ...]:
-    """Who keeps the others waiting: ``stages`` says how far each has come.
+def to_blame(
+    stages: Mapping[int, int], failed: Collection[int], alone: Collection[int], suspected: Collection[int]
+) -> tuple[int, ...]:
+    """Who spoils what all do together; nobody where it cannot be told.
 
-    Those with a fault of their own; else those that have not come as far as the others; nobody when all are as far.
+    Args:
+        stages: how far each has come.
+        failed: who has ended by itself, the others only waited.
+        alone: of these who met something that concerns no other host.
+        suspected: who is known to do something differently. If any of them takes part, it is they: the others, which do not
+            reach them, fail as well, and often first.
     """
-    guilty = sorted(set(own_fault) & set(stages))
-    if guilty or not stages:
-        return tuple(guilty)
+    if not failed:
+        return ()
+    known = set(suspected) & set(stages)
     furthest = max(stages.values())
-    return tuple(sorted(host for host, stage in stages.items() if stage < furthest))
+    return tuple(sorted(known or {host for host in failed if host in alone or stages[host] < furthest}))
 
 
 def to_blame_for_absence(hosts: int, came: Collection[int]) -> tuple[int, ...]:

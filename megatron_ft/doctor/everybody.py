@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from megatron_ft.launch import lifeline
 from megatron_ft.runtime import sockets
 
 MOST_S = 120.0
@@ -31,6 +33,8 @@ STOPPED = "stopped while it waited for the others"
 _CONNECT_S = 60.0
 _LOOK_S = 0.05
 _NUMBERS = 1 << 18
+_WITH_OTHERS = re.compile(r"connect|time[d ]* ?out|no answer|refused|reset|closed|reach|peer|remote|store", re.IGNORECASE)
+"""In what torch says, when it is about another host: then that one may be the cause."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Outcome:
     def failed(self) -> bool:
         """By itself; who was stopped only waited."""
         return self.stage < REDUCED and self.trouble != STOPPED
+
+    @property
+    def alone(self) -> bool:
+        """Whether what it met concerns no other host."""
+        return self.failed and _WITH_OTHERS.search(self.trouble) is None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,10 +155,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--backend", required=True)
     options = parser.parse_args()
+    lifeline.end_with(os.getppid())
     try:
         _reduce(options.store, options.rank, options.size, options.backend)
     except Exception as error:  # the outermost call: whatever torch raises, its first line is for people
-        print((str(error).splitlines() or [type(error).__name__])[0], file=sys.stderr, flush=True)
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        where, _, what = first.rpartition(". ")  # gloo's: [enforce fail at its/source.cc:142] a condition. What happened
+        print(what if where.startswith("[enforce fail") else first, file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)  # the others may be gone already: nothing is to be taken down in order
 

@@ -116,6 +116,8 @@ class _Check:
     def __init__(self, report: Report, hub: Hub, token: str, factor: float) -> None:
         self._report, self._hub, self._token, self._factor = report, hub, token, factor
         self._nccl = False
+        self._elsewhere: dict[str, set[int]] = {}
+        """Hosts that use another interface than the one that leads to the others, by library."""
 
     def all(self, where: Meeting) -> None:
         self._look()
@@ -169,6 +171,9 @@ class _Check:
                 self._report.bad("interface", [rank], finding["details"], finding["remedy"])
             elif finding["state"] == WARN:
                 self._report.warn("interface", [rank], finding["details"], finding["remedy"])
+                for backend in ("gloo", "nccl"):
+                    if finding["details"].startswith(f"{backend.upper()}_"):
+                        self._elsewhere.setdefault(backend, set()).add(rank)
         if found and all(finding["state"] == OK for _, finding in found):
             texts = {finding["details"] for _, finding in found}
             each = (f"{self._report.names[rank]}: {finding['details']}" for rank, finding in found)
@@ -325,14 +330,20 @@ class _Check:
             among = "all hosts" if len(hosts) == len(self._report.names) else f"the {len(hosts)} that are well"
             self._report.ok(check, f"{among}, {seconds:.1f} s with the import of torch")
             return
-        guilty = alike.behind({rank: outcome.stage for rank, outcome in outcomes.items()}, _alone(failed, outcomes))
+        alone = {rank for rank, outcome in failed.items() if outcome.alone}
+        stages = {rank: outcome.stage for rank, outcome in outcomes.items()}
+        guilty = alike.to_blame(stages, failed, alone, self._elsewhere.get(backend, ()))
+        remedy = "see its interface, and whether a firewall closes ports between hosts"
         for rank in guilty:
-            outcome = outcomes[rank]
-            text = f"{outcome.trouble} (it got as far as: {everybody.STAGES[outcome.stage]})"
-            self._report.bad(check, [rank], text, "see its interface, and whether a firewall closes ports between hosts")
+            text = f"{_told(outcomes[rank])}" if rank in failed else "the others do not reach it through its interface"
+            self._report.bad(check, [rank], text, remedy)
         if failed and not guilty:
-            text = next(iter(failed.values())).trouble
-            self._report.bad(check, [], f"{text} on {pairs.listed(self._report.names[rank] for rank in failed)}")
+            told = (f"{self._report.names[rank]}: {_told(outcome)}" for rank, outcome in sorted(failed.items()))
+            self._report.bad(check, [], pairs.listed(told), "see the interfaces, and whether a firewall closes ports")
+
+
+def _told(outcome: everybody.Outcome) -> str:
+    return f"{outcome.trouble} (it got as far as: {everybody.STAGES[outcome.stage]})"
 
 
 def _failed(answer: Mapping[str, Any]) -> bool:
@@ -341,11 +352,6 @@ def _failed(answer: Mapping[str, Any]) -> bool:
 
 def _outcome(answer: Mapping[str, Any]) -> everybody.Outcome:
     return everybody.Outcome(answer["stage"], answer["seconds"], answer["trouble"])
-
-
-def _alone(failed: Mapping[int, Any], outcomes: Mapping[int, Any]) -> list[int]:
-    """Who failed while others only waited: it is its own fault. When all fail, it is nobody's."""
-    return list(failed) if len(failed) < len(outcomes) else []
 
 
 def _skew(skew: tuple[float, float]) -> str:

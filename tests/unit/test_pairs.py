@@ -264,10 +264,20 @@ def test_a_slow_disk_among_three():
     assert alike.slower({0: 100.0, 1: 10.0}, 3.0)[1] == {} and alike.slower({}, 3.0) == (0.0, {})
 
 
-def test_who_keeps_the_others_waiting():
-    assert alike.behind({0: 3, 1: 1, 2: 3}, ()) == (1,)
-    assert alike.behind({0: 3, 1: 3, 2: 3}, (2,)) == (2,)
-    assert alike.behind({0: 3, 1: 3}, ()) == () and alike.behind({}, (1,)) == ()
+@pytest.mark.parametrize(
+    ("stages", "failed", "alone", "suspected", "guilty"),
+    [
+        ({0: 3, 1: 1, 2: 3}, {1}, {}, {}, (1,)),  # it did not come as far as the others
+        ({0: 3, 1: 1, 2: 1}, {1, 2}, {}, {}, (1, 2)),
+        ({0: 3, 1: 3, 2: 3}, {2}, {2}, {}, (2,)),  # it has no such interface
+        ({0: 3, 1: 3, 2: 3}, {0}, {}, {}, ()),  # it does not reach somebody: who of the two?
+        ({0: 3, 1: 3, 2: 3}, {0, 2}, {}, {1}, (1,)),  # one has another interface: they do not reach it
+        ({0: 5, 1: 5, 2: 5}, {}, {}, {1}, ()),  # and yet all went well
+        ({0: 3}, {0}, {}, {1}, ()),  # it takes no part
+    ],
+)
+def test_who_spoils_what_all_do_together(stages, failed, alone, suspected, guilty):
+    assert alike.to_blame(stages, failed, alone, suspected) == guilty
 
 
 def test_where_nobody_comes_it_is_host_0():
