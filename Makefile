@@ -43,7 +43,7 @@ test: setup lint
 	$(BIN)/python -m pytest tests/gpu tests/chaos tests/integration $(LIGHT:%=--ignore=%) --durations=30 || status=$$?; \
 	exit $$status
 
-# make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh); skipped with the reason where it is missing
+# make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh, Slurm); skipped with the reason where it is missing
 test-system: setup
 	$(BIN)/python -m pytest tests/system
 

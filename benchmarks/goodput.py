@@ -1,6 +1,6 @@
 """What is left of the training speed when a group is lost every 20 steps: four policies, the same trace of failures.
 
-    python benchmarks/goodput.py [--steps 200] [--every 20] [--systems NAME ...] [--quick]
+    python benchmarks/goodput.py [--steps 200] [--every 20] [--trials 3] [--systems NAME ...] [--quick]
 
 Four groups of one rank train 200 steps of 8 microbatches each. A trace says when which group is killed with SIGKILL: one in
 every ``every`` failure-free steps' time, at a random moment, drawn from a seed; it is the same for everybody, and goes on
@@ -13,8 +13,8 @@ start the whole job again takes about as long as 20 steps, as where a step takes
 - ``restart``: ours as checkpoint-restart, with several periods; the best one counts;
 - ``torchft``: 0.2.0 with the tightest timeouts of ``recovery.py``; its batch shrinks as well.
 
-*Goodput* is committed microbatches per second over those of the same system's failure-free run. ``loss``: the final model's
-on the same 256 held-out samples. Writes results/goodput.json. Takes about nine minutes.
+*Goodput* is committed microbatches per second over those of the same system's failure-free run of the same trial; medians.
+``loss``: the final model's on the same 256 held-out samples. Writes results/goodput.json. Takes about fifteen minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ GROUPS, PER_GROUP, COMPUTE_S, MEGABYTES, SEED = 4, 8, 0.0125, 4, 1
 RATE = 1e-3
 TIMEOUT_S = 900.0
 PERIODS_S = (0.25, 0.5)
+ONCE = ("drop", *(f"restart_{period}" for period in PERIODS_S))
+"""Those far from the others need no median."""
 ASKED = {"over_restart": 2.23, "over_torchft": 1.3}
 
 
@@ -51,40 +54,49 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20)
-    names = ["stacked_quota", "drop", *(f"restart_{period}" for period in PERIODS_S), "torchft"]
+    names = ["stacked_quota", *ONCE, "torchft"]
     parser.add_argument("--systems", nargs="+", default=names, choices=names)
-    parser.add_argument("--quick", action="store_true", help="40 steps, without writing results")
+    parser.add_argument("--trials", type=int, default=3, help="of all but drop and restart, which are run once (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="40 steps once, without writing results")
     options = parser.parse_args()
     if options.quick:
-        options.steps = 40
+        options.steps, options.trials = 40, 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    found: dict[str, dict] = {}
+    found: dict[str, list[dict]] = {}
     step_s = PER_GROUP * COMPUTE_S
-    for name in ("failure_free", "failure_free_torchft", *options.systems):
-        if name == "failure_free_torchft" and "torchft" not in options.systems:
-            continue
-        trace = [] if name.startswith("failure_free") else failures(options.every * step_s)
-        with tempfile.TemporaryDirectory() as directory:
-            run = torchft if name.endswith("torchft") else ours
-            found[name] = run(Path(directory), name, options.steps, trace)
-        if name == "failure_free":
-            step_s = found[name]["seconds"] / (options.steps - 1)
-        print(name, {key: value for key, value in found[name].items() if key != "struck"}, flush=True)
-    for name, run in found.items():
-        free = found["failure_free_torchft" if name.endswith("torchft") else "failure_free"]
-        run["goodput"] = round(run["microbatches_per_s"] / free["microbatches_per_s"], 4)
-    summary = {name: {"goodput": run["goodput"], "loss": run["loss"]} for name, run in found.items()}
-    restarts = [run["goodput"] for name, run in found.items() if name.startswith("restart")]
-    ours_ = found.get("stacked_quota", {}).get("goodput")
-    if ours_ and restarts:
-        summary["over_restart"] = round(ours_ / max(restarts), 3)
-    if ours_ and "torchft" in found:
-        summary["over_torchft"] = round(ours_ / found["torchft"]["goodput"], 3)
+    for number in range(options.trials):
+        for name in ("failure_free", "failure_free_torchft", *options.systems):
+            if name == "failure_free_torchft" and "torchft" not in options.systems or number and name in ONCE:
+                continue
+            trace = [] if name.startswith("failure_free") else failures(options.every * step_s)
+            with tempfile.TemporaryDirectory() as directory:
+                one = (torchft if name.endswith("torchft") else ours)(Path(directory), name, options.steps, trace)
+            found.setdefault(name, []).append(one)
+            if name == "failure_free" and not number:
+                step_s = one["seconds"] / (options.steps - 1)
+            free = found["failure_free_torchft" if name.endswith("torchft") else "failure_free"][number]
+            one["goodput"] = round(one["microbatches_per_s"] / free["microbatches_per_s"], 4)
+            print(name, {key: value for key, value in one.items() if key != "struck"}, flush=True)
+    summary: dict[str, object] = {name: _summary(trials) for name, trials in found.items()}
+    restarts = [_median(trials) for name, trials in found.items() if name.startswith("restart")]
+    if "stacked_quota" in found and restarts:
+        summary["over_restart"] = round(_median(found["stacked_quota"]) / max(restarts), 3)
+    if "stacked_quota" in found and "torchft" in found:
+        pairs = zip(found["stacked_quota"], found["torchft"], strict=True)
+        summary["over_torchft"] = round(statistics.median(a["goodput"] / b["goodput"] for a, b in pairs), 3)
     print(json.dumps(summary, indent=1))
     if not options.quick:
         settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute_s": COMPUTE_S, "gradients_mb": MEGABYTES}
         result = {"asked": ASKED, **settings, "every_s": options.every * step_s, "summary": summary, "runs": found}
         print(f"raw numbers in {common.save('goodput', result)}")
+
+
+def _median(trials: list[dict]) -> float:
+    return statistics.median(trial["goodput"] for trial in trials)
+
+
+def _summary(trials: list[dict]) -> dict:
+    return {"goodput": round(_median(trials), 4), "loss": trials[0]["loss"], "runs": len(trials)}
 
 
 def failures(every_s: float) -> list[tuple[float, int]]:

@@ -44,23 +44,22 @@ def trial(directory: Path, megabytes: int, compute_s: float, victim: int, withou
                 (directory / f"attempts.{group}.go").touch()
                 start(group, f"attempts.{group}")
             watched = (victim + 1) % GROUPS
-            _await(lambda: trained(directory, watched) >= 3)
+            _await("all take part", lambda: trained(directory, watched) >= 3)
             workers[victim].send_signal(signal.SIGKILL)
             workers[victim].wait()
-            _await(lambda: trained(directory, watched, GROUPS - 1) >= 1)
+            _await("the others go on without the victim", lambda: trained(directory, watched, GROUPS - 1) >= 1)
             back = directory / "attempts.back"
             start(victim, back.name)
-            _await(lambda: back.with_suffix(".back.warm").exists())
+            _await("the victim is warm", lambda: back.with_suffix(".back.warm").exists())
             first = len(attempts_of(directory, watched)) + 1
-            _await(lambda: len(attempts_of(directory, watched)) >= first + without)
+            _await("some attempts", lambda: len(attempts_of(directory, watched)) >= first + without)
             going_on = time.time()
             back.with_suffix(".back.go").touch()
-            try:
-                _await(lambda: trained(directory, watched) >= 1)
-            except RuntimeError:
-                made = [a["participants"] for a in attempts_of(directory, watched) if a["ended"] > going_on]
-                return {"failed": f"not back within {TIMEOUT_S:g} s; participants of each attempt: {made}"}
+            _await("all take part again", lambda: trained(directory, watched) >= 1)
             attempts = attempts_of(directory, watched)
+        except _Late as late:
+            made = [attempt["participants"] for attempt in attempts_of(directory, watched)]
+            return {"failed": f"{late}; participants of each attempt: {made}"}
         except Exception:
             print((directory / "log").read_text()[-3000:], file=sys.stderr)
             raise
@@ -78,11 +77,15 @@ def trial(directory: Path, megabytes: int, compute_s: float, victim: int, withou
     }
 
 
-def _await(condition) -> None:
+class _Late(RuntimeError):
+    """torchft has not come to what was waited for."""
+
+
+def _await(what: str, condition) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"torchft did not get there in {TIMEOUT_S:g} s")
+            raise _Late(f"not within {TIMEOUT_S:g} s: {what}")
         time.sleep(0.02)
 
 

@@ -1,4 +1,5 @@
-"""``megatron-ft`` plan, simulate, prepare, launch, join, leave, inject, report, doctor. A user's mistake gets one line."""
+"""``megatron-ft`` plan, simulate, prepare, launch, join, leave, stop, supervise, inject, report, doctor. A user's mistake
+gets one line."""
 
 from __future__ import annotations
 
@@ -48,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
     _add_join(commands.add_parser("join", help="add groups to a live run, or a spare host, from this node"))
     _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
+    _add_stop(commands.add_parser("stop", help="tell a live run to save and to end"))
+    _add_supervise(commands.add_parser("supervise", help="in a Slurm job: launch on all its nodes, and look after it"))
     _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
     _add_doctor(commands.add_parser("doctor", help="what works on this machine, or on all hosts, and who is bad"))
@@ -388,6 +391,49 @@ def _leave(options: argparse.Namespace) -> int:
 
     ask.leave(options.run_dir, options.group, options.why, options.patience_s)
     return 0
+
+
+def _add_stop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="of the run")
+    parser.add_argument("--why", default="asked by megatron-ft stop", help="for the record")
+    parser.set_defaults(run=_stop)
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from megatron_ft.launch import ask
+
+    ask.stop(options.run_dir, options.why)
+    return 0
+
+
+def _add_supervise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stop-before-s", type=float, default=300.0, metavar="S", help="the time limit (default: 300)")
+    parser.add_argument("--failures-per-node", type=int, default=3, metavar="N", help="then it is drained (default: 3)")
+    parser.add_argument("--second", action="store_true", help="wait until the first supervisor is lost (for itself)")
+    parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those of hosts")
+    parser.set_defaults(run=_supervise)
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    from megatron_ft.errors import LaunchError
+    from megatron_ft.launch import resume, supervisor
+
+    command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
+    if command[:1] != ["launch"]:
+        raise LaunchError("what is to be launched is missing; write: megatron-ft supervise [OPTIONS] launch --groups N ...")
+    asked = _parser().parse_args(command)
+    if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
+        raise LaunchError("Slurm says which hosts there are: leave --hosts, --host-rank, --store, --hostfile, --job-id out")
+    run = resume.config(asked.config, asked.groups, asked.ranks_per_group)
+    return supervisor.Supervisor(
+        supervisor.Options(
+            launch=command[1:],
+            run_dir=asked.run_dir.resolve(),
+            spares=asked.spare_hosts,
+            limits=supervisor.limits(run.fault_tolerance, options.failures_per_node, options.stop_before_s),
+            waits=options.second,
+        )
+    ).run()
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

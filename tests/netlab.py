@@ -1,27 +1,13 @@
-"""Hosts on one machine: network namespaces on a bridge, whose links can be cut. Needs root and iproute2."""
+"""Hosts for a test, in network namespaces whose links can be cut (``tools/netlab.py``)."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import time
 from collections.abc import Sequence
 
 import pytest
 
-_LINK_S = 30.0
-
-
-def missing() -> str:
-    """Why there can be no namespaces here; empty when there can."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return "network namespaces need root and iproute2 (ip)"
-    probe = f"mft{os.getpid()}probe"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
-        return "this machine allows no network namespaces"
-    ip("netns", "del", probe)
-    return ""
+from tools.netlab import Network, ip, missing
 
 
 def require() -> None:
@@ -31,54 +17,16 @@ def require() -> None:
         pytest.skip(why)
 
 
-def ip(*arguments: object) -> None:
-    subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True)
-
-
-def _output(*arguments: object) -> str:
-    return subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True, text=True).stdout
-
-
-class Lab:
+class Lab(Network):
     """``hosts`` namespaces 10.99.0.1, 10.99.0.2, ... behind one switch. Everything in it is its own."""
 
     def __init__(self, hosts: int) -> None:
-        self._name = f"mft{os.getpid()}"
-        self._switch = f"{self._name}sw"
-        self.hosts = range(hosts)
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "br0", "up")
-        for host in self.hosts:
-            name = self.namespace(host)
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", self._switch, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
-            ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-
-    def namespace(self, host: int) -> str:
-        return f"{self._name}h{host}"
-
-    def address(self, host: int) -> str:
-        return f"10.99.0.{host + 1}"
+        super().__init__(f"mft{os.getpid()}", "10.99.0", hosts)
+        self.up()
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
         """The command, run on that host."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
-
-    def cut(self, host: int) -> None:
-        """Unplug it."""
-        ip("-n", self._switch, "link", "set", f"p{host}", "down")
-
-    def plug_in(self, host: int) -> None:
-        """Again; returns when packets pass. (The kernel takes up to a second for that.)"""
-        ip("-n", self._switch, "link", "set", f"p{host}", "up")
-        deadline = time.monotonic() + _LINK_S
-        while "state UP" not in _output("-n", self._switch, "link", "show", f"p{host}"):
-            assert time.monotonic() < deadline, f"the link of host {host} does not come up"
-            time.sleep(0.01)
 
     def deafen(self, host: int, to: int) -> None:
         """What ``to`` sends does not reach ``host``: one way of one link, at once."""
@@ -120,5 +68,4 @@ class Lab:
             ip("-n", self.namespace(host), "link", "set", end, "up")
 
     def close(self) -> None:
-        for name in (*(self.namespace(host) for host in self.hosts), self._switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        self.down()

@@ -573,12 +573,16 @@ class World:
                 return True
         return False
 
-    def glance(self, me: int) -> None:
-        """Between two microbatches: look for the next view, if it is being agreed on."""
+    def glance(self, me: int) -> bool:
+        """Between two microbatches: look for the next view, if it is being agreed on; whether there was anything."""
         group = self.alive[me]
         awaited = recovery.awaited(group.state)
-        if awaited and me not in self.frozen and not self._awaitview(me, group, awaited) and self.store_up:
-            self.feed(me, recovery.Tick())
+        if not awaited or me in self.frozen or not self.store_up:
+            return False
+        if self._awaitview(me, group, awaited):
+            return True
+        self.feed(me, recovery.Tick())
+        return False
 
     def _finish(self, me: int, group: Group, action: recovery.Finish) -> bool:
         return False
@@ -664,10 +668,9 @@ class World:
             heard = [me for me in movers if self.rng.random() < 0.1 and self.pending(me)]
             for me in heard:
                 self.notice(me)
-            for me in movers:
-                if me in self.alive and self.rng.random() < 0.3:
-                    self.glance(me)
-            if any(self.act(me) for me in movers[: self.rng.randint(1, len(movers))]) or heard:
+            glancing = [me for me in movers if self.rng.random() < 0.3] if self.seed % 2 else []  # in every other world
+            found = [me for me in glancing if me in self.alive and self.glance(me)]
+            if any(self.act(me) for me in movers[: self.rng.randint(1, len(movers))]) or heard or found:
                 continue
             if any(self.act(me) for me in movers) or any(self.seek(me) for me in sorted(self.seekers)):
                 continue

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ft.core.links import Unit
 from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
 from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.types import Exit, GroupId, Microbatch, View
@@ -66,6 +67,11 @@ class Silent:
     silent_s: float
     heard: bool = False
     incarnation: int = 0
+
+    @property
+    def units(self) -> tuple[Unit, Unit]:
+        """Which pair of hosts it is about, as the protocol knows them."""
+        return self.groups_by, self.groups_about
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ what all agents say is put together before anybody leaves (hard cases 12 and 13)
 - among equals one that has not said anything itself: it is probably gone; then the one with fewer live groups; then the
   one with the higher number, so that everybody would decide the same.
 
-Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence.
+Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. Who was
+never heard may not know this host yet, and is waited for longer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from megatron_ft.types import GroupId
 
 LISTEN_S = 0.25
 """The most that one look adds to a silence."""
+FIRST_S = 30.0
+"""How long the first beat of a host is waited for."""
 _FACTOR = 3.0
 _GAP_FORGOTTEN = 0.999
 """The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
@@ -41,7 +44,7 @@ class Peer:
 
     def timeout_s(self, least_s: float) -> float:
         """How long a silence may last: three times the longest gap, as long as that is remembered."""
-        return max(least_s, _FACTOR * self.longest_s)
+        return max(least_s, _FACTOR * self.longest_s) if self.beats else max(least_s, FIRST_S)
 
 
 def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
@@ -51,8 +54,9 @@ def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
     silent_s = peer.silent_s + min(max(now - peer.looked, 0.0), LISTEN_S)
     if beats == peer.beats:
         return replace(peer, looked=now, silent_s=silent_s, lost=peer.lost or silent_s > peer.timeout_s(least_s))
-    # A silence that led to an accusation is an outage, and must not make the next one be noticed later.
-    longest_s = peer.longest_s if peer.lost else max(peer.longest_s * _GAP_FORGOTTEN ** (beats - peer.beats), silent_s)
+    # A silence that led to an accusation is an outage, and must not make the next one be noticed later; nor must the first.
+    faded_s = peer.longest_s * _GAP_FORGOTTEN ** (beats - peer.beats)
+    longest_s = peer.longest_s if peer.lost or not peer.beats else max(faded_s, silent_s)
     return replace(peer, looked=now, beats=beats, silent_s=0.0, longest_s=longest_s, lost=False)
 
 

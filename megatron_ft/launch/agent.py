@@ -22,7 +22,7 @@ from megatron_ft.config import RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.membership import first_view
 from megatron_ft.core.saving import Stops
-from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
+from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.launch import copies, forkserver, hosts, join, monitor, ranks, record, resume, returns, voice
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.ranks import Rank
@@ -38,6 +38,8 @@ _GRACE_S = 10.0
 """After SIGTERM, and after the run's end for a rank that is not part of it any more."""
 _SAVE_GRACE_S = 25.0
 """After SIGTERM, where there is a last checkpoint to be made; who sent it (Slurm, Kubernetes) ends us after 30 s, mostly."""
+_STARTING_S = 5.0
+"""A shorter silence of a host does not count before the first step."""
 _RECORD_EVERY_S = 5.0
 """A record may be long: it is not read more often than that while the store is away."""
 _STORE_TIMEOUT_S = 5.0
@@ -95,7 +97,7 @@ class Agent:
         self._saved = resume.Directory(self._config, run_id, options.resume) if self._leads else None
         try:
             self._run_dir = self._prepare_record()
-            least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+            least_s = max(_STARTING_S, self._config.fault_tolerance.detector.heartbeat_timeout_s)
             self._hosts = hosts.Hosts(where, self._config, least_s, self._run_dir, run_id)
         except BaseException:
             self._release()
@@ -116,7 +118,7 @@ class Agent:
         self._signalled: signal.Signals | None = None
         self._tracking = Tracking(options.track, self._run_dir)
         self._complained = False
-        self._look_again = 0.0
+        self._tail, self._look_again = history.Tail(self._run_dir), 0.0
 
     def _prepare_record(self) -> Path:
         if not self._leads:
@@ -231,7 +233,9 @@ class Agent:
             self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
 
     def _listen(self) -> None:
-        """Pass on which hosts are silent, or are heard again."""
+        """Pass on which hosts are silent, or are heard again. While ranks start, hosts are busy as never again."""
+        if self._hosts.beats.least_s == _STARTING_S and any(line["event"] == "step" for line in self._tail.new()):
+            self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
         for change in self._hosts.beats.changes():
             parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
             silent = self._hosts.signal(change, *parts)  # of one group at most
@@ -391,6 +395,8 @@ class Agent:
     def _take_over(self, new: Sequence[tuple[int, int]], last: int) -> None:
         """Ranks that this host runs from now on; ``last``: the start of their group that is over."""
         me = self._hosts.place.rank
+        for correction in self._spare.moves({group for group, _ in new}):
+            self._tell(correction)
         self._hosts.take(me, new, last + 1)
         self._starter.house(self._hosts.ranks)
         self._tell(detector.Housed(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
@@ -403,7 +409,8 @@ class Agent:
         if not isinstance(signal_, detector.Housed) or signal_.host == self._hosts.place.rank:
             return
         before = self._hosts.ranks
-        self._hosts.hear(signal_)
+        for correction in self._hosts.hear(signal_):
+            self._tell(correction)
         if moved := set(before) - set(self._hosts.ranks):
             self._give_up_to(self._hosts.name(signal_.host), moved)
 
@@ -446,29 +453,13 @@ class Agent:
             return 0
         lines = history.read(self._run_dir)
         steps = [line["step"] for line in lines if line["event"] == "step"]
-        code, reason = self._why(steps[-1] if steps else None)
+        ended = [(rank.log, death) for rank, death in self._exits]
+        code, reason = record.why(steps[-1] if steps else None, self._signalled, ended, self._idles)
         reason += record.what_is_saved(lines) if self._config.fault_tolerance.checkpoint.directory else ""
         if self._leads:
             self._note("stop", reason=reason, exit_code=code)
         print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
         return code
-
-    def _why(self, last_step: int | None) -> tuple[int, str]:
-        where = "before the first step" if last_step is None else f"after step {last_step}"
-        if self._signalled is not None:
-            return 128 + self._signalled, f"stopped by {self._signalled.name} {where}"
-        if not self._exits and self._idles:
-            return WIPED_OUT, f"no group is left {where}; this host had nothing to do"
-        if not self._exits:
-            return 1, f"the agent failed {where}"
-        rank, death = self._exits[-1]
-        same = {other.detail for _, other in self._exits}
-        code = WIPED_OUT if death.signal else death.code or 1
-        if len(same) == 1 and death.detail:
-            return code, f"{death.detail} [all groups, {where}; output in {rank.log}]"
-        if death.code == 0:
-            return 1, f"the script ended by itself {where}, before its session.steps() did; output in {rank.log}"
-        return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {rank.log}"
 
     # --- record ------------------------------------------------------------------------------------------------------
 

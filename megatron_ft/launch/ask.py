@@ -1,4 +1,4 @@
-"""What an operator asks a live run for, from outside of it: that a group leaves in order.
+"""What an operator asks a live run for, from outside of it: that a group leaves in order, or that all of it stops.
 
 The request goes through the control store, like everything that concerns who is there: it reaches the group on whatever host
 it is, and comes from any host that sees the run directory and the store.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.core import detector
+from megatron_ft.core.saving import Stops
 from megatron_ft.errors import LaunchError
 from megatron_ft.runtime import history, watcher
 from megatron_ft.runtime.store import ControlStore
@@ -29,22 +30,12 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
 
     Raises ``LaunchError`` when there is no such run, or no such group in it, or it does not answer; ``StoreError``.
     """
-    try:
-        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        run_id, address = run["run_id"], run[STORE_KEY]
-    except (OSError, ValueError, KeyError) as error:
-        raise LaunchError(f"{run_dir} holds no run ({error}); give the --run-dir of a launch") from None
-    lines = history.read(run_dir)
-    if any(line["event"] in ("end", "stop") for line in lines):
-        raise LaunchError(f"the run in {run_dir} is over; there is nobody who could leave it")
-    live = next((line["live"] for line in reversed(lines) if line["event"] == "view"), None)
-    if live is None or group not in live:
-        there = " ".join(map(str, live or ())) or "none yet"
+    live = _live(run_dir)
+    if group not in live:
+        there = " ".join(map(str, live)) or "none yet"
         raise LaunchError(f"group {group} is not in the run; its groups are: {there}")
     known = len(_leaves(run_dir, group))
-    store = ControlStore(address, run_id, _STORE_TIMEOUT_S)
-    store.check_begun()
-    watcher.announce(store, detector.Dismissed(group, why))
+    watcher.announce(_store(run_dir), detector.Dismissed(group, why))
     deadline = time.monotonic() + patience_s
     while len(said := _leaves(run_dir, group)) == known:
         if time.monotonic() > deadline:
@@ -54,6 +45,37 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
             )
         time.sleep(_LOOK_S)
     say(f"group {group} leaves after step {said[-1]['after']}")
+
+
+def stop(run_dir: Path, why: str) -> None:
+    """Tell the whole run to stop; with checkpoints it saves once more first. Returns when it has been told.
+
+    Raises ``LaunchError`` when there is no such run, or it trains not yet; ``StoreError``.
+    """
+    live = _live(run_dir)
+    if not live:
+        raise LaunchError(f"the run in {run_dir} has made no step yet; end its launchers")
+    watcher.announce(_store(run_dir), Stops(tuple(live), why))
+
+
+def _live(run_dir: Path) -> list[int]:
+    """The groups of the newest view in the record; none before the first step."""
+    if not (run_dir / "config.json").is_file():
+        raise LaunchError(f"{run_dir} holds no run; give the --run-dir of a launch")
+    lines = history.read(run_dir)
+    if any(line["event"] in ("end", "stop") for line in lines):
+        raise LaunchError(f"the run in {run_dir} is over; there is nobody to be asked")
+    return next((line["live"] for line in reversed(lines) if line["event"] == "view"), [])
+
+
+def _store(run_dir: Path) -> ControlStore:
+    try:
+        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        store = ControlStore(run[STORE_KEY], run["run_id"], _STORE_TIMEOUT_S)
+    except (OSError, ValueError, KeyError) as error:
+        raise LaunchError(f"{run_dir} holds no run ({error}); give the --run-dir of a launch") from None
+    store.check_begun()
+    return store
 
 
 def _leaves(run_dir: Path, group: int) -> list[dict]:

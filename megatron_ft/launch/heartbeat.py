@@ -35,14 +35,17 @@ class Change:
 
 
 class Beats:
-    """This host's side of it. ``address``: the one the other hosts reach it by; it beats from the first :meth:`add` on."""
+    """This host's side of it. ``address``: the one the other hosts reach it by; it beats from the first :meth:`add` on.
+
+    ``least_s`` may be changed at any time: silences shorter than that never count.
+    """
 
     def __init__(self, address: str, rank: int, run_id: str, least_s: float) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))
         self._socket.setblocking(False)
-        self._rank, self._least_s = rank, least_s
+        self._rank, self.least_s = rank, least_s
         self._run = run_id.encode("ascii")
         self._message = _MESSAGE.pack(_MAGIC, self._run, rank)
         self._addresses: dict[int, tuple[str, int]] = {}
@@ -86,6 +89,10 @@ class Beats:
         """The hosts that are not heard just now."""
         return {rank for rank, peer in self._peers.items() if peer.lost}
 
+    def silences(self) -> list[Change]:
+        """For how long each of them has not been heard, as :meth:`changes` would say it now."""
+        return [Change(rank, peer.silent_s, heard=False) for rank, peer in self._peers.items() if peer.lost]
+
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
@@ -125,7 +132,7 @@ class Beats:
 
     def _judge(self, now: float) -> None:
         for rank, before in self._peers.items():
-            after = links.listen(before, self._heard[rank], now, self._least_s)
+            after = links.listen(before, self._heard[rank], now, self.least_s)
             self._peers[rank] = after
             if after.lost != before.lost:
                 silent_s = before.silent_s if before.lost else after.silent_s

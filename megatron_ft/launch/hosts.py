@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,11 +244,17 @@ class Hosts:
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
         self._know({**cards, self.place.rank: self.card})
 
-    def hear(self, housed: detector.Housed) -> None:
-        """A later host says who it is and what it runs."""
+    def hear(self, housed: detector.Housed) -> list[detector.Silent]:
+        """A later host says who it is and what it runs. Returns what this host has to correct: which groups those hosts have
+        that it does not hear."""
         card = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
         self._know({housed.host: card})
+        silences = self.beats.silences()
+        said = [self.signal(replace(change, heard=True)) for change in silences]
         self.take(housed.host, housed.ranks, housed.incarnation)
+        say = [self.signal(change) for change in silences]
+        pairs = [(a, b) for a, b in zip(said, say, strict=True) if a.units != b.units]
+        return [signal for pair in pairs for signal in pair]
 
     @property
     def copies(self) -> tuple[tuple[str, int], ...]:

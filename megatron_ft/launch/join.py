@@ -112,7 +112,7 @@ def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunC
     address = setting if setting != EMBEDDED else store
     if address is None:
         if job is None:
-            raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0 as the others do, or their --job-id")
+            raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0 as the others do, or --job-id")
         address = announced_store(run_dir, job)
     boot = boot_store(address, job or _ONLY_JOB, MEET_TIMEOUT_S)
     run = boot.wait("run", MEET_TIMEOUT_S)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.errors import LaunchError
+from megatron_ft.errors import WIPED_OUT, LaunchError
 from megatron_ft.runtime import history
+from megatron_ft.types import Exit
 
 RANKS = "ranks"
 """Each host writes its own list there, and all of them to ``ranks.json``."""
@@ -134,6 +136,28 @@ def has_committed(run_dir: Path, group: int, incarnation: int) -> bool:
         elif line["event"] == "step" and group in line["live"] and starts.get(line["epoch"], 0) == incarnation:
             return True
     return False
+
+
+def why(
+    last_step: int | None, signalled: signal.Signals | None, ended: Sequence[tuple[Path, Exit]], idle: bool
+) -> tuple[int, str]:
+    """Exit code and reason of a run that has not got to its end. ``ended``: log and end of each rank of this host, in
+    order; ``idle``: it had none to run."""
+    where = "before the first step" if last_step is None else f"after step {last_step}"
+    if signalled is not None:
+        return 128 + signalled, f"stopped by {signalled.name} {where}"
+    if not ended and idle:
+        return WIPED_OUT, f"no group is left {where}; this host had nothing to do"
+    if not ended:
+        return 1, f"the agent failed {where}"
+    log, death = ended[-1]
+    same = {other.detail for _, other in ended}
+    code = WIPED_OUT if death.signal else death.code or 1
+    if len(same) == 1 and death.detail:
+        return code, f"{death.detail} [all groups, {where}; output in {log}]"
+    if death.code == 0:
+        return 1, f"the script ended by itself {where}, before its session.steps() did; output in {log}"
+    return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {log}"
 
 
 def what_is_saved(lines: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Slurm's commands, as the supervisor of a job needs them. Nothing is decided here.
 
 Failures it assumes: slurmctld may be down or slow for minutes. Then a question has no answer (None), and an order is not
-carried out (False, with the reason said once by whoever asked).
+carried out; those that matter say why.
 """
 
 from __future__ import annotations
@@ -103,8 +103,17 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
     return subprocess.Popen(["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL)
 
 
-def cancel_step(step: str) -> bool:
-    return _ask("scancel", step) is not None
+def cancel_step(step: str) -> None:
+    _ask("scancel", step)
+
+
+def cancel_job(job_id: str) -> None:
+    _ask("scancel", job_id)
+
+
+def comment(job_id: str, what: str) -> None:
+    """For whoever looks at the job with ``scontrol show job`` or ``sacct``."""
+    _ask("scontrol", "update", f"jobid={job_id}", f"comment={what}")
 
 
 def requeue(job_id: str) -> str:

@@ -6,7 +6,11 @@ the store, under the key of the start that is to be made.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from megatron_ft.core import detector, restarts, spares
+from megatron_ft.core.links import Unit
 from megatron_ft.core.protocol import Leaves
 from megatron_ft.launch.hosts import Hosts
 from megatron_ft.launch.returns import Returns
@@ -27,16 +31,33 @@ class Spare:
         self._hosts, self._voice, self._returns = hosts, voice, returns
         self._refused: set[tuple[int, GroupId]] = set()
         self._unwanted: set[GroupId] = set()
+        self._silences: dict[tuple[Unit, Unit], detector.Silent] = {}
 
     def hear(self, signal: detector.Signal) -> None:
         match signal:
             case detector.Refused(host=host, group=group):
                 self._refused.add((host, group))
+            case detector.Silent(heard=True):
+                self._silences.pop(signal.units, None)
+            case detector.Silent():
+                self._silences[signal.units] = signal
             case detector.Ended(exit=exit_, incarnation=incarnation):
                 if restarts.kind_of(exit_, incarnation, self._returns.seats) in restarts.WANTED:
                     self._unwanted.add(exit_.group)
             case _ if isinstance(verdict := detector.judge(signal), Leaves):
                 self._unwanted.add(verdict.group)
+
+    def moves(self, groups: Collection[GroupId]) -> list[detector.Silent]:
+        """What has to be taken back before ``groups`` are started here: that the hosts which had them, and do not now, are
+        not heard. Who said so may be gone."""
+        moved, corrected = set(groups), []
+        for said in self._silences.values():
+            by, about = (tuple(group for group in unit if group not in moved) for unit in said.units)
+            if (by, about) != said.units:
+                corrected.append(replace(said, heard=True))
+            if (by, about) != said.units and by and about:
+                corrected.append(replace(said, groups_by=by, groups_about=about))
+        return corrected
 
     def look(self) -> list[tuple[spares.Part, int]]:
         """Parts that are this host's now, each with the incarnation that was the last elsewhere."""

@@ -19,28 +19,15 @@ Event = Mapping[str, Any]
 
 
 def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's history as they are written, until ``stop()`` and nothing new is there.
-
-    The file need not exist yet. A last line without its newline is waited for; one that is not JSON is skipped.
-    """
-    offset, rest = 0, b""
+    """Yield the lines of a run's history as they are written, until ``stop()`` and nothing new is there."""
+    tail = history.Tail(run_dir)
     while True:
         last_look = stop()
-        try:
-            with (run_dir / history.FILE).open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-        except FileNotFoundError:
-            data = b""
-        offset += len(data)
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            event = history.parse(line)
-            if event is not None:
-                yield event
+        events = tail.new()
+        yield from events
         if last_look:
             return
-        if not data:
+        if not events:
             time.sleep(_POLL_S)
 
 

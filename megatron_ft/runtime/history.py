@@ -34,6 +34,31 @@ _TAIL_BYTES = 2**20
 """How far back a new writer looks for what is there already: a month's record is not read in the middle of a step."""
 
 
+class Tail:
+    """What is added to a run's history, as it is written. The file need not exist yet, and may be replaced by another run's.
+
+    A last line without its newline is waited for; one that is not JSON is skipped.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._file, self._offset, self._rest = run_dir / FILE, -1, 0, b""
+
+    def new(self) -> list[dict[str, Any]]:
+        """The lines since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._file:
+                    self._file, self._offset, self._rest = inode, 0, b""
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for event in map(parse, lines) if event is not None]
+
+
 def append(run_dir: Path, event: str, **fields: Any) -> None:
     """Append one line; used directly by whoever owns an event alone (agent, injector)."""
     line = json.dumps({"t": round(time.time(), 6), "event": event, **fields}) + "\n"

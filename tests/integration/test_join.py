@@ -62,6 +62,15 @@ def wait_for_live(run: support.Run, *groups: int) -> None:
     support.wait_for(lambda: run.events("step") and run.events("step")[-1]["live"] == list(groups), run)
 
 
+def wait_for_return(run: support.Run, group: int) -> None:
+    """Until the group is back, and has stayed for some steps."""
+    support.wait_for(lambda: any(group in view["joined"] for view in run.events("view")), run)
+    back = next(view for view in run.events("view") if group in view["joined"])
+    support.wait_for_step(run, back["step"] + 5)
+    later = [line for line in run.events("step") if line["step"] > back["step"]]
+    assert all(group in line["live"] for line in later), (run.events("view"), run.events("silence"))
+
+
 def test_a_run_grows_while_it_trains_and_what_is_added_may_be_lost_and_comes_back(hosts):
     hosts.start(0, groups=GROUPS, hosts=1, host_rank=0)
     run = hosts.run()
@@ -82,7 +91,7 @@ def test_a_spare_host_takes_over_what_a_lost_host_had(hosts):
     support.wait_for(lambda: bool(run.events("host")), run)
     support.wait_for_step(run, 1)
     hosts.agents[1].kill()
-    support.wait_for(lambda: any(1 in view["joined"] for view in run.events("view")), run)
+    wait_for_return(run, 1)
     hosts.stop(0, 2)
     assert [line["what"] for line in run.events("host")] == ["spare", "took over"]
 
@@ -98,7 +107,7 @@ def test_a_host_comes_late_as_a_spare_and_a_frozen_one_finds_itself_replaced(hos
     frozen = [hosts.agents[1].pid, *ranks]
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    support.wait_for(lambda: any(1 in view["joined"] for view in run.events("view")), run)
+    wait_for_return(run, 1)
     for pid in frozen:
         os.kill(pid, signal.SIGCONT)
     support.wait_for(lambda: json.loads((run.directory / "ranks" / "1.json").read_text()) == [], run)

@@ -9,6 +9,7 @@ import pytest
 from megatron_ft.config import resolve
 from megatron_ft.core.detector import Housed
 from megatron_ft.launch import hosts as module
+from megatron_ft.launch.heartbeat import Change
 from megatron_ft.launch.hosts import Hosts, Place
 
 CONFIG = resolve({}, groups=2)
@@ -36,6 +37,18 @@ def test_the_newest_start_of_a_group_says_where_it_is_in_whatever_order_that_is_
     hosts.hear(news[1])
     assert {host: hosts.groups(host) for host in range(4)} == {0: {0}, 1: set(), 2: {1}, 3: set()}
     assert hosts.unheard() == set()
+
+
+def test_who_does_not_hear_a_host_corrects_which_groups_that_has(hosts, monkeypatch):
+    hosts.hear(housed(0, 0)), hosts.hear(housed(1, 0))
+    monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
+    hosts.take(4, [(0, 0)], 1)
+    said = hosts.signal(Change(1, 1.0, heard=False))
+    assert said.units == ((0,), (1,))
+    taken_back, now = hosts.hear(housed(2, 1, (1, 0)))
+    assert taken_back.heard and taken_back.units == said.units
+    assert not now.heard and now.units == ((0,), ()) and now.silent_s == 2.5
+    assert hosts.hear(housed(3, 0)) == [], "nothing has moved"
 
 
 def test_a_spare_has_room_for_as_many_ranks_as_the_first_hosts_have(hosts):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.links import LISTEN_S, Peer, listen, who_leaves
+from megatron_ft.core.links import FIRST_S, LISTEN_S, Peer, listen, who_leaves
 
 BEAT, LEAST = 0.1, 0.8
 hosts = st.integers(2, 6).flatmap(lambda n: st.just([(2 * k, 2 * k + 1) for k in range(n)]))
@@ -39,6 +39,12 @@ def test_a_busy_host_is_given_more_time_and_that_is_forgotten():
     busy = heard(Peer(), [0.5] * 20)
     assert silence(busy) > 1.4
     assert silence(heard(busy, [BEAT] * 2000)) == pytest.approx(LEAST + BEAT, abs=0.15)
+
+
+def test_who_was_never_heard_is_given_time_to_begin_and_that_is_not_learned():
+    assert silence(listen(Peer(), 0, 0.0, LEAST)) == pytest.approx(FIRST_S + BEAT, abs=0.15)
+    peer = heard(listen(Peer(), 0, 0.0, LEAST), [10.0, *[BEAT] * 5])
+    assert not peer.lost and silence(peer) == pytest.approx(LEAST + BEAT, abs=0.15)
 
 
 def test_an_outage_is_not_learned():

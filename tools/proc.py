@@ -1,0 +1,87 @@
+"""Processes as proc(5) shows them. Any can end while it is looked at; that is an answer, not an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+
+def pids() -> list[int]:
+    """Of all processes that run, zombies left out."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if state(pid) not in "ZX"]
+
+
+def state(pid: int) -> str:
+    """``T`` when it is stopped, ``X`` when there is none."""
+    return (_stat(pid) or "X")[0]
+
+
+def program(pid: int) -> str:
+    """The name of the file that it runs; empty when that cannot be seen."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/exe")).name
+    except OSError:
+        return ""
+
+
+def command(pid: int) -> list[str]:
+    return _strings(pid, "cmdline")
+
+
+def environment(pid: int) -> list[str]:
+    """``NAME=value``, as it was started with."""
+    return _strings(pid, "environ")
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(link.path))
+    return found
+
+
+def network(pid: int) -> tuple[int, int] | None:
+    """The identity of the network namespace that it is in."""
+    return identity(f"/proc/{pid}/ns/net")
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """Of a namespace, by a file that stands for it; None when there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def with_descendants(own: set[int]) -> set[int]:
+    parents = {pid: int(stat[1]) for pid in pids() if (stat := _stat(pid))}
+    found = set(own)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def send(to: set[int], number: signal.Signals) -> None:
+    for pid in to:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _strings(pid: int, file: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> list[str]:
+    """From the third field on; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
