@@ -1,7 +1,7 @@
 """Hosts of one run are alike: who differs from the others, and who spoils what all do together.
 
-Intuition. Nobody knows which version, clock or disk is the right one; what most hosts have is. Where two are as frequent, or
-as near to the middle, host 0's is taken, so that some host is named rather than none.
+Intuition. Nobody knows which version, clock or disk is the right one; what most hosts have is. Where two are as frequent,
+or as near to the middle, host 0's is taken, so that some host is named rather than none.
 
 Assumes: each host tells the truth about itself. Who has said nothing is not in what is compared.
 """

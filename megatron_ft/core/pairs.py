@@ -67,7 +67,7 @@ class Trouble:
             REFUSED: f"{b} takes no connection from {a}, the other way passes (a firewall?)",
             CLOSED: f"between {a} and {b} no connection is made, though datagrams pass (a firewall?)",
             SLOW: f"{a} sends to {b} {rate(self.value)}, usual are {rate(self.usual)}",
-            LATE: f"a round trip between {a} and {b} takes {milliseconds(self.value)}, usual are {milliseconds(self.usual)}",
+            LATE: f"round trips between {a} and {b} take {milliseconds(self.value)}, usual are {milliseconds(self.usual)}",
         }[self.what]
 
 

@@ -25,8 +25,8 @@ _LOOK_S = 0.1
 
 
 class Hub:
-    """``cards``: of the hosts that have come. ``gone``: why a host takes no part any more. ``calling``: those that are heard
-    by datagram."""
+    """``cards``: of the hosts that have come. ``gone``: why a host takes no part any more. ``calling``: those that are
+    heard by datagram."""
 
     def __init__(self, listener: socket.socket, meeting: Meeting, token: str) -> None:
         self.cards: dict[int, dict[str, Any]] = {}

@@ -56,7 +56,7 @@ def _nccl(setting: str, right: str, there: Mapping[str, Sequence[str]], used: bo
     names = matching(setting, sorted(there))
     usable = [name for name in names if not _unusable(name, right, there)]
     if not usable:
-        why = _unusable(names[0], right, there) if names else f"no interface here is meant by that; there are {_list(there)}"
+        why = _unusable(names[0], right, there) if names else f"it means no interface here; there are {_list(there)}"
         return [Finding(_CHECK, BROKEN if used else WARN, f"{NCCL}={setting}: {why}", f"{NCCL}={right}", needed=used)]
     return [] if right in usable else [_another(NCCL, setting, right)]
 

@@ -3,8 +3,8 @@
 Host 0 decides nothing by itself: what was measured goes through ``core.pairs`` and ``core.alike``. Its own part in it is
 that of any other host, over a line to itself, so it can be found to be the bad one.
 
-Failures it assumes: any host may be missing, dead, frozen, cut off, or slow, at any moment. Every question has its time, and
-who has not answered then is named and left out of the questions that follow.
+Failures it assumes: any host may be missing, dead, frozen, cut off, or slow, at any moment. Every question has its time,
+and who has not answered then is named and left out of the questions that follow.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class _Check:
             mark.write_text(self._token, encoding="utf-8")
             said = self._hub.ask(to_all(self._hub.present, {"do": "disk", "token": self._token}), 3 * disk.MOST_S, "disk")
         except OSError as error:
-            self._report.bad("disk", [0], f"{where.directory}: {error.strerror or error}", "a directory all hosts can write")
+            self._report.bad("disk", [0], f"{where.directory}: {error.strerror or error}", "one that all can write")
             return
         finally:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""``megatron-ft doctor`` on hosts in network namespaces: links, firewalls, interfaces. The bad one is named, and nobody else."""
+"""``megatron-ft doctor`` on hosts in network namespaces: links, firewalls, interfaces. The bad one is named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_link_that_is_cut_is_named_as_a_link_and_which_way(doctors, deaf, word
     assert codes == [1, 1, 1]
     found = verdict(said)
     whole = [name for name in said.split() if name.endswith(")") and "(10.99.0." in name]
-    names = {host: next(name for name in whole if f"({doctors.lab.address(host)})" in name) for host in (1, 2)}
+    names = {host: next(name for name in whole if name.endswith(f"({doctors.lab.address(host)})")) for host in (1, 2)}
     assert found == f"do not start on: {names[1]} or {names[2]} ({words.format('', names[1], names[2])})"
 
 
@@ -77,7 +77,8 @@ def test_a_slow_host_is_named_and_nobody_else(doctors):
     said, codes = doctors.ended()
     assert codes == [1, 1, 1]
     found = verdict(said)
-    assert found.count("pairs:") == 1 and "(10.99.0.3) (pairs: sends to " in found and "(2 of 2 measured) at " in found, found
+    assert found.count("pairs:") == 1 and "(10.99.0.3) (pairs: sends to " in found, found
+    assert "(2 of 2 measured) at " in found
 
 
 def test_a_host_that_takes_no_connections_is_named(doctors):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import cli
 from megatron_ft.core.pairs import FACTOR
-from megatron_ft.doctor import disk, interfaces, local, measure, meeting
+from megatron_ft.doctor import disk, interfaces, measure, meeting
 from megatron_ft.doctor.measure import Peer, Service
 from megatron_ft.doctor.report import Report
 from megatron_ft.errors import LaunchError
@@ -126,7 +126,7 @@ def wires(monkeypatch):
         ({"NCCL_SOCKET_IFNAME": "^ib,eth7"}, "ok", "eth0"),
         ({}, "warn", "eth0, ib0 are up, NCCL_SOCKET_IFNAME is not set"),
         ({"NCCL_SOCKET_IFNAME": "ib"}, "warn", "NCCL_SOCKET_IFNAME=ib, and it is eth0 that leads to the other hosts"),
-        ({"NCCL_SOCKET_IFNAME": "ens"}, "broken", "no interface here is meant by that; there are bare, eth0"),
+        ({"NCCL_SOCKET_IFNAME": "ens"}, "broken", "it means no interface here; there are bare, eth0"),
         ({"NCCL_SOCKET_IFNAME": "eth7"}, "broken", "eth7 is down"),
         ({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ib0"}, "warn", "it is eth0 that leads"),
         ({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth"}, "broken", "this host has no eth; it has bare, eth0"),
