@@ -141,7 +141,8 @@ class _Check:
         self._versions({rank: answer["versions"] for rank, answer in said.items()})
 
     def _findings(self, said: Mapping[int, list[dict[str, Any]]]) -> None:
-        """What is optional and missing everywhere is the cluster's habit; on some hosts only, it is told."""
+        """What is optional and missing everywhere is the cluster's habit; on some hosts only, it is told. So is a clock that
+        nobody sets: with several hosts it matters."""
         absent: dict[str, dict[int, dict[str, Any]]] = {}
         well = True
         for rank, findings in sorted(said.items()):
@@ -155,13 +156,13 @@ class _Check:
                     well = False
                 elif finding["state"] == MISSING:
                     absent.setdefault(finding["what"], {})[rank] = finding
-        nowhere = sorted(what for what, found in absent.items() if len(found) == len(said))
+        nowhere = sorted(what for what, found in absent.items() if len(found) == len(said) and what != "clock")
         for what, found in absent.items():
             for rank, finding in found.items() if what not in nowhere else ():
                 text = finding["details"] or "not there, but on others"
                 self._report.warn(f"own: {what}", [rank], text, finding["remedy"])
         if said and well:
-            without = f"; on none of them: {', '.join(nowhere)}" if nowhere else ""
+            without = f"; missing on all: {', '.join(nowhere)}" if nowhere else ""
             self._report.ok("own", f"what a run needs works on each{without}")
 
     def _interfaces(self, said: Mapping[int, list[dict[str, Any]]]) -> None:
