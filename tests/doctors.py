@@ -46,6 +46,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def command(change: str, options: Sequence[object]) -> list[str]:
+    """What is run on a host, after these lines of Python."""
+    code = f"{QUICK}{change}\nimport sys\nfrom megatron_ft.cli import main\nsys.exit(main())"
+    return [sys.executable, "-c", code, "doctor", "--factor", FACTOR, *map(str, options)]
+
+
 class Doctors:
     """One process for each host."""
 
@@ -56,9 +62,8 @@ class Doctors:
         self, host: int, options: Sequence[object], change: str = NO_TORCH, prefix: Sequence[str] = (), **env: str
     ) -> subprocess.Popen:
         """``change``: lines of Python, run before the command. ``prefix``: what to run it with."""
-        code = f"{QUICK}{change}\nimport sys\nfrom megatron_ft.cli import main\nsys.exit(main())"
         self.processes[host] = subprocess.Popen(
-            [*prefix, sys.executable, "-c", code, "doctor", "--factor", FACTOR, *map(str, options)],
+            [*prefix, *command(change, options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_S = 30.0
-_SIZE = 8 << 20
+_SIZE, _ATTEMPTS = 8 << 20, 3
 _SEEN_S = 5.0
 """So long a file may take to be seen by another host: file systems of a network remember for seconds what was not there."""
 _LOOK_S = 0.1
@@ -63,6 +63,12 @@ def _exists(path: Path) -> bool:
 
 
 def _speed(path: Path) -> dict[str, float]:
+    """The best of some attempts: others use the disk as well."""
+    found = [_attempt(path) for _ in range(_ATTEMPTS)]
+    return {name: max(attempt[name] for attempt in found) for name in found[0]}
+
+
+def _attempt(path: Path) -> dict[str, float]:
     content = os.urandom(_SIZE)
     try:
         begun = time.perf_counter()

@@ -249,7 +249,7 @@ class _Check:
         usual, slow = alike.slower(rates, self._factor)
         for rank, value in slow.items():
             self._report.warn("disk", [rank], f"it writes at {pairs.rate(value)}, usual are {pairs.rate(usual)}")
-        if rates and not bad and not blind:
+        if rates and not bad and not blind and not slow:
             free = min(answer["free_bytes"] for answer in said.values()) / 1e9
             reads = min(answer["read_bytes_s"] for answer in said.values())
             text = f"the same {where.directory}, {free:.1f} GB free; written at {pairs.rate(min(rates.values()))} or more"

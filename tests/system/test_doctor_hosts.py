@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests import netlab
-from tests.doctors import FEWER, NO_TORCH, Doctors
+from tests import netlab, slurm, support
+from tests.doctors import FEWER, NO_TORCH, Doctors, command
 
 HOSTS = 3
 PORT = 29400
+pytestmark = pytest.mark.system
+
+
+cluster = slurm.lab(HOSTS)
 
 
 class InNamespaces(Doctors):
@@ -101,3 +105,13 @@ def test_a_host_that_is_heard_and_hears_nothing_is_named(doctors):
     found = verdict(first)
     assert "do not start on: host 2 (there: it is heard, but makes no connection" in found
     assert "what host 0 sends does not reach it" in found and found in doctors.said(1)
+
+
+def test_in_slurm_one_command_is_enough(cluster, tmp_path):
+    """Slurm says who they are; they meet by a file in the directory."""
+    srun = ["srun", f"-N{HOSTS}", "--ntasks-per-node=1", "--chdir", support.ROOT]
+    done = cluster.run([*srun, *command(NO_TORCH, ["--directory", tmp_path])], timeout=support.TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    assert {"all 3 hosts are ready", "host 1: all 3 hosts are ready", "host 2: all 3 hosts are ready"} <= set(said)
+    assert "(found: Slurm, job" in done.stderr and not list(tmp_path.iterdir())
