@@ -18,7 +18,7 @@ def lab(nodes: int, scope: str = "module", **shape: Any):
 
     @pytest.fixture(scope=scope)
     def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-        why = missing(shape.get("plain", False))
+        why = missing(shape.get("plain", False), shape.get("accounting", False))
         if why:
             pytest.skip(why)
         with Lab(tmp_path_factory.mktemp("slurm") / "lab", nodes, **shape) as cluster:

@@ -22,12 +22,12 @@ DEADLINE_S = 60.0
 """Nothing here takes that long; a test that waits longer has failed."""
 
 
-def await_(condition: Callable[[], object], what: str) -> None:
+def await_(condition: Callable[[], object], what: str, patience_s: float = DEADLINE_S, every_s: float = 0.01) -> None:
     """Until it is true, looking often."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:g} s"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, f"{what}: not within {patience_s:g} s"
+        time.sleep(every_s)
 
 
 def store_threads() -> list[threading.Thread]:

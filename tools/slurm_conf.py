@@ -18,8 +18,8 @@ else:  # of a script, which finds what lies beside it
 MOST_NODES = 60
 CPUS = 8
 """Of each node, whatever the machine has: Slurm only counts them."""
-FILES = ["slurm.conf", "cgroup.conf", "topology.conf", "hosts", "munge.key", "jobcomp.txt", "lab.json"]
-FOLDERS = ["log", "state", "spool", "run"]
+FILES = ["slurm.conf", "slurmdbd.conf", "cgroup.conf", "topology.conf", "hosts", "munge.key", "jobcomp.txt", "lab.json"]
+FOLDERS = ["log", "state", "spool", "run", "database"]
 """All that a lab writes, below its directory."""
 _SLOTS = 200
 _FIRST_PORT = 17000  # below those that the kernel hands out
@@ -32,6 +32,7 @@ class Shape:
     nodes: int = 3
     plain: bool = False
     topology: bool = False
+    accounting: bool = False
     slurmd_timeout_s: int = 300
     slot: int = -1
 
@@ -55,14 +56,18 @@ class Shape:
     @property
     def ports(self) -> range:
         """slurmctld's, then those of the nodes."""
-        first = _FIRST_PORT + self.slot * (MOST_NODES + 1)
+        first = _FIRST_PORT + self.slot * (MOST_NODES + 2)
         return range(first, first + 1 + self.nodes)
+
+    @property
+    def accounting_port(self) -> int:
+        return self.ports[0] + MOST_NODES + 1
 
     @property
     def is_free(self) -> bool:
         """Whether no other lab has this slot, nor anything else what comes with it."""
         taken = not self.plain and (self.network.exists or netlab.ip("-4", "route", "show", f"{self.controller[1]}/24"))
-        return not taken and all(map(_can_listen, self.ports))
+        return not taken and all(map(_can_listen, [*self.ports, self.accounting_port]))
 
     def slots(self, directory: Path) -> Iterator[Shape]:
         """It in every slot, from the directory's own on."""
@@ -101,6 +106,9 @@ def write(directory: Path, shape: Shape) -> None:
     }
     if shape.topology:
         texts["topology.conf"] = _topology(shape.names)
+    if shape.accounting:
+        texts["slurmdbd.conf"] = _slurmdbd_conf(directory, shape)
+        (directory / "slurmdbd.conf").touch(mode=0o600)  # slurmdbd takes no other
     for file, text in texts.items():
         (directory / file).write_text(text, encoding="utf-8")
 
@@ -133,12 +141,32 @@ def _slurm_conf(directory: Path, shape: Shape) -> str:
         "SlurmdSpoolDir": f"{directory}/spool/%n",
         "SlurmdLogFile": slurmd_log(directory, "%n"),
     }
+    if shape.accounting:
+        settings |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": "127.0.0.1"}
+        settings |= {"AccountingStoragePort": shape.accounting_port}
+        settings |= {"AccountingStoragePass": f"{directory}/run/munge.socket"}  # what Slurm means by that with munge
     lines = [f"{setting}={value}" for setting, value in settings.items()]
     for node, at, port in zip(shape.names, shape.addresses, ports, strict=True):
         host = name if shape.plain else node
         lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={at} Port={port} CPUs={CPUS} RealMemory=4000")
     lines.append(f"PartitionName=main Nodes={','.join(shape.names)} Default=YES MaxTime=INFINITE State=UP")
     return "\n".join(lines) + "\n"
+
+
+def _slurmdbd_conf(directory: Path, shape: Shape) -> str:
+    settings = {
+        "DbdHost": shape.controller[0],
+        "DbdAddr": "127.0.0.1",
+        "DbdPort": shape.accounting_port,
+        "AuthInfo": f"socket={directory}/run/munge.socket",
+        "SlurmUser": "root",
+        "StorageType": "accounting_storage/mysql",
+        "StorageHost": "localhost",
+        "StorageUser": "root",
+        "PidFile": f"{directory}/run/slurmdbd.pid",
+        "LogFile": f"{directory}/log/slurmdbd.log",
+    }
+    return "".join(f"{setting}={value}\n" for setting, value in settings.items())
 
 
 def slurmd_log(directory: Path, node: str) -> str:

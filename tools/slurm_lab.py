@@ -38,10 +38,11 @@ else:  # run as a script, which finds what lies beside it
 
 DIRECTORY = Path(tempfile.gettempdir()) / "slurm-lab"
 _PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
+_ACCOUNTING = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 _SBIN = ["/usr/sbin", "/sbin"]
 _DEADLINE_S = 60.0
 _LONGEST_PATH = 70  # a socket's name has 107 characters at most, and munge's and the steps' are in here
-_DAEMONS = {"slurmctld", "slurmd", "slurmstepd", "munged"}
+_DAEMONS = {"slurmctld", "slurmd", "slurmstepd", "munged", "slurmdbd", "mariadbd"}
 _CLIENTS = {"srun", "salloc", "sattach", "sbatch", "scancel", "scontrol", "sinfo", "squeue"}
 
 
@@ -49,14 +50,15 @@ class LabError(Exception):
     """What the lab was asked for cannot be done. The message says what to do instead."""
 
 
-def missing(plain: bool = False) -> str:
+def missing(plain: bool = False, accounting: bool = False) -> str:
     """Why there can be no lab here; empty when there can."""
     if os.geteuid() != 0:
         return "a Slurm lab needs root"
     path = os.pathsep.join([os.environ.get("PATH", ""), *_SBIN])
-    lacking = [package for command, package in _PACKAGES.items() if shutil.which(command, path=path) is None]
+    needed = _PACKAGES | (_ACCOUNTING if accounting else {})
+    lacking = [package for command, package in needed.items() if shutil.which(command, path=path) is None]
     if lacking:
-        return f"no Slurm here; as root: apt-get install {' '.join(lacking)}"
+        return f"not all of Slurm is here; as root: apt-get install {' '.join(lacking)}"
     if not plain and shutil.which("ip", path=path) is None:
         return "no iproute2 here; as root: apt-get install iproute2 (or nodes that share one network: --plain)"
     why = "" if plain else netlab.missing()
@@ -153,7 +155,7 @@ class Lab:
             raise LabError(
                 f"--directory {self.directory} is longer than {_LONGEST_PATH} characters; take a shorter one"
             )
-        why = missing(self.shape.plain)
+        why = missing(self.shape.plain, self.shape.accounting)
         if why:
             raise LabError(why)
 
@@ -173,9 +175,24 @@ class Lab:
         files |= {"log-file": "log/munged.log", "seed-file": "run/munge.seed"}
         options = [f"--{name}={self.directory / path}" for name, path in files.items()]
         self._start("munged", "--force", "--num-threads=2", *options)
+        if self.shape.accounting:
+            self._start_accounting()
         self._start("slurmctld", "-f", self.conf)
         for node in self.nodes:
             self._start_slurmd(node)
+
+    def _start_accounting(self) -> None:
+        """slurmdbd, and a database for it that nobody else sees."""
+        socket, data = self.directory / "run" / "mariadb", self.directory / "database"
+        own = ["--no-defaults", "--user=root", f"--datadir={data}"]
+        self._start("mariadb-install-db", *own, "--auth-root-authentication-method=socket", "--skip-test-db")
+        own += ["--skip-networking", f"--socket={socket}", "--innodb-flush-log-at-trx-commit=0"]
+        self._start("setsid", "--fork", "mariadbd", *own)
+        ping = ["mariadb-admin", "--no-defaults", f"--socket={socket}", "ping"]
+        _await(lambda: self.run(ping).returncode == 0, "the database answers")
+        self._start("slurmdbd", env={**self.env, "MYSQL_UNIX_PORT": str(socket)})
+        add = ["sacctmgr", "--immediate", "add", "cluster", "lab"]
+        _await(lambda: self.run(add).returncode == 0, "slurmdbd answers")
 
     def _start_slurmd(self, node: str) -> None:
         command: list[object] = ["slurmd", "-N", node, "-f", self.conf]
@@ -185,10 +202,11 @@ class Lab:
             command = [*inside, "unshare", "--uts", "sh", "-c", f'{own} && exec "$@"', "sh", *command]
         self._start(*command)
 
-    def _start(self, *command: object) -> None:
+    def _start(self, *command: object, **options: Any) -> None:
         """Daemons leave the foreground by themselves; what they say until then is in the log."""
         with (self._log / "start.log").open("ab") as log:
-            done = self.run(command, stdin=subprocess.DEVNULL, capture_output=False, stdout=log, stderr=log, cwd="/")
+            options |= {"stdin": subprocess.DEVNULL, "capture_output": False, "stdout": log, "stderr": log, "cwd": "/"}
+            done = self.run(command, **options)
         if done.returncode:
             raise LabError(f"{shlex.join(map(str, command))} ends with {done.returncode}")
 
@@ -394,6 +412,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--nodes", type=int, default=3, metavar="N", help="n1, n2, ... (3)")
     up.add_argument("--plain", action="store_true", help="all nodes share this machine's network and name")
     up.add_argument("--topology", action="store_true", help="a tree of switches, each with two nodes")
+    up.add_argument("--accounting", action="store_true", help="sacct works, with slurmdbd and MariaDB")
     timeout = up.add_argument("--slurmd-timeout", type=int, default=300, metavar="SECONDS")
     timeout.help = "after which Slurm gives up a silent node (300, as on most clusters)"
     command("down", _down, "end it; nothing is left behind")
@@ -417,7 +436,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> None:
-    shape = {"plain": options.plain, "topology": options.topology, "slurmd_timeout_s": options.slurmd_timeout}
+    shape = {name: getattr(options, name) for name in ("plain", "topology", "accounting")}
+    shape |= {"slurmd_timeout_s": options.slurmd_timeout}
     lab = Lab(options.directory, options.nodes, **shape)
     lab.up()
     own = [] if options.directory == DIRECTORY else ["--directory", str(options.directory)]

@@ -26,7 +26,7 @@ class Limits:
 
     per_node: int = 3
     stop_before_s: float = 300.0
-    grace_s: float = 30.0
+    grace_s: float = 15.0
     whole: restarts.Limits | None = None
     first_s: float = 1.0
     longest_s: float = 60.0

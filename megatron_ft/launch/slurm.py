@@ -16,6 +16,7 @@ from pathlib import Path
 from megatron_ft.errors import LaunchError
 
 _ASK_S = 20.0
+_START_S = 20
 _NOT_FOR_STEPS = tuple(
     f"SLURM_{name}"
     for name in (
@@ -94,6 +95,8 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
         "--no-kill",
         "--kill-on-bad-exit=0",
         "--unbuffered",
+        # A controller that has just restarted calls all nodes busy, and a patient srun would sleep for two minutes.
+        f"--immediate={_START_S}",
         f"--job-name={name}",
         "--open-mode=append",
         # A name with a pattern is opened on the node; another one by srun, and with that the output would end.

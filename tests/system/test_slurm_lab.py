@@ -27,6 +27,7 @@ while echo $((i += 1)) > $at.part; do mv $at.part $at; sleep 0.05; done
 
 cluster = slurm.lab(3)
 plain = slurm.lab(3, plain=True, topology=True)
+accounted = slurm.lab(1, scope="function", plain=True, accounting=True)
 
 
 class Job:
@@ -34,6 +35,7 @@ class Job:
 
     def __init__(self, lab: Lab, directory: Path) -> None:
         self.lab, self._directory = lab, directory
+        directory.mkdir(exist_ok=True)
         granted = lab.run(["salloc", "--no-shell", "--no-kill", "-N", len(lab.nodes)], check=True).stderr
         self.id = granted.split("Granted job allocation ")[1].split()[0]
         self.srun = subprocess.Popen(self.step(len(lab.nodes), *KEEP, "sh", "-c", BEAT, directory), env=lab.env)
@@ -83,13 +85,13 @@ def reaches(lab: Lab, node: str) -> bool:
 
 def left_of(lab: Lab) -> list[str]:
     """Of one that was up: processes, namespaces, links, files."""
-    told = {pid: [*proc.command(pid), *proc.environment(pid)] for pid in proc.pids() if pid != os.getpid()}
-    found = [
-        f"process {pid}: {words}" for pid, words in told.items() if any(str(lab.directory) in word for word in words)
-    ]
-    names = f"slurm{lab.shape.slot}"
-    found += [line for line in netlab.ip("netns", "list").splitlines() if line.startswith((f"{names}h", f"{names}sw"))]
-    found += [line for line in netlab.ip("-br", "link").splitlines() if line.startswith(f"{names}@")]
+    words = {pid: [*proc.command(pid), *proc.environment(pid)] for pid in proc.pids() if pid != os.getpid()}
+    own = str(lab.directory)
+    found = [f"process {pid}: {told}" for pid, told in words.items() if any(own in word for word in told)]
+    if not lab.shape.plain:
+        name = f"slurm{lab.shape.slot}"
+        lines = netlab.ip("netns", "list").splitlines() + netlab.ip("-br", "link").splitlines()
+        found += [line for line in lines if line.startswith((f"{name}h", f"{name}sw", f"{name}@"))]
     return found + list(map(str, lab.directory.glob("**/*")))
 
 
@@ -167,17 +169,27 @@ def test_plain_nodes_die_freeze_and_return_like_the_others(plain, tmp_path):
         plain.cut("n1")
 
 
+def test_ended_jobs_and_their_steps_are_accounted_for(accounted):
+    assert accounted.run(["srun", "--job-name=failing", "false"]).returncode == 1
+    asked = ["sacct", "-n", "-P", "-o", "JobID,JobName,State,ExitCode"]
+    known = "1|failing|FAILED|1:0\n1.0|failing|FAILED|1:0\n"
+    await_(lambda: accounted.run(asked).stdout == known, "sacct knows them")
+    assert "failing" in accounted.run(["sacct", "-c"], check=True).stdout
+    accounted.down()
+    assert not left_of(accounted)
+
+
 @slurm.needs_slurm
 def test_two_labs_side_by_side_of_which_nothing_is_left(tmp_path):
-    one, other = Lab(tmp_path / "one", 2), Lab(tmp_path / "other", 2)
+    one, other = Lab(tmp_path / "one", 2), Lab(tmp_path / "other", 3)
     with other:
         with one:
-            jobs = [Job(lab, tmp_path) for lab in (one, other)]
+            jobs = [Job(lab, tmp_path / f"beats{len(lab.nodes)}") for lab in (one, other)]
             one.kill_node("n1")
             one.freeze("n2")
         jobs[0].srun.wait(DEADLINE_S)
         assert not left_of(one) and not one.down()
-        assert other.run(["srun", "-N2", "--overlap", "hostname"], check=True).stdout.split() and left_of(other)
+        assert other.run(["srun", "-N3", "hostname"], check=True).stdout and left_of(other)
     jobs[1].srun.wait(DEADLINE_S)
     assert not left_of(other)
 
@@ -202,11 +214,9 @@ def test_an_up_that_fails_says_why_and_takes_down_what_there_was(tmp_path):
     slurmd.chmod(0o755)
     env = {**os.environ, "PATH": f"{slurmd.parent}:{os.environ['PATH']}"}
     failed = tool("up", "--directory", tmp_path / "lab", env=env)
-    assert failed.returncode == 2 and "does not come up: slurmd" not in failed.stderr
+    assert failed.returncode == 2 and failed.stderr.startswith("slurm_lab: the lab does not come up: ")
     assert "ends with 3" in failed.stderr and "start.log: slurmd: no such luck" in failed.stderr
-    assert not (tmp_path / "lab").exists() and not any(
-        str(tmp_path) in word for pid in proc.pids() for word in proc.command(pid)
-    )
+    assert not left_of(Lab(tmp_path / "lab", plain=True)) and not (tmp_path / "lab").exists()
 
 
 def test_the_command(cluster):
