@@ -483,7 +483,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from megatron_ft.doctor import meeting, run_doctor, together
 
     options.target = None
-    if options.hosts is None and options.host_rank is None and options.store is None and options.hostfile is None:
+    if options.hosts is None and options.host_rank is None and options.hostfile is None:
         _apply_surroundings(options)
     where = meeting.find(options)
     if where is None:
