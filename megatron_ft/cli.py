@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_supervise(commands.add_parser("supervise", help="in a Slurm job: launch on all its nodes, and look after it"))
     _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
-    _add_doctor(commands.add_parser("doctor", help="what works on this machine, what is missing, how to get it"))
+    _add_doctor(commands.add_parser("doctor", help="what works on this machine, or on all hosts, and who is bad"))
     return parser
 
 
@@ -464,16 +464,33 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="for machines, with everything that was measured")
+    hosts = parser.add_argument_group("several hosts", "the same command on each; inside srun, torchrun, mpirun as found")
+    hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: this machine alone)")
+    hosts.add_argument("--host-rank", type=int, metavar="K", help="this one")
+    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
+    hosts.add_argument("--port", type=int, default=0, help="with --hostfile: a free port of the first host")
+    hosts.add_argument("--directory", type=Path, metavar="DIR", help="one they share: its disk is tried")
+    hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: in place of --store")
+    hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
+    hosts.add_argument("--factor", type=float, default=3.0, metavar="X", help="slower by so much is bad (default: 3)")
+    hosts.add_argument("--patience-s", type=float, default=60.0, metavar="S", help="wait so long for all (default: 60)")
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_ft.doctor import run_doctor
+    from megatron_ft.doctor import meeting, run_doctor, together
 
-    return run_doctor(Console(), as_json=options.json)
+    options.target = None
+    if options.hosts is None and options.host_rank is None and options.hostfile is None:
+        _apply_surroundings(options)
+    where = meeting.find(options)
+    if where is None:
+        return run_doctor(Console(), as_json=options.json, directory=options.directory)
+    return together.run_together(where, Console(), options.json, options.factor)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Sequence
 
 import pytest
@@ -35,6 +37,37 @@ class Lab(Network):
     def heal(self, host: int, to: int) -> None:
         """It does again, at once. (A link that was unplugged takes the kernel about a second.)"""
         ip("-n", self.namespace(to), "route", "del", "blackhole", f"{self.address(host)}/32")
+
+    def slow(self, host: int, mbit: int) -> None:
+        """What it sends passes no faster. Skips the calling test where the kernel has no such queue."""
+        queue = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "50ms"]
+        command = self.inside(host, ["tc", "qdisc", "add", "dev", "eth0", *queue])
+        if shutil.which("tc") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("slow links need tc and the kernel's tbf")
+
+    def filter(self, host: int, chain: str, rule: str) -> None:
+        """A rule of that host's firewall; ``chain``: input or output. Skips the calling test without nft."""
+        table = f"add table inet t; add chain inet t {chain} {{ type filter hook {chain} priority 0; }}"
+        command = self.inside(host, ["nft", f"{table}; add rule inet t {chain} {rule}"])
+        if shutil.which("nft") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("firewalls need nft")
+
+    def add_ipv6(self) -> None:
+        """Host k gets fd99::k+1, too. Skips the calling test where there is no IPv6."""
+        for host in self.hosts:
+            own = ["addr", "add", f"{self.address6(host)}/64", "dev", "eth0", "nodad"]
+            if subprocess.run(["ip", "-n", self.namespace(host), *own], capture_output=True).returncode:
+                pytest.skip("this machine has no IPv6")
+
+    def address6(self, host: int) -> str:
+        return f"fd99::{host + 1}"
+
+    def add_interface(self, host: int, name: str) -> None:
+        """One more, which leads nowhere."""
+        ip("-n", self.namespace(host), "link", "add", name, "type", "veth", "peer", "name", f"{name}x")
+        ip("-n", self.namespace(host), "addr", "add", "10.98.0.1/24", "dev", name)
+        for end in (name, f"{name}x"):
+            ip("-n", self.namespace(host), "link", "set", end, "up")
 
     def close(self) -> None:
         self.down()

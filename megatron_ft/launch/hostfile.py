@@ -8,10 +8,12 @@ import socket
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ft.config import RunConfig
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch.hosts import ranks_of
+
+if TYPE_CHECKING:
+    from megatron_ft.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ def read(path: Path) -> list[Host]:
 
 def check(path: Path, hosts: list[Host], run: RunConfig) -> None:
     """Whether the run fits onto these hosts."""
+    from megatron_ft.launch.hosts import ranks_of  # needs torch, which the doctor reads hostfiles without
+
     needed, there = run.groups * run.ranks_per_group, sum(host.slots for host in hosts)
     what = f"{run.groups} groups of {run.ranks_per_group} ranks"
     if needed != there:

@@ -22,6 +22,7 @@ from megatron_ft.config import AUTO, ETCD, RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.checkpoints import partner
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.launch.addresses import local_address, own_address
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.heartbeat import Beats, Change
 from megatron_ft.launch.keeper import Keeper
@@ -107,31 +108,6 @@ def place(
         )
     found = local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
     return Place(hosts, rank, address or found, store_address, job or _ONLY_JOB)
-
-
-def local_address(store_host: str) -> str:
-    """The address of this host on its way to the store; nothing is sent."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return probe.getsockname()[0]
-    except OSError as error:
-        raise LaunchError(f"--store: there is no way to {store_host} from here ({error}); check the address") from None
-
-
-def own_address(target: str | None) -> str:
-    """Of this host on its way to ``target``, else the one its name stands for."""
-    if target is not None:
-        return local_address(target)
-    name = socket.gethostname()
-    try:
-        return socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        raise LaunchError(
-            f"this host's own name, {name}, stands for no address ({error}); give --address, the one by which the other "
-            f"hosts reach it"
-        ) from None
 
 
 def announced_store(run_dir: Path, job: str) -> str:

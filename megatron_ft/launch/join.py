@@ -19,8 +19,9 @@ from typing import Any
 
 from megatron_ft.config import EMBEDDED, RunConfig
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
+from megatron_ft.launch.addresses import local_address
 from megatron_ft.launch.ask import STORE_KEY
-from megatron_ft.launch.hosts import MEET_TIMEOUT_S, Place, announced_store, boot_store, local_address
+from megatron_ft.launch.hosts import MEET_TIMEOUT_S, Place, announced_store, boot_store
 from megatron_ft.launch.spare import start_key
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import ControlStore

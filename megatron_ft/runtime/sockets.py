@@ -6,6 +6,7 @@ milliseconds, here and at the peers. It does not say which connections are its o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -13,6 +14,7 @@ import stat
 import struct
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 _SIOCGIFADDR = 0x8915
@@ -67,18 +69,25 @@ def _peer(fd: int) -> Any:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has this address (IPv4); None where none has."""
-    if address.startswith("127."):
+    """The name of the network interface that has this address; None where none has."""
+    address = address.partition("%")[0]
+    if address == "::1" or address.startswith("127."):
         return "lo0" if sys.platform == "darwin" else "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Its first IPv4 address, and all its IPv6 ones where the system tells (Linux)."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):  # it has none
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, _, _, _, _, name = line.split()
+            if name == interface:
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
 
 
 def shut_down(sockets: Sockets) -> None:

@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from megatron_ft import doctor
+from megatron_ft.doctor import local as doctor
 
 
 def test_doctor_finds_that_the_main_job_runs_here(capsys):
@@ -37,6 +37,12 @@ def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
     assert apex.state == "broken" and "github.com/NVIDIA/apex" in apex.remedy and "PyPI" in apex.remedy
     crashed = doctor._package("crashes", "pip install it", needed=True)
     assert crashed.state == "broken" and crashed.details
+
+
+def test_a_directory_is_tried_if_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: [])
+    assert doctor.run_doctor(Console(width=200), directory=tmp_path) == 0 and "GB free" in capsys.readouterr().out
+    assert doctor.run_doctor(Console(width=200), directory=tmp_path / "nothing") == 1
 
 
 def test_the_table_keeps_brackets(capsys):

@@ -25,7 +25,7 @@ ALLOWED = {
     "planner": {"core"},
     "report": {"core", "runtime", "faults"},
     "launch": {"core", "runtime"},
-    "doctor": set(),
+    "doctor": {"core", "launch", "runtime", "__version__"},
     "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "__version__"},
     "__init__": {"runtime"},
 }

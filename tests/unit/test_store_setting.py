@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft import config, doctor
+from megatron_ft import config
+from megatron_ft.doctor import local as doctor
 from megatron_ft.errors import ConfigError
 from megatron_ft.runtime.store import control
 

@@ -1,4 +1,4 @@
-"""``megatron-ft doctor``: what works on this machine, what is missing, how to get it. It tries things, not versions."""
+"""``megatron-ft doctor`` on one machine: what works, what is missing, how to get it. It tries things, not versions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-OK, MISSING, BROKEN = "ok", "missing", "broken"
+from megatron_ft.core.pairs import rate
+from megatron_ft.doctor import disk
+
+OK, WARN, MISSING, BROKEN = "ok", "warn", "missing", "broken"
+COLOURS = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
 
 _GLOO_TEST = """
 import os, sys, torch, torch.distributed as dist
@@ -33,7 +38,8 @@ assert float(x.sum()) == 2000.0
 print("ok", flush=True)
 os._exit(0)
 """
-_GLOO_DEADLINE_S = 30.0
+_GLOO_DEADLINE_S = 120.0
+"""With the import of torch, which takes a minute where its files are not in memory yet."""
 _IMPORT_DEADLINE_S = 120.0
 _TORCH_FACTS = """
 import json, torch, torch.distributed as dist
@@ -61,9 +67,9 @@ class Finding:
     needed: bool = False
 
 
-def run_doctor(console: Console, as_json: bool = False) -> int:
-    """Print the findings; returns 0 when everything the main job needs works, else 1."""
-    findings = examine()
+def run_doctor(console: Console, as_json: bool = False, directory: Path | None = None) -> int:
+    """Print the findings; returns 0 when everything the main job needs works, else 1. ``directory``: to be tried, too."""
+    findings = [*examine(), *([] if directory is None else [_directory(directory)])]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1), file=console.file)
     else:
@@ -81,9 +87,8 @@ def _table(findings: list[Finding]) -> Table:
     table = Table(title="megatron-ft doctor", title_justify="left")
     for name in ("what", "state", "details", "how to get it"):
         table.add_column(name)
-    colours = {OK: "green", MISSING: "yellow", BROKEN: "red"}
     for finding in findings:
-        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
         table.add_row(finding.what, state, escape(finding.details), escape(finding.remedy))
     return table
 
@@ -285,6 +290,15 @@ def _etcd() -> list[Finding]:
     if (int(version[1]), int(version[2])) < (3, 4):
         return [Finding("etcd", BROKEN, f"{version[0]} has no /v3 gateway; {use}", "etcd 3.4 or newer")]
     return [Finding("etcd", OK, version[0].removeprefix("etcd Version: "))]
+
+
+def _directory(directory: Path) -> Finding:
+    name, remedy = f"directory {directory}", "a directory that can be written"
+    found = disk.try_out(directory)
+    if "trouble" in found:
+        return Finding(name, BROKEN, found["trouble"], remedy, needed=True)
+    speed = f"written at {rate(found['write_bytes_s'])}, read at {rate(found['read_bytes_s'])}"
+    return Finding(name, OK, f"{found['free_bytes'] / 1e9:.1f} GB free, {speed}", needed=True)
 
 
 def _slurm() -> list[Finding]:
