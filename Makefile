@@ -35,8 +35,8 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 
-# What needs hardly any processor time of its own runs two at a time first; both parts always run.
-LIGHT := tests/integration/test_misuse.py tests/integration/test_restarts.py
+# What bears to share the processors runs two at a time first; both parts always run.
+LIGHT := $(addprefix tests/integration/test_,$(addsuffix .py,misuse restarts checkpoints policies store_failures join launchers))
 test: setup lint
 	@status=0; \
 	$(BIN)/python -m pytest -n 2 tests/unit tests/golden tests/sim $(LIGHT) || status=$$?; \

@@ -1,5 +1,4 @@
-"""``megatron-ft`` plan, simulate, prepare, launch, join, leave, stop, supervise, inject, report, doctor. A user's mistake
-gets one line."""
+"""The commands of ``megatron-ft``. A user's mistake gets one line."""
 
 from __future__ import annotations
 
