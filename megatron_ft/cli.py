@@ -187,6 +187,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
     hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
+    parser.add_argument("--failure-domains", type=_names, metavar="NAMES", help="rack or switch of each group, if not set")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
     parser.add_argument(
@@ -207,14 +208,14 @@ def _add_preload(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import forkserver, resume
+    from megatron_ft.launch import forkserver, resume, which_host
 
-    run = resume.config(options.config, options.groups, options.ranks_per_group)
+    run = resume.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
     options.target = None
     if options.hostfile is not None:
-        _apply_hostfile(options, run)
+        which_host.from_hostfile(options, run)
     elif options.hosts is None and options.host_rank is None and options.store is None:
-        _apply_surroundings(options)
+        which_host.from_surroundings(options)
     if options.spare_hosts:
         from megatron_ft.launch import join
 
@@ -279,41 +280,6 @@ def _join_as(options: argparse.Namespace, running: join.Running, groups: int) ->
     finally:
         if forks is not None:
             forks.close()
-
-
-def _apply_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
-    """What a hostfile says in place of other options."""
-    from megatron_ft.config import EMBEDDED
-    from megatron_ft.errors import LaunchError
-    from megatron_ft.launch import hostfile
-
-    path = options.hostfile
-    if options.hosts is not None or options.store is not None:
-        raise LaunchError("--hostfile says what --hosts and --store say; leave these out")
-    found = hostfile.read(path)
-    hostfile.check(path, found, run)
-    options.hosts = len(found)
-    if options.host_rank is None:
-        options.host_rank = hostfile.own_rank(path, found)
-    if options.hosts > 1:
-        embedded = run.fault_tolerance.store == EMBEDDED
-        if embedded and not options.port:
-            raise LaunchError(f"--port is missing; it is a free port of {found[0].name}, for the control store")
-        options.store = f"{found[0].name}:{options.port}" if embedded else None
-
-
-def _apply_surroundings(options: argparse.Namespace) -> None:
-    """What has started this on several hosts says it in place of other options."""
-    from megatron_ft.launch import surroundings
-
-    found = surroundings.find(os.environ)
-    if found is not None:
-        said = f"megatron_ft: host {found.host_rank} of {found.hosts} (found: {found.what})"
-        print(said, file=sys.stderr, flush=True)
-        options.hosts, options.host_rank, options.target = found.hosts, found.host_rank, found.target
-        options.job_id = options.job_id or found.job or None
-        for name in surroundings.FOR_ITS_OWN_RANKS:
-            os.environ.pop(name, None)
 
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
@@ -429,6 +395,7 @@ def _supervise(options: argparse.Namespace) -> int:
     return supervisor.Supervisor(
         supervisor.Options(
             launch=command[1:],
+            run=run,
             run_dir=asked.run_dir.resolve(),
             spares=asked.spare_hosts,
             limits=supervisor.limits(run.fault_tolerance, options.failures_per_node, options.stop_before_s),
@@ -482,10 +449,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_ft.doctor import meeting, run_doctor, together
+    from megatron_ft.launch import which_host
 
     options.target = None
     if options.hosts is None and options.host_rank is None and options.hostfile is None:
-        _apply_surroundings(options)
+        which_host.from_surroundings(options)
     where = meeting.find(options)
     if where is None:
         return run_doctor(Console(), as_json=options.json, directory=options.directory)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,16 @@ _KNOWN_BY_SCRIPT = ("fault_tolerance.seed",)
 """A script may set these itself; its ranks compare them."""
 
 
-def config(path: Path, groups: int, ranks_per_group: int | None) -> RunConfig:
-    """The run's config, with as many shards as the checkpoints have. Raises ``FTError``."""
+def config(
+    path: Path, groups: int, ranks_per_group: int | None, failure_domains: Sequence[str] | None = None
+) -> RunConfig:
+    """The run's config, with as many shards as the checkpoints have, and with those failure domains where it says nothing
+    of them. Raises ``FTError``."""
     raw = config_module.read(path)
+    section = raw.get("fault_tolerance", {})
+    auto = config_module.AUTO
+    if failure_domains and isinstance(section, Mapping) and section.get("failure_domains", auto) == auto:
+        raw = {**raw, "fault_tolerance": {**section, "failure_domains": list(failure_domains)}}
     found = _any(raw)
     shards = None if found is None else _meta(found)["shards"]
     run = config_module.resolve(raw, groups=groups, ranks_per_group=ranks_per_group, shards=shards)

@@ -57,6 +57,16 @@ def node_address(name: str) -> str:
     return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)
 
 
+def switches(nodes: Sequence[str]) -> dict[str, str]:
+    """The switch next to each node, by topology.conf; empty where Slurm knows of none, or of one only."""
+    found: dict[str, str] = {}
+    for line in (_ask("scontrol", "show", "topology") or "").splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if fields.get("Level") == "0" and "Nodes" in fields:
+            found |= dict.fromkeys(set(node_names(fields["Nodes"])) & set(nodes), fields["SwitchName"])
+    return found if found.keys() == set(nodes) and len(set(found.values())) > 1 else {}
+
+
 def node_up(name: str) -> bool | None:
     """Whether Slurm believes that the node answers. It notices a lost one after SlurmdTimeout only."""
     state = _ask("sinfo", "--noheader", "--nodes", name, "--format", "%T")

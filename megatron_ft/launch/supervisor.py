@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.config import FaultToleranceConfig
+from megatron_ft.config import FaultToleranceConfig, RunConfig
 from megatron_ft.core import restarts, supervision
 from megatron_ft.errors import FTError, LaunchError, StoreError
 from megatron_ft.launch import ask, join, slurm
+from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import ControlStore
 
@@ -43,10 +44,11 @@ _DUTY = "supervisor"
 
 @dataclass(frozen=True)
 class Options:
-    """``launch``: arguments of ``megatron-ft launch``, with ``run_dir`` and ``spares`` of them; ``waits``: as a second
-    supervisor, until the first is lost."""
+    """``launch``: arguments of ``megatron-ft launch``, with ``run``, ``run_dir`` and ``spares`` of them; ``waits``: as a
+    second supervisor, until the first is lost."""
 
     launch: Sequence[str]
+    run: RunConfig
     run_dir: Path
     spares: int
     limits: supervision.Limits
@@ -253,14 +255,24 @@ class Supervisor:
         well = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
         nodes = [node for node in well if not attempt or slurm.node_up(node) is not False]
         job = f"{self._slurm.id}.{self._slurm.restarts}.{attempt}.{os.getpid()}"
+        common = ["--hosts", str(len(nodes)), "--job-id", job, *self._domains(nodes[: len(nodes) - self._options.spares])]
         steps = {}
         for rank, node in enumerate(nodes):
-            where = ["--hosts", str(len(nodes)), "--host-rank", str(rank), "--job-id", job, "--address", _numeric(node)]
+            where = [*common, "--host-rank", str(rank), "--address", _numeric(node)]
             steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch])
         self._job = supervision.begun(self._job, steps)
         names = f"{nodes[0]} has the control store"
         _say(f"job {self._slurm.id}: {len(nodes)} nodes, {self._options.spares} of them in reserve; {names}")
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
+
+    def _domains(self, nodes: Sequence[str]) -> list[str]:
+        """The switch of each group, for the placement, where Slurm knows of several."""
+        run, switch = self._options.run, slurm.switches(nodes)
+        home: dict[int, str] = {}
+        for rank, node in enumerate(nodes if switch else ()):
+            for group, _ in ranks_of(rank, len(nodes), run.groups, run.ranks_per_group):
+                home.setdefault(group, switch[node])
+        return ["--failure-domains", ",".join(home[group] for group in sorted(home))] if home else []
 
     def _ask_for(self, node: str, name: str, command: Sequence[str]) -> str:
         """A step there; its name, or "" if there is no srun."""

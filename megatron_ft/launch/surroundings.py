@@ -56,9 +56,8 @@ def _slurm(environ: Mapping[str, str]) -> Surroundings | None:
         if nodes == "1":
             return None
         raise LaunchError(
-            f"this is the shell of Slurm job {job}, which has {nodes} nodes, not a step on each of them; write `srun "
-            f"--ntasks-per-node=1 megatron-ft launch ...`, or `megatron-ft supervise -- launch ...` (slurm/README.md), or "
-            f"give --hosts 1"
+            f"this is the shell of Slurm job {job}, which has {nodes} nodes, not a step on each of them; put `srun "
+            f"--ntasks-per-node=1` before the command, or `supervise` before `launch` (slurm/README.md), or give --hosts 1"
         )
     step = environ["SLURM_STEP_ID"]
     hosts, tasks, rank = _numbers("srun", environ, "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")

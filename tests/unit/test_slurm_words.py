@@ -1,0 +1,66 @@
+"""What Slurm says, and what becomes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft import config
+from megatron_ft.launch import slurm
+from megatron_ft.launch.supervisor import Options, Supervisor, limits
+
+TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
+SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]
+SwitchName=top Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=s[1-2]
+"""
+NODES = {"n[1-2]": "n1 n2", "n[3-4]": "n3 n4", "n[1-4]": "n1 n2 n3 n4"}
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the commands answer; empty where Slurm does not."""
+    answers = {"topology": TREE}
+
+    def answer(*command: str) -> str:
+        if command[:3] == ("scontrol", "show", "hostnames"):
+            return NODES[command[3]]
+        return answers[command[-1]]
+
+    monkeypatch.setattr(slurm, "_answer", answer)
+    return answers
+
+
+def test_the_switch_of_each_node(said):
+    assert slurm.switches(["n1", "n3", "n4"]) == {"n1": "s1", "n3": "s2", "n4": "s2"}
+    assert slurm.switches(["n1", "n2"]) == {}, "all on one: nothing to spread over"
+    assert slurm.switches(["n1", "n9"]) == {}, "one that no switch knows"
+    said["topology"] = ""
+    assert slurm.switches(["n1", "n3"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "spares", "domains"),
+    [
+        (3, "n[1-4]", 1, "s1,s2,s2"),
+        (6, "n[1-4]", 1, "s1,s1,s2,s2,s2,s2"),
+        (2, "n[1-4]", 0, "s1,s2"),
+    ],
+)
+def test_groups_are_spread_over_switches(said, tmp_path, groups, nodes, spares, domains):
+    """The batch shell's node, n1, is the last one."""
+    run = config.resolve({}, groups=groups, ranks_per_group=2)
+    options = Options(["--x"], run, tmp_path, spares, limits(run.fault_tolerance, 3, 300.0))
+    environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
+    made = Supervisor(options, environ)
+    assert made._nodes == ["n2", "n3", "n4", "n1"]
+    assert made._domains(made._nodes[: 4 - spares]) == ["--failure-domains", domains]
+
+
+def test_words_of_the_batch_shell_are_not_for_its_steps(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(slurm.subprocess, "Popen", lambda command, env, stdin: asked.update(command=command, env=env))
+    for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    slurm.start_step(slurm.Job("5", 0, ("n1",), "n1"), "n1", "mft/0/n1/0", ["true"], slurm.Path("/runs/100%.log"))
+    left = {name for name in asked["env"] if name.startswith("SLURM")}
+    assert {"SLURM_JOB_ID", "SLURM_CONF"} <= left and not left & {"SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"}
+    assert "--output=/runs/100%%.log.%N" in asked["command"] and asked["command"][-1] == "true"
