@@ -244,7 +244,8 @@ class Supervisor:
             case supervision.Finish(code=code, why=why):
                 _say(f"{why} (exit code {code})")
                 slurm.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
-                if self._options.waits:  # the batch shell is lost, and nobody else ends the job
+                if self._options.waits:
+                    time.sleep(_LEASE_S)  # if the batch shell lives it ends the job, and this process with it
                     slurm.cancel_job(self._slurm.id)
                 return code
         return None

@@ -13,6 +13,7 @@ from megatron_ft.faults import checkers
 from megatron_ft.runtime import history
 from tests import slurm, support
 from tests.stores import await_
+from tools import proc
 
 pytestmark = pytest.mark.system
 
@@ -173,6 +174,18 @@ def test_the_job_goes_on_without_its_batch_node(cluster, submit, failure_free):
     job.await_end("CANCELLED", "NODE_FAIL")
     job.check(failure_free)
     assert "the run has got to its end (exit code 0)" in cluster.run(["scontrol", "show", "job", job.id]).stdout
+
+
+def test_a_supervisor_that_is_killed_is_started_again_by_the_script(cluster, submit, failure_free):
+    """It finds what runs; nothing is started twice."""
+    job = submit()
+    job.await_step(5)
+    supervisor = next(pid for pid in cluster.tasks_of("n1") if "supervise" in proc.command(pid)[:4])
+    os.kill(supervisor, 9)
+    job.await_end("COMPLETED")
+    job.check(failure_free)
+    assert not job.events("fault") and len(job.events("view")) == 1
+    assert (job.directory / "batch.log").read_text().count("nodes, 1 of them in reserve") == 1
 
 
 def test_a_controller_that_restarts_costs_nothing(cluster, submit, failure_free):

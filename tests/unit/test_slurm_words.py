@@ -1,4 +1,4 @@
-"""What Slurm says, and what becomes of it."""
+"""What Slurm says, and what the supervisors of a job make of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ft import config
 from megatron_ft.launch import slurm
-from megatron_ft.launch.supervisor import Options, Supervisor, limits
+from megatron_ft.launch.supervisor import Options, Supervisor, _Lease, limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
 SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]
@@ -64,3 +64,42 @@ def test_words_of_the_batch_shell_are_not_for_its_steps(monkeypatch):
     left = {name for name in asked["env"] if name.startswith("SLURM")}
     assert {"SLURM_JOB_ID", "SLURM_CONF"} <= left and not left & {"SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"}
     assert "--output=/runs/100%%.log.%N" in asked["command"] and asked["command"][-1] == "true"
+
+
+class Store:
+    """Of two supervisors. ``silent``: the keys whose owners have fallen silent."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, str] = {}
+        self.silent: set[str] = set()
+
+    def get(self, key):
+        return self.keys.get(key)
+
+    def create(self, key, value):
+        return self.keys.setdefault(key, value)
+
+    def beat(self, key, ttl_s):
+        self.silent.discard(key)
+
+    def beating(self, key):
+        return key in self.keys and key not in self.silent
+
+
+def held(*leases: _Lease) -> list[bool]:
+    for lease in leases:
+        lease.look()
+    return [lease.held for lease in leases]
+
+
+def test_a_second_supervisor_takes_over_from_a_silent_one_which_does_not_come_back():
+    store = Store()
+    second, first = _Lease(store, "n4 7", waits=True), _Lease(store, "n1 5", waits=False)
+    assert held(second) == [False], "it waits for a first one"
+    assert held(first, second, first) == [True, False, True] and first.number == 1
+    store.silent.add("supervisor/1")  # stopped, or cut off
+    assert held(second, first, second) == [True, False, True] and second.number == 2
+    again = _Lease(store, "n1 9", waits=False)  # the batch script starts one anew
+    assert held(again) == [False]
+    store.silent.add("supervisor/2")
+    assert held(again, second, first) == [True, False, False] and again.number == 3
