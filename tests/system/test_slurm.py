@@ -17,7 +17,7 @@ from tools import proc
 
 pytestmark = pytest.mark.system
 
-STEPS, GROUPS = 120, 3
+STEPS, GROUPS = 80, 3
 OWN = ["--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
 SCRIPT = support.ROOT / "slurm" / "pretrain.sbatch"
 DEADLINE_S, LOOK_S = 180.0, 0.2
