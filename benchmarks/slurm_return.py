@@ -2,8 +2,8 @@
 
     python benchmarks/slurm_return.py [--trials 5]        (as root; tools/slurm_lab.py)
 
-Three groups and a spare node. In each trial another job is submitted; after some steps a node loses its power (its link first,
-so that its connections are not even closed, then its processes) or a rank is killed with SIGKILL. Seconds since that moment:
+Three groups and a spare node. In each trial another job is submitted; after some steps a node loses its power (its link
+first, so that its connections are not even closed, then its processes) or a rank is killed with SIGKILL. Seconds since then:
 ``noticed`` (first word of it in the record), ``started`` (the new process), ``back`` (it takes part in a step). ``ours``
 is ``back`` less the time from the process's start to its script's being ready, as the group itself says it. Writes
 results/slurm_return.json.
