@@ -22,6 +22,7 @@ from megatron_ft.config import AUTO, ETCD, RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.checkpoints import partner
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.launch import addresses
 from megatron_ft.launch.addresses import local_address, own_address
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.heartbeat import Beats, Change
@@ -101,12 +102,13 @@ def place(
             own = address or own_address(target)
             return Place(hosts, rank, own, f"{own}:{port}", job)
         store_address = announced_store(run_dir, job)
-    if store_address is None or ":" not in store_address or not store_address.rpartition(":")[2].isdigit():
+    where = None if store_address is None else addresses.split(store_address)
+    if where is None:
         raise LaunchError(
             f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
             f"port there; or the same new --job-id, and a run directory that they share"
         )
-    found = local_address(store_address.rpartition(":")[0].strip("[]"))  # also refuses a name that nobody knows
+    found = local_address(where[0])  # also refuses a name that nobody knows
     return Place(hosts, rank, address or found, store_address, job or _ONLY_JOB)
 
 

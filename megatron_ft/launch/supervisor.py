@@ -57,9 +57,8 @@ class Options:
 
 @dataclass
 class _Step:
-    """One that this supervisor has asked for."""
+    """One that this supervisor has asked for, until its srun ends."""
 
-    name: str
     srun: subprocess.Popen
     since: float = field(default_factory=time.monotonic)
 
@@ -115,8 +114,11 @@ class Supervisor:
 
     def _look(self) -> int | None:
         self._read_record()
-        if any(step.srun.poll() is not None for step in self._steps.values() if step.name in (self._listed or ())):
-            self._asked_at = -float("inf")
+        ended = [name for name, step in self._steps.items() if step.srun.poll() is not None]
+        if ended:  # each is asked about once, when Slurm lists it no more: it may also be the srun only that has ended
+            self._asked_at = min(self._asked_at, time.monotonic() - _ASK_SLURM_S + 1.0)
+        for name in ended:
+            del self._steps[name]
         if time.monotonic() - self._asked_at >= _ASK_SLURM_S:
             self._ask_slurm()
         if not self._on_duty() and not self._left_alone():
@@ -172,7 +174,7 @@ class Supervisor:
         if self._listed is None:
             return None
         now = time.monotonic()
-        young = {s.name for s in self._steps.values() if s.srun.poll() is None and now - s.since < _YOUNG_S}
+        young = {name for name, s in self._steps.items() if s.srun.poll() is None and now - s.since < _YOUNG_S}
         return frozenset({*self._listed, *young})
 
     def _found(self) -> dict[str, str]:
@@ -284,7 +286,7 @@ class Supervisor:
         except OSError as error:
             _say(f"no agent on {node}: {error}")
             return ""
-        self._steps[name] = _Step(name, srun)
+        self._steps[name] = _Step(srun)
         return name
 
     def _adopt(self, running: Mapping[str, str]) -> None:
