@@ -567,11 +567,11 @@ class World:
         if view is not None:
             self.feed(me, recovery.ViewSeen(view))
             return True
-        for report in self.reports.get(action.epoch, {}).values():
-            if report.group not in group.state.reports:
-                self.feed(me, recovery.ReportSeen(report))
-                return True
-        return False
+        told = self.reports.get(action.epoch, {})
+        found = tuple(told[other] for other in action.missing if other in told)
+        if found:
+            self.feed(me, recovery.ReportsSeen(found))
+        return bool(found)
 
     def glance(self, me: int) -> bool:
         """Between two microbatches: look for the next view, if it is being agreed on; whether there was anything."""
@@ -679,7 +679,8 @@ class World:
                     self.notice(me)
                     break
             else:
-                if any(g.state.cut and g.state.reported and not g.state.stopped for g in self.alive.values()):
+                waiting = [g.state for g in self.alive.values() if g.state.reported and not g.state.stopped]
+                if any(state.cut or not state.collects for state in waiting):
                     self.now += 1.0
                     for me in movers:
                         self.feed(me, recovery.Tick())

@@ -133,8 +133,10 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class ReportSeen:
-    report: Report
+class ReportsSeen:
+    """All that a look has found: who collects them may draw conclusions from those that are not there."""
+
+    reports: tuple[Report, ...]
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Tick:
 
 Event = (
     Computed | Connected | Transferred | Reduced | Updated
-    | Died | Leaves | Asked | Followed | Strayed | Broke | Missed | ReportSeen | ViewSeen | Tick
+    | Died | Leaves | Asked | Followed | Strayed | Broke | Missed | ReportsSeen | ViewSeen | Tick
 )  # fmt: skip
 
 
@@ -235,7 +237,8 @@ class Update:
 
 @dataclass(frozen=True)
 class AwaitView:
-    """Nothing to do but to look for reports, notices and the next view."""
+    """Nothing to do but to look for notices, the next view, and the reports of these groups; of none, if others collect
+    them."""
 
     epoch: int
     missing: tuple[GroupId, ...]

@@ -47,7 +47,7 @@ from megatron_ft.core.protocol import (
     Publish,
     Reduce,
     Reduced,
-    ReportSeen,
+    ReportsSeen,
     Stop,
     Strayed,
     Tick,
@@ -99,8 +99,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = _broke(state, event)
         case Missed():
             state = _missed(state, event)
-        case ReportSeen(report=report):
-            state = _report(state, report)
+        case ReportsSeen(reports=reports):
+            state = _reports(state, reports)
         case ViewSeen(view=view):
             state = _adopt(state, view)
         case Tick():
@@ -119,7 +119,7 @@ def next_action(state: GroupState) -> Action:
         # The view is being agreed on; work that will be needed under any view goes on meanwhile.
         if state.todo and state.synced:
             return _compute(state)
-        return AwaitView(state.view.epoch, _unreported(state))
+        return awaited(state)
     if state.complete and state.ahead is not None:
         return Update(state.step)  # the step is decided, and nothing of it is missing here
     if state.following:
@@ -140,7 +140,9 @@ def next_action(state: GroupState) -> Action:
 def awaited(state: GroupState) -> AwaitView | None:
     """What can be looked for between two microbatches, or two instructions of a pipeline, while the training thread goes on
     computing: the sooner the view is known, the more of its communicator is built meanwhile."""
-    return AwaitView(state.view.epoch, _unreported(state)) if state.reported and not state.stopped else None
+    if not state.reported or state.stopped:
+        return None
+    return AwaitView(state.view.epoch, _unreported(state) if state.collects else ())
 
 
 def _compute(state: GroupState) -> Compute:
@@ -301,6 +303,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     report = Report(epoch, state.me, state.step, have, state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
+    state = changed(state, collects=_turn(state) == 0)
     after = state.step - 1 if reason == entry else -1
     announcement = (Announce(epoch, reason, after),) if reason == untold else ()
     return state, (Abort(epoch, reason), Publish(report), *announcement)
@@ -335,10 +338,15 @@ def _entry(state: GroupState) -> str:
     return f"groups {' '.join(map(str, ready))} ask to join" if ready else ""
 
 
-def _report(state: GroupState, report: Report) -> GroupState:
-    if report.epoch != state.view.epoch:
-        return state
-    return changed(state, reports={**state.reports, report.group: report})
+def _reports(state: GroupState, reports: tuple[Report, ...]) -> GroupState:
+    new = {report.group: report for report in reports if report.epoch == state.view.epoch}
+    return changed(state, reports={**state.reports, **new})
+
+
+def _turn(state: GroupState) -> int:
+    """The lowest groups collect the reports at once; the next ones when those should have been able to, and so on."""
+    out = _out(state)
+    return sum(group < state.me and group not in out for group in state.view.live) // state.job.collectors
 
 
 def _unreported(state: GroupState) -> tuple[GroupId, ...]:
@@ -356,12 +364,16 @@ def _looked(state: GroupState, now: float) -> GroupState:
         return state
     since = 0.0 if state.looked is None else now - state.looked
     longest = state.patience_s / _LOOKS
-    return changed(state, looked=now, waited_s=state.waited_s + min(since, longest), settled_s=state.settled_s + since)
+    waited_s, settled_s = state.waited_s + min(since, longest), state.settled_s + since
+    if not state.collects and waited_s >= _turn(state) * longest:
+        # Nobody is given up on for what was never looked for: the time begins anew.
+        return changed(state, looked=now, collects=True, waited_s=0.0, settled_s=settled_s)
+    return changed(state, looked=now, waited_s=waited_s, settled_s=settled_s)
 
 
 def _proposal(state: GroupState) -> tuple[Action, ...]:
     """Propose the next view as soon as everybody who is not dead has reported, or has been waited for long enough."""
-    if state.stopped or not state.reported or not _has_say(state):
+    if state.stopped or not state.collects or not _has_say(state):
         return ()
     silent: dict[GroupId, str] = {}
     if state.waited_s >= state.patience_s:
@@ -456,6 +468,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         connected=False,
         transferred=False,
         reported=False,
+        collects=False,
         closed_by="",
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
         asking={group: asked for group, asked in state.asking.items() if asked.incarnation > _seat(view, group)},

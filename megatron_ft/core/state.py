@@ -29,6 +29,8 @@ class Job:
     ``placement`` says who hosts which shards; without one everybody hosts everything. A group that is slower than
     ``straggler_factor`` times the median of the others, for ``straggler_steps`` steps in a row, computes less; 0: never.
     With ``drop`` nobody takes over what a lost group had: the batch shrinks (``core.baselines``), for comparison.
+    ``collectors``: so many groups at a time read all reports of an ending epoch and propose the next view; with thousands of
+    groups the store would drown if all did.
     """
 
     shards: int
@@ -42,6 +44,7 @@ class Job:
     straggler_factor: float = 1.5
     straggler_steps: int = 3
     drop: bool = False
+    collectors: int = 8
 
     @property
     def microbatches(self) -> int:
@@ -59,6 +62,7 @@ class GroupState:
     entered with. ``asking`` are groups that want a seat; ``leaving`` those that will have left after some step; ``graves``
     the newest incarnation of each group that is known to be dead, whether it ever had a seat or not; ``missed`` the hosts
     (as their groups) that do not hear each other, with the reason; nothing new was said of that for ``settled_s``.
+    ``collects``: since this group has reported, or later, it reads the others' reports, and may propose.
     ``speeds`` is part of the state that ``step`` starts from. ``deadly`` are the groups that each microbatch has killed.
     """
 
@@ -78,6 +82,7 @@ class GroupState:
     connected: bool = False
     transferred: bool = False
     reported: bool = False
+    collects: bool = False
     closed_by: str = ""
     broken: Mapping[int, Broke] = field(default_factory=dict)
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)

@@ -317,8 +317,8 @@ class _Run:
             published = [a.report for a in machine.hear([first]) if isinstance(a, protocol.Publish)]
             if published != [report]:
                 return (Difference(f"the report of group {report.group}", report, published),)
-            others = [protocol.ReportSeen(other) for other in told if other is not report]
-            machine.hear([*then, *others])
+            others = tuple(other for other in told if other is not report)
+            machine.hear([*then, protocol.ReportsSeen(others)])
             proposed += machine.propose(any(_SILENT in why for why in new.lost.values()))
         for view in proposed:
             if differences := _compare(new.to_json(), view.to_json()):

@@ -325,4 +325,5 @@ def _job(scenario: Scenario) -> Job:
         report_timeout_s=REPORT_TIMEOUT,
         placement=placement,
         straggler_steps=random.Random(f"stragglers {scenario.seed}").choice([1, 1, 2, 3]),
+        collectors=random.Random(f"collectors {scenario.seed}").choice([1, 1, 2, 8]),
     )

@@ -310,11 +310,7 @@ class Group:
         if view is not None:
             yield from self._adopt(view)
             return True
-        for report in reports:
-            if self.state.view.epoch == epoch:
-                yield from self._feed(recovery.ReportSeen(report))
-        if not reports:
-            yield from self._feed(recovery.Tick())
+        yield from self._feed(recovery.ReportsSeen(tuple(reports)) if reports else recovery.Tick())
         return bool(reports)
 
     def _finish(self) -> Body:

@@ -35,7 +35,7 @@ def view_of_the_others(leader: Leader) -> View:
     proposed = []
     for group in range(1, GROUPS):
         report = recovery.step(recovery.start(group, state.job, state.view), recovery.Broke(0, "..."), 0.0)[1][1].report
-        state, actions = recovery.step(state, recovery.ReportSeen(report), 0.0)
+        state, actions = recovery.step(state, recovery.ReportsSeen((report,)), 0.0)
         proposed += [action.view for action in actions if isinstance(action, recovery.Propose)]
     return proposed[0]
 

@@ -25,14 +25,15 @@ from tests.world import World
     cuts=st.integers(0, 3),
     leaves=st.integers(0, 2),
     patience=st.integers(1, 3),
+    collectors=st.sampled_from((1, 2, 8)),
 )
 @settings(max_examples=500, deadline=None)
-@example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3)
-@example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1)
+@example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8)
+@example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1)
 def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
-    seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience
+    seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience, collectors
 ):
-    world = World(Job(groups, per_shard, buckets, steps, straggler_steps=patience), seed)
+    world = World(Job(groups, per_shard, buckets, steps, straggler_steps=patience, collectors=collectors), seed)
     world.run(kills, joins, cuts if groups > 1 else 0, leaves)
     world.check_end()
 

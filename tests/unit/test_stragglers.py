@@ -172,7 +172,7 @@ def test_a_long_microbatch_is_waited_for(longest, waits_s):
     """Group 2 is in its microbatch and cannot report; it is left out after 4 of those, not after report_timeout_s."""
     state = train(begun(), {0: 0.5, 1: 0.5, 2: longest})
     state, _ = recovery.step(state, Broke(0, "a reset"), 0.0)
-    state, _ = recovery.step(state, recovery.ReportSeen(Report(0, 1, 1)), 0.0)
+    state, _ = recovery.step(state, recovery.ReportsSeen((Report(0, 1, 1),)), 0.0)
     while isinstance(action := recovery.next_action(state), recovery.Compute):
         state, _ = recovery.step(state, Computed(action.microbatch), 0.0)
     assert action == AwaitView(0, (2,))

@@ -29,10 +29,12 @@ Address = tuple[str, int] | str
 
 
 class _Memory:
-    """Which memory of the store this process has agreed to; shared by all clients of one run in one process."""
+    """What all clients of one run in one process know: which memory of the store it has agreed to, and how far each log is
+    known to be filled."""
 
     def __init__(self) -> None:
         self.id: str | None = None
+        self.filled: tuple[str | None, dict[str, int]] = (None, {})
 
 
 class ControlStore:
@@ -52,7 +54,7 @@ class ControlStore:
     ) -> None:
         self.address, self.run_id, self.timeout_s = address, run_id, timeout_s
         self._memory = memory or _Memory()
-        self._filled: tuple[str | None, dict[str, int]] = (None, {})
+        self._tries: dict[str, tuple[str | None, int]] = {}
         if client is not None:
             self._client = client
             return
@@ -94,29 +96,55 @@ class ControlStore:
         """Wait until the key exists and return its value; None after ``timeout_s``."""
         return _value(self._client.wait(self._key(key), timeout_s))
 
+    # --- collections --------------------------------------------------------------------------------------------------
+
+    def add(self, collection: str, member: str, value: Any) -> None:
+        """Write a member's value; as often as it takes, and it may take effect late: a member has one value only."""
+        self._client.add(self._key(collection), member, _wrapped(value))
+
+    def members(self, collection: str) -> dict[str, Any]:
+        """What all members have written so far, asked for at once."""
+        return {member: _value(text) for member, text in self._client.members(self._key(collection)).items()}
+
     # --- logs ---------------------------------------------------------------------------------------------------------
 
     def append(self, log: str, value: Any, by: str | None = None) -> int:
         """Add an entry to a log without holes: entry k exists only if all before it do. Returns its index.
 
-        ``by``: pass the same again to retry a call that failed; the entry is there once, whatever took effect when.
+        ``by``: pass the same again to retry a call that failed; the entry is there once, whatever took effect when. Several
+        processes that pass the same say the same thing, and it is there once, unless one has read that entry already.
         """
         by = by or uuid.uuid4().hex
-        memory, filled = self._filled
-        if memory != self._memory.id:
-            memory, filled = self._filled = (self._memory.id, {})
-        # All entries before ``filled`` are of calls that ended. An entry of this call, if an earlier attempt made one, is
-        # not among them: the index moves on only when somebody else's entry, or the result of a call, is seen.
-        index = filled.get(log, 0)
+        # Where the first attempt began: entries that were known by then are not of this call, one that another thread
+        # has read since may be.
+        begun = self._tries.get(by)
+        if begun is None or begun[0] != self._memory.id:
+            begun = self._tries[by] = (self._memory.id, self._known(log))
+        memory, index = begun
         while not self.claim(f"{log}/{index}", value, by)[1]:
             index += 1
-            filled[log] = index
-        filled[log] = index + 1
+        self._tries.pop(by)
+        self._saw(log, index, memory)
         return index
 
     def entry(self, log: str, index: int, timeout_s: float) -> Any | None:
         """Wait for entry ``index`` of a log; None after ``timeout_s``."""
-        return self.wait(f"{log}/{index}", timeout_s)
+        memory = self._memory.id
+        found = self.wait(f"{log}/{index}", timeout_s)
+        if found is not None:
+            self._saw(log, index, memory)
+        return found
+
+    def _known(self, log: str) -> int:
+        """So many entries of it there are at least; a run of weeks has thousands."""
+        memory, filled = self._memory.filled
+        return filled.get(log, 0) if memory == self._memory.id else 0
+
+    def _saw(self, log: str, index: int, memory: str | None) -> None:
+        if memory == self._memory.id:  # else the entry was of a log that is forgotten by now
+            of, filled = self._memory.filled
+            others = filled if of == memory else {}
+            self._memory.filled = (memory, {**others, log: max(others.get(log, 0), index + 1)})
 
     # --- signs of life ------------------------------------------------------------------------------------------------
 

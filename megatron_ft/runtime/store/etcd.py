@@ -47,6 +47,16 @@ class EtcdStore:
             return value
         return decoded(answer["responses"][0]["response_range"]["kvs"][0]["value"]).decode()
 
+    def add(self, collection: str, member: str, value: str) -> None:
+        self.set(f"{collection}/{member}", value)
+
+    def members(self, collection: str) -> dict[str, str]:
+        prefix = f"{collection}/"
+        # "0" comes after "/": the range ends where the prefix does.
+        answer = self._gateway.call("/v3/kv/range", {"key": encoded(prefix), "range_end": encoded(f"{collection}0")})
+        found = ((decoded(entry["key"]), decoded(entry.get("value", ""))) for entry in answer.get("kvs", ()))
+        return {key.decode().removeprefix(prefix): value.decode() for key, value in found}
+
     def wait(self, key: str, timeout_s: float) -> str | None:
         """A frozen node keeps a watch open and silent, so no watch is trusted for longer than a call may take."""
         deadline = time.monotonic() + timeout_s

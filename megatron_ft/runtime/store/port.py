@@ -71,6 +71,12 @@ class Store(Protocol):
     def create(self, key: str, value: str) -> str:
         """Write unless the key exists, atomically; returns what stands there now."""
 
+    def add(self, collection: str, member: str, value: str) -> None:
+        """Write one member's value in a collection that is read as a whole; a member's last value counts."""
+
+    def members(self, collection: str) -> dict[str, str]:
+        """All of them, with one question, however many."""
+
     def wait(self, key: str, timeout_s: float) -> str | None:
         """The value as soon as the key exists; None after ``timeout_s``."""
 

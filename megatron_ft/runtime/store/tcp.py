@@ -68,6 +68,20 @@ class TcpStore:
     def create(self, key: str, value: str) -> str:
         return self._call(lambda client: client.store.compare_set(key, "", value)).decode()
 
+    def add(self, collection: str, member: str, value: str) -> None:
+        """One key has them all, a line each."""
+        line = f"{member}\t{value}\n"
+
+        def confirmed(client: _Client) -> None:
+            client.store.append(collection, line)
+            client.store.check([collection])  # append alone would tell nothing of a dead store
+
+        self._call(confirmed)
+
+    def members(self, collection: str) -> dict[str, str]:
+        text = self._call(lambda client: client.get(collection)) or ""
+        return dict(line.split("\t", 1) for line in text.splitlines())
+
     def wait(self, key: str, timeout_s: float) -> str | None:
         deadline = time.monotonic() + timeout_s
         return self._call(lambda client: client.wait(key, deadline), timeout_s)
