@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_ft" / "__init__.
 
 TRACK = ["tensorboard>=2.15", "wandb>=0.16"]
 DEEPSPEED = ["deepspeed==0.19.8"]  # its pipeline engine is used beyond what is documented: pinned
-TEST = ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "networkx>=3.2", "ruff>=0.6"]
+TEST = ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6"]
 TEST += ["transformers>=4.56"]
 TEST += ["safetensors>=0.5"]  # for PyTorch's stock reader of our checkpoints; we write and read them without it
 
@@ -31,6 +31,7 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",
         "ortools>=9.10",
+        "networkx>=3.2",
         "sentencepiece>=0.2",
         "datasets>=3.0",
         "matplotlib>=3.8",

@@ -125,11 +125,38 @@ class Refused:
     incarnation: int
 
 
-Signal = Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Housed | Refused | Saves | Stops
+@dataclass(frozen=True)
+class Agreed:
+    """The view of ``epoch`` stands: nobody has to go on looking for it."""
+
+    epoch: int
 
 
-Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Housed | Refused | Saves | Stops
-"""What a signal comes to: an event of the protocol; or a wish, or a word about hosts or checkpoints, which is none."""
+@dataclass(frozen=True)
+class Over:
+    """The run has got to its end."""
+
+
+Signal = (
+    Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Housed | Refused | Saves | Stops | Agreed | Over
+)  # fmt: skip
+
+
+Verdict = Died | Broke | Missed | Leaves | Asked | Dismissed | Housed | Refused | Saves | Stops | Agreed | Over
+"""What a signal comes to: an event of the protocol; or a wish, or a word about hosts, checkpoints or views, which is
+none."""
+
+
+def once(signal: Signal) -> str | None:
+    """The name under which several may say the same, and one of them is enough; None where each counts."""
+    match signal:
+        case Reset(epoch=epoch, after=after):
+            return f"reset {epoch} {after}"
+        case Agreed(epoch=epoch):
+            return f"agreed {epoch}"
+        case Over():
+            return "over"
+    return None
 
 
 def judge(signal: Signal) -> Verdict:
@@ -146,7 +173,7 @@ def judge(signal: Signal) -> Verdict:
             return Broke(epoch, f"group {by}: {detail}", after)
         case Leaving(group=group, after=after, why=why, incarnation=incarnation):
             return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
-        case Dismissed() | Housed() | Refused() | Saves() | Stops():
+        case Dismissed() | Housed() | Refused() | Saves() | Stops() | Agreed() | Over():
             return signal
         case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
             return Asked(group, incarnation, donors, after)
@@ -197,6 +224,8 @@ _KINDS: dict[type, str] = {
     Refused: "refused",
     Saves: "saves",
     Stops: "stops",
+    Agreed: "agreed",
+    Over: "over",
 }
 
 

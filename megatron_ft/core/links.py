@@ -1,8 +1,8 @@
 """Hosts that do not hear each other: when silence counts, and who leaves.
 
-Every agent sends a beat to every other one, ten times a second. A beat that does not come says little: the other host is
-gone, or the way from it, or the way *to* it, or it was too busy. So silence accuses a pair of hosts, not one of them, and
-what all agents say is put together before anybody leaves (hard cases 12 and 13):
+Every agent sends a beat to every other one, ten times a second; of many hosts, to some (:func:`are_partners`). A beat that
+does not come says little: the other host is gone, or the way from it, or the way *to* it, or it was too busy. So silence
+accuses a pair of hosts, not one of them, and what all agents say is put together before anybody leaves (hard cases 12, 13):
 
 - who misses, or is missed by, the most others leaves first, until no two that stay miss each other. One that is cut off
   from everybody but the control store is *itself* the one that leaves, whatever it believes;
@@ -15,6 +15,7 @@ never heard may not know this host yet, and is waited for longer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -28,8 +29,24 @@ _FACTOR = 3.0
 _GAP_FORGOTTEN = 0.999
 """The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
 
+EVERYBODY = 32
+"""So many hosts, or fewer, all beat to each other."""
+
 Unit = tuple[GroupId, ...]
 """The groups of one host: they are reached, and lost, together."""
+
+
+def are_partners(one: int, other: int, hosts: int) -> bool:
+    """Whether two of ``hosts`` hosts beat to each other. Those that came later, with numbers from ``hosts`` on, stand where
+    one of the first does.
+
+    Of many, those that are 1, 2, 4, 8, ... numbers apart, around the circle: 2 log2(hosts) for each. Neighbours, which share
+    a rack, and hosts far away are among them, so when racks are cut off, all of their hosts are missed and leave.
+    """
+    if one == other:
+        return False
+    apart = (one - other) % hosts
+    return hosts <= EVERYBODY or any(step & (step - 1) == 0 for step in (apart, hosts - apart))
 
 
 @dataclass(frozen=True)
@@ -64,17 +81,40 @@ def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId
     """The groups to leave out, so that no two hosts that stay miss each other. ``silences``: (who says so, about whom)."""
     present = set(live)
     pairs = {(by, about) for by, about in silences if present & set(by) and present & set(about) and by != about}
+    units = _worst_first(pairs, present)
+    if len(units) > 2:  # racks are cut off, perhaps: where few listen to each other, the worst are not all of one side
+        fewest = _fewest(pairs)
+        units = fewest if fewest is not None and len(fewest) < len(units) else units
+    return frozenset(present.intersection(itertools.chain(*units)))
+
+
+def _worst_first(pairs: Collection[tuple[Unit, Unit]], present: Collection[GroupId]) -> list[Unit]:
     speakers = {by for by, _ in pairs}
-    leaving: set[GroupId] = set()
+    leaving: list[Unit] = []
     while pairs:
         missed: dict[Unit, set[Unit]] = {}
         for by, about in pairs:
             missed.setdefault(by, set()).add(about)
             missed.setdefault(about, set()).add(by)
         worst = max(missed, key=lambda unit: _guilt(unit, missed, speakers, present))
-        leaving |= present & set(worst)
+        leaving.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
-    return frozenset(leaving)
+    return leaving
+
+
+def _fewest(pairs: Collection[tuple[Unit, Unit]]) -> list[Unit] | None:
+    """The fewest hosts without which no two miss each other (Koenig's theorem); None where they have not two sides."""
+    import networkx  # hundreds of modules, for what hardly ever happens
+
+    graph = networkx.Graph(sorted(pairs))
+    if not networkx.is_bipartite(graph):
+        return None
+    found: list[Unit] = []
+    for part in networkx.connected_components(graph):
+        one, _ = networkx.bipartite.sets(graph.subgraph(part))
+        matching = networkx.bipartite.hopcroft_karp_matching(graph.subgraph(part), one)
+        found += networkx.bipartite.to_vertex_cover(graph.subgraph(part), matching, one)
+    return found
 
 
 def _guilt(

@@ -147,6 +147,7 @@ class Agent:
         else:
             self._hosts.greet(self._newcomer.cards)
         self._store.check_begun()
+        self._voice.listen()
         self._voice.say(f"host/{self._hosts.place.rank}", self._hosts.card)
         fields = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
@@ -170,6 +171,7 @@ class Agent:
             self._end_all()
             code = self._conclude()
             self._tracking.end()
+            self._voice.close()
             self._hosts.leave()
             if self._copies is not None:
                 self._copies.close(over=code == 0)
@@ -248,6 +250,7 @@ class Agent:
         """A rank has ended: tell the survivors first, then the record. They know already of one that was dropped."""
         noticed = time.time()
         rank.ended = noticed
+        self._voice.stir()  # whether the run has ended decides what that means
         code = rank.process.returncode
         death = Exit(
             group=rank.group,
@@ -448,6 +451,7 @@ class Agent:
 
     def _conclude(self) -> int:
         """The exit code, and the one line that explains it."""
+        self._voice.stir()
         # All groups may have left with the store's answer, and the store have died since: then the record knows.
         if self._ended() or self._recorded_end():
             return 0

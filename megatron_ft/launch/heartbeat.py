@@ -1,4 +1,5 @@
-"""Beats between the agents of a run: one small datagram to every other host, ten times a second (``core.links`` judges).
+"""Beats between the agents of a run: one small datagram to the other hosts, ten times a second (``core.links`` judges, and
+says to which where they are many).
 
 An agent has nothing else to do, so its beat says that its host and the way from it are there, however busy the ranks are.
 One thread sends and receives; it never touches the control store, which may block.
@@ -84,6 +85,10 @@ class Beats:
     def anybody_heard(self) -> bool:
         """Whether any other host is heard just now."""
         return any(not peer.lost for peer in self._peers.values())
+
+    def known(self) -> set[int]:
+        """The hosts that are listened to."""
+        return set(self._peers)
 
     def silent(self) -> set[int]:
         """The hosts that are not heard just now."""

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_ft.config import AUTO, ETCD, RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.checkpoints import partner
+from megatron_ft.core.links import are_partners
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch import addresses
 from megatron_ft.launch.addresses import local_address, own_address
@@ -37,6 +38,7 @@ _LOOPBACK = "127.0.0.1"
 _BOOT = "boot"
 _ONLY_JOB = "only"
 _LOOK_S = 0.2
+_HOSTS, _ALL_HOSTS, _LEFT = "hosts", "all hosts", "left"
 
 
 @dataclass(frozen=True)
@@ -227,19 +229,25 @@ class Hosts:
         """Wait until every host is there, then begin to listen to them."""
         if self.place.hosts == 1:
             return
-        self._boot.set(f"host/{self.place.rank}", self.card)
+        self._boot.add(_HOSTS, str(self.place.rank), self.card)
         deadline = time.monotonic() + MEET_TIMEOUT_S
-        found = {}
-        for rank in range(self.place.hosts):
-            other = self._boot.wait(f"host/{rank}", max(0.0, deadline - time.monotonic()))
-            if other is None:
-                raise LaunchError(
-                    f"host {rank} of {self.place.hosts} has not come within {MEET_TIMEOUT_S:g} s; start the launcher there "
-                    f"with --host-rank {rank}"
-                )
-            found[rank] = other
+        if self.place.rank == 0:  # one asks for all: they may be thousands
+            found = self._boot.members(_HOSTS)
+            while len(found) < self.place.hosts and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                found = self._boot.members(_HOSTS)
+            if len(found) == self.place.hosts:
+                self._boot.set(_ALL_HOSTS, found)
+        found = self._boot.wait(_ALL_HOSTS, max(0.0, deadline - time.monotonic()) + 2 * _LOOK_S)
+        if found is None:
+            here = self._boot.members(_HOSTS)
+            rank = next(rank for rank in range(self.place.hosts) if str(rank) not in here)
+            raise LaunchError(
+                f"host {rank} of {self.place.hosts} has not come within {MEET_TIMEOUT_S:g} s; start the launcher there "
+                f"with --host-rank {rank}"
+            )
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
-        self._know(found)
+        self._know({int(rank): card for rank, card in found.items()})
 
     def greet(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
         """As a host that comes later: listen to the first ones, of which these are known."""
@@ -293,7 +301,8 @@ class Hosts:
             rank: card["name"] if names.count(card["name"]) == 1 else f"{card['name']}({card['address']})"
             for rank, card in self._cards.items()
         }
-        self.beats.add({rank: (card["address"], card["port"]) for rank, card in cards.items()})
+        partners = [rank for rank in cards if are_partners(rank, self.place.rank, self.place.hosts)]
+        self.beats.add({rank: (cards[rank]["address"], cards[rank]["port"]) for rank in partners})
 
     def signal(self, change: Change, incarnation: int = 0) -> detector.Silent:
         """What the beats say, for everybody; ``incarnation``: of a group that this host has a part of."""
@@ -320,7 +329,7 @@ class Hosts:
         self.beats.close()
         try:
             if self.beats.begun:
-                self._boot.set(f"left/{self.place.rank}", True)
+                self._boot.add(_LEFT, str(self.place.rank), True)
         except StoreError:
             pass  # the store's host has left first
         finally:
@@ -329,8 +338,8 @@ class Hosts:
 
     def all_left(self) -> bool:
         """Whether every other host has left (asked by the store's host). One that cannot be asked for has not."""
-        others = self._ranks.keys() - {self.place.rank}
+        others = {str(rank) for rank in self._ranks.keys() - {self.place.rank}}
         try:
-            return all(self._boot.get(f"left/{rank}") is not None for rank in others)
+            return others <= self._boot.members(_LEFT).keys()
         except StoreError:
             return False

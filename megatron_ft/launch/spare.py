@@ -6,6 +6,7 @@ the store, under the key of the start that is to be made.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -17,6 +18,9 @@ from megatron_ft.launch.returns import Returns
 from megatron_ft.launch.voice import Voice
 from megatron_ft.runtime.environment import seat
 from megatron_ft.types import GroupId
+
+_WITNESSES = 2
+"""So many hosts must say that they do not hear another one, before a host believes it that does not listen there itself."""
 
 
 def start_key(group: GroupId, incarnation: int, position: int) -> str:
@@ -64,11 +68,17 @@ class Spare:
         me = self._hosts.place.rank
         if self._voice.away or any(host == me for host, _ in self._refused):
             return []
-        away = self._hosts.beats.silent()
+        away = self._hosts.beats.silent() | self._accused()
         lost = spares.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
         fit = spares.fitting(lost, self._hosts.room - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
         return [(part, last) for part, last in found if last is not None]
+
+    def _accused(self) -> set[int]:
+        """Hosts that others do not hear, of those that this one does not listen to: they are too many."""
+        said = Counter(name for _, name in {(silent.by, silent.about) for silent in self._silences.values()})
+        strangers = {part.host for part in self._hosts.parts} - self._hosts.beats.known() - {self._hosts.place.rank}
+        return {host for host in strangers if said[self._hosts.name(host)] >= _WITNESSES}
 
     def _claim(self, part: spares.Part, away: set[int]) -> int | None:
         """The last start of the part that was somebody else's; None if the next is, too, or the store is away."""

@@ -3,6 +3,9 @@
 Nothing is lost by that: ranks train on, what cannot be said is said when the store is back, and what was said before is
 said again when it has come back empty. Asking may block for the store's timeout, so it is asked again after a while only.
 
+While nothing happens nothing is asked, either: a thread waits for the next notice (``runtime.watcher``), and only after one
+are the news, the newest view and the end asked for.
+
 Failures it assumes: the store is gone or silent for a while, or comes back empty.
 """
 
@@ -17,10 +20,13 @@ from typing import Any, TypeVar
 from megatron_ft.core import detector
 from megatron_ft.errors import StoreError
 from megatron_ft.runtime import watcher
+from megatron_ft.runtime.agreement import DONE
 from megatron_ft.runtime.store import NOTICES, ControlStore, StoreLostMemory
 from megatron_ft.types import View
 
 _RETRY_S = 1.0
+_FAR_S = 10.0
+"""So often is asked without a notice, too: who has written a view may have been lost before it said so."""
 _ENDED = "ended"
 _GAP = 16
 """So many views further is looked when the store has come back empty: only the newest ones were put back."""
@@ -37,6 +43,31 @@ class Voice:
         self._unsaid: list[tuple[detector.Signal, str]] = []
         self._away_until: float | None = None
         self._heard, self._memory, self._looked_in = 0, store.memory, store.memory
+        self._asked: dict[str, float] = {}
+        self._stirred_at = time.monotonic()
+        self._ear: watcher.Watcher | None = None
+
+    def listen(self) -> None:
+        """From now on; the run must have begun."""
+        stir = lambda *_: self.stir()  # noqa: E731
+        self._ear = watcher.Watcher(self._store.clone(), stir, stir, stir)
+        self._ear.start()
+
+    def stir(self) -> None:
+        """Something has happened: ask anew. Any thread."""
+        self._stirred_at = time.monotonic()
+
+    def close(self) -> None:
+        if self._ear is not None:
+            self._ear.stop()
+
+    def _is_due(self, question: str) -> bool:
+        """Whether the answer may have changed since that was asked last."""
+        now, last = time.monotonic(), self._asked.get(question, -float("inf"))
+        due = self._ear is None or self.away or self._stirred_at >= last or now - last >= _FAR_S
+        if due:
+            self._asked[question] = now
+        return due
 
     def tell(self, signal: detector.Signal | None = None) -> None:
         """Tell every group this, after all that could not be said before."""
@@ -54,6 +85,8 @@ class Voice:
     def news(self) -> list[detector.Signal]:
         """What anybody has told since the last call; all of it again when the store has come back empty."""
         found = []
+        if not self._is_due("news"):
+            return found
         while (entry := self._ask(self._next_notice)) is not None:
             self._heard += 1
             found.append(detector.from_json(entry))
@@ -66,6 +99,8 @@ class Voice:
 
     def newest_view(self, known: View) -> View:
         """The last one that stands; ``known`` while nothing else is heard."""
+        if not self._is_due("view"):
+            return known
         epoch = last = known.epoch + 1
         while epoch <= last:
             raw = self.get(f"view/{epoch}")
@@ -99,7 +134,7 @@ class Voice:
 
     def ended(self) -> bool:
         """Whether the run has reached its end; False while that is unknown."""
-        if _ENDED not in self._own and self._ask(lambda: self._store.get(_ENDED)) is not None:
+        if _ENDED not in self._own and self._is_due(_ENDED) and self._ask(lambda: self._store.get(_ENDED)) is not None:
             self._own[_ENDED] = True  # the group that said so may be gone when the store forgets it
         return _ENDED in self._own
 
@@ -109,7 +144,7 @@ class Voice:
 
     def done(self, seat: str) -> bool:
         """Whether that start of a group is; False while that is unknown."""
-        return self.get(f"done/{seat}") is not None
+        return seat in (self._ask(lambda: self._store.members(DONE)) or {})
 
     def _ask(self, operation: Callable[[], Answer]) -> Answer | None:
         """The store's answer; None while it is away."""

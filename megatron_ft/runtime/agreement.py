@@ -9,13 +9,18 @@ Failures it assumes: the store is gone or silent for a while, or comes back empt
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from megatron_ft.core import detector
 from megatron_ft.runtime import watcher
+from megatron_ft.runtime.environment import seat
 from megatron_ft.runtime.store import ControlStore, patient
 from megatron_ft.types import GroupId, Report, View
+
+DONE = "done"
+"""Collection: the seats whose groups have committed all steps."""
+_REPORT = "report/"
 
 Answer = TypeVar("Answer")
 
@@ -27,6 +32,7 @@ class Agreement:
         self._store, self._group, self._patience_s = store, group, patience_s
         self._view: View | None = None
         self._mine: dict[str, Any] = {}
+        self._added: dict[tuple[str, str], Any] = {}
         self._said: list[tuple[detector.Signal, str]] = []
 
     @property
@@ -63,20 +69,37 @@ class Agreement:
     def adopted(self, view: View) -> None:
         """The view this group follows: what belongs to older ones does not matter any more."""
         self._view = view
-        self._mine = {key: value for key, value in self._mine.items() if not key.startswith(("report/", "ready/"))}
+        self._mine = {key: value for key, value in self._mine.items() if not key.startswith("ready/")}
+        self._added = {where: value for where, value in self._added.items() if not where[0].startswith(_REPORT)}
         self._said = [(signal, by) for signal, by in self._said if not isinstance(signal, detector.Reset)]
 
     def publish(self, report: Report) -> None:
-        self.say(f"report/{report.epoch}/{self._group}", report.to_json())
+        self._add(f"{_REPORT}{report.epoch}", str(self._group), report.to_json())
 
-    def report(self, epoch: int, group: GroupId) -> Report | None:
-        raw = self._ask(lambda: self._store.get(f"report/{epoch}/{group}"))
-        return None if raw is None else Report.from_json(raw)
+    def reports(self, epoch: int, groups: Collection[GroupId]) -> tuple[Report, ...]:
+        """Those of these groups that are there."""
+        told = self._ask(lambda: self._store.members(f"{_REPORT}{epoch}"))
+        return tuple(Report.from_json(told[str(group)]) for group in groups if str(group) in told)
+
+    def done(self, incarnation: int, how: Any) -> None:
+        """That start of this group has committed all steps."""
+        self._add(DONE, seat(self._group, incarnation), how)
+
+    def all_done(self, view: View) -> dict[GroupId, Any] | None:
+        """How every member says that it is done; None while one does not."""
+        told = self._ask(lambda: self._store.members(DONE))
+        seats = {group: seat(group, view.incarnations.get(group, 0)) for group in view.live}
+        return {group: told[name] for group, name in seats.items()} if told.keys() >= set(seats.values()) else None
+
+    def _add(self, collection: str, member: str, value: Any) -> None:
+        self._added[collection, member] = value
+        self._ask(lambda: self._store.add(collection, member, value))
 
     def announce(self, signal: detector.Signal) -> None:
         """Tell every group, once, however often it has to be tried."""
-        by = uuid.uuid4().hex
-        self._said.append((signal, by))
+        by = detector.once(signal) or uuid.uuid4().hex
+        if not isinstance(signal, detector.Agreed):  # who has forgotten the view is asked, not told
+            self._said.append((signal, by))
         self._ask(lambda: watcher.announce(self._store, signal, by))
 
     def say(self, key: str, value: Any) -> None:
@@ -92,6 +115,8 @@ class Agreement:
         view = self._view
         if view is not None:
             store.restore(view.epoch, view.to_json(), dict(self._mine))
+            for (collection, member), value in list(self._added.items()):
+                store.add(collection, member, value)
             for signal, by in list(self._said):
                 watcher.announce(store, signal, by)
 

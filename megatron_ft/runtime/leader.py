@@ -8,8 +8,9 @@ ranks, at the same time, is the longest of them.
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_ft.config import DROP, RunConfig
@@ -26,7 +27,6 @@ from megatron_ft.runtime.collecting import Checkpoints
 from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
 from megatron_ft.runtime.communicator import Broken
 from megatron_ft.runtime.crew import Crew
-from megatron_ft.runtime.environment import seat
 from megatron_ft.runtime.history import History
 from megatron_ft.runtime.inner import Lost
 from megatron_ft.runtime.interruption import Interruptions
@@ -35,6 +35,8 @@ from megatron_ft.runtime.rank import Needs, Rank
 from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
+_FAR_S = 0.25
+_MANY = 64
 
 
 class Leader:
@@ -59,6 +61,8 @@ class Leader:
         self._interruptions = Interruptions(history, rank.group, placement)
         self._checkpoints = Checkpoints(rank, self._crew, config, agreement, history)
         self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
+        self._stirred = threading.Event()
+        self._agreed, self._over, self._looked = 0, False, 0.0
         self._first_view = self._committed_under = first_view
         self._state: recovery.GroupState | None = None
         self._next: recovery.Action = recovery.Finish(0)
@@ -143,11 +147,11 @@ class Leader:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
         self._pulse.enter("waiting")
         norm, sha256 = self._crew.fingerprint()
-        self._agreement.say(f"done/{seat(self.group, self._incarnation)}", {"params_norm": norm, "params_sha256": sha256})
+        self._agreement.done(self._incarnation, {"params_norm": norm, "params_sha256": sha256})
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
-        while self._agreement.get("ended") is None:
+        while not self._is_over():
             self._drain_verdicts()
             if not isinstance(self._next, recovery.Finish):
                 self._perform(self._next)
@@ -159,7 +163,7 @@ class Leader:
                 break
             if time.monotonic() > deadline:
                 self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
-            time.sleep(5 * _POLL_S)
+            self._pause(5 * _POLL_S, self._state.view.live)
         self._crew.end()
         self._checkpoints.close()
 
@@ -173,13 +177,12 @@ class Leader:
             self._checkpoints.hear(verdict)
         else:
             self._verdicts.put(verdict)
+            self._stirred.set()
 
     def _write_end(self) -> bool:
         """As the lowest living group: once every live group is done, record it. False while one is not."""
-        view = self._state.view
-        seats = {group: seat(group, view.incarnations.get(group, 0)) for group in view.live}
-        done = {group: self._agreement.get(f"done/{name}") for group, name in seats.items()}
-        if any(value is None for value in done.values()):
+        done = self._agreement.all_done(self._state.view)
+        if done is None:
             return False
         for group, value in done.items():
             self._history.record("survivor", group=group, **value)
@@ -188,7 +191,15 @@ class Leader:
         result = self._rank.result
         self._history.record("end", step=result.step, loss=result.loss, **done[self.group])
         self._agreement.say("ended", True)
+        self._agreement.announce(detector.Over())
         return True
+
+    def _is_over(self) -> bool:
+        """Whether somebody has written the end: it is announced, and looked for now and then."""
+        if not self._over and self._look_is_due():
+            self._looked = time.monotonic()
+            self._over = self._agreement.get("ended") is not None
+        return self._over
 
     # --- hearing ------------------------------------------------------------------------------------------------------
 
@@ -206,6 +217,12 @@ class Leader:
             self._say_leaving()
         while not self._verdicts.empty():
             match verdict := self._verdicts.get():
+                case detector.Agreed(epoch=epoch):
+                    self._agreed = max(epoch, self._agreed)
+                    continue
+                case detector.Over():
+                    self._over = True
+                    continue
                 case recovery.Leaves(group=self.group, incarnation=self._incarnation) if not self._said_leaving:
                     # another rank of this group was told to
                     self._note_leaving(verdict.after, verdict.reason)
@@ -231,7 +248,9 @@ class Leader:
                 case recovery.Announce(epoch=epoch, reason=reason, after=after):
                     self._rank.tell_broken(epoch, reason, after)
                 case recovery.Propose(view=view):
-                    self._adopt(self._agreement.propose(view))
+                    standing = self._agreement.propose(view)
+                    self._agreement.announce(detector.Agreed(standing.epoch))
+                    self._adopt(standing)
                     return
 
     def _perform(self, action: recovery.Action) -> None:
@@ -304,7 +323,8 @@ class Leader:
 
     def _glance(self) -> None:
         """Look for the next view, if it is being agreed on, without waiting for it."""
-        if (awaited := recovery.awaited(self._state)) and not self._look(awaited.epoch, awaited.missing):
+        awaited = recovery.awaited(self._state)
+        if awaited and self._look_is_due(awaited.epoch) and not self._look(awaited.epoch, awaited.missing):
             self._feed(recovery.Tick())
 
     def _flush(self) -> None:
@@ -392,22 +412,33 @@ class Leader:
         self._history.record("step", **line)
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
-        if not self._look(epoch, missing):
-            time.sleep(_POLL_S)
+        if not self._look_is_due(epoch):
+            self._pause(_POLL_S, self._state.view.live)
+        elif not self._look(epoch, missing):
+            self._pause(_POLL_S, missing)
             self._feed(recovery.Tick())
 
     def _look(self, epoch: int, missing: tuple[int, ...]) -> bool:
         """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
+        self._looked = time.monotonic()
         standing = self._agreement.view(epoch + 1)
         if standing is not None:
             self._adopt(standing)
             return True
-        for group in missing:
-            report = self._agreement.report(epoch, group)
-            if report is not None:
-                self._feed(recovery.ReportSeen(report))
-                return True
-        return False
+        reports = self._agreement.reports(epoch, missing) if missing else ()
+        if reports:
+            self._feed(recovery.ReportsSeen(reports))
+        return bool(reports)
+
+    def _look_is_due(self, epoch: int | None = None) -> bool:
+        """Who collects looks all the time. The others are told, but who should tell them may be lost."""
+        told = epoch is not None and (self._state.collects or self._agreed > epoch)
+        return told or time.monotonic() - self._looked > _FAR_S
+
+    def _pause(self, least_s: float, others: Collection[int]) -> None:
+        """Until something is heard, or for a while: with thousands of groups, their store has enough to do."""
+        self._stirred.wait(least_s * (1 + len(others) / _MANY))
+        self._stirred.clear()
 
     # --- interruptions ------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,8 @@ class Rank:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Unblock the training thread if it waits for somebody who is gone."""
+        if isinstance(verdict, detector.Over):
+            return
         self.following.hear(verdict)
         with self._lock:
             if isinstance(verdict, Missed) and verdict.heard:

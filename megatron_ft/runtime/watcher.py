@@ -16,8 +16,9 @@ from megatron_ft.errors import StoreError
 from megatron_ft.runtime.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.runtime.store.port import RETRY_PAUSE_S
 
-_WAIT_S = 5.0
-"""A wait that ends without an entry is begun again. A store that freezes meanwhile is noticed that much later."""
+_WAIT_S = 30.0
+"""A wait that ends without an entry is begun again, by each of perhaps 100,000 processes. A store that freezes meanwhile is
+noticed that much later."""
 
 
 def _nothing(*_: object) -> None:
@@ -44,7 +45,9 @@ class Watcher:
         lost: Callable[[StoreError], None],
         back: Callable[[], None] = _nothing,
         empty: Callable[[ControlStore], None] = _nothing,
+        wait_s: float = _WAIT_S,
     ) -> None:
+        self._wait_s = wait_s
         self._store, self._heard, self._lost, self._back, self._empty = store, heard, lost, back, empty
         self._stopped = threading.Event()
         self._away = False
@@ -77,7 +80,7 @@ class Watcher:
         if self._away:
             self._return()
         self._follow_memory()
-        entry = self._store.entry(NOTICES, self._index, _WAIT_S)
+        entry = self._store.entry(NOTICES, self._index, self._wait_s)
         # Rebuilt meanwhile: what was read belongs to another log.
         if not self._follow_memory() and entry is not None and not self._stopped.is_set():
             self._index += 1
@@ -112,4 +115,4 @@ def announce(store: ControlStore, signal: detector.Signal, by: str | None = None
 
     Who may have to try again passes the same ``by`` each time (any unique string): the notice is then there once.
     """
-    store.append(NOTICES, detector.to_json(signal), by)
+    store.append(NOTICES, detector.to_json(signal), by or detector.once(signal))

@@ -27,6 +27,8 @@ class Store:
 
     def publish(self, report) -> None: ...
 
+    def announce(self, signal) -> None: ...
+
 
 def view_of_the_others(leader: Leader) -> View:
     """What group 0 makes of the reports of all three: an epoch was broken, and nobody is known to be gone."""

@@ -1,9 +1,12 @@
 """Who does not hear whom, when that counts, and who leaves: whatever is said, those that stay hear each other."""
 
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ft.core import links
 from megatron_ft.core.links import FIRST_S, LISTEN_S, Peer, listen, who_leaves
 
 BEAT, LEAST = 0.1, 0.8
@@ -96,6 +99,24 @@ LIVE = range(6)
 )
 def test_the_hard_cases(silences, gone):
     assert who_leaves(silences, LIVE) == set(gone)
+
+
+@given(hosts=st.integers(2, 3000), pair=st.tuples(st.integers(0, 4000), st.integers(0, 4000)))
+def test_partners_are_mutual_and_few(hosts, pair):
+    one, other = pair
+    assert links.are_partners(one, other, hosts) == links.are_partners(other, one, hosts)
+    partners = sum(links.are_partners(one, peer, hosts) for peer in range(hosts))
+    late = one >= hosts  # it has one more: who stands where it does
+    assert partners == hosts - (not late) if hosts <= links.EVERYBODY else partners <= 2 * hosts.bit_length() + late
+
+
+@given(hosts=st.integers(33, 200), first=st.integers(0, 199), share=st.floats(0.01, 0.49))
+@settings(deadline=None)
+def test_racks_that_are_cut_off_leave_as_a_whole_however_few_listen_to_each_other(hosts, first, share):
+    racks = {(first + number) % hosts for number in range(max(1, int(share * hosts)))}
+    pairs = itertools.product(range(hosts), repeat=2)
+    cut = [((a,), (b,)) for a, b in pairs if (a in racks) != (b in racks) and links.are_partners(a, b, hosts)]
+    assert links.who_leaves(cut, range(hosts)) == racks
 
 
 def test_a_host_with_fewer_live_groups_leaves():

@@ -324,6 +324,7 @@ class Hosts:
     """Host 0 and 1 have a group each, host 2 is idle; ``silent`` are not heard."""
 
     silent: set = field(default_factory=set)
+    known: set = field(default_factory=lambda: {0, 1})
     ranks: tuple = ()
     room: int = 1
 
@@ -337,7 +338,10 @@ class Hosts:
 
     @property
     def beats(self):
-        return SimpleNamespace(silent=lambda: self.silent)
+        return SimpleNamespace(silent=lambda: self.silent, known=lambda: self.known)
+
+    def name(self, host):
+        return f"h{host}"
 
 
 @pytest.fixture
@@ -388,6 +392,16 @@ def test_a_group_that_failed_too_often_at_home_is_taken_over_and_no_more_than_fi
     assert look_around() == [(0, 0)]
     hosts.ranks = ((0, 0),)
     assert look_around() == []
+
+
+@pytest.mark.parametrize(("known", "witnesses", "taken"), [({0}, 2, [(1, 0)]), ({0}, 1, []), ({0, 1}, 2, [])])
+def test_of_a_host_that_it_does_not_listen_to_a_spare_believes_two_others(spare, known, witnesses, taken):
+    """One of them may be the one that is cut off; and of one that it hears it knows better."""
+    store, hosts, look_around = spare
+    hosts.known = known
+    store.log += [dead(1)]
+    store.log += [detector.Silent(f"h{by}", "h1", (by,), (1,), 2.0) for by in range(7, 7 + witnesses)]
+    assert look_around() == taken
 
 
 def test_a_host_that_has_given_up_a_group_itself_takes_none(spare):

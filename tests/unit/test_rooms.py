@@ -31,7 +31,7 @@ ALLOWED = {
 }
 PURE = {"__future__", "bisect", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "statistics"}
 PURE |= {"typing"}
-IN_CORE = PURE | {"numpy", "scipy", "ortools", "megatron_ft"}
+IN_CORE = PURE | {"networkx", "numpy", "scipy", "ortools", "megatron_ft"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
