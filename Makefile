@@ -35,13 +35,10 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 
-# What bears to share the processors runs two at a time first; both parts always run.
-LIGHT := $(addprefix tests/integration/test_,$(addsuffix .py,misuse restarts checkpoints policies store_failures join launchers))
+# WORKERS: so many tests at a time; each starts up to a dozen processes.
+WORKERS ?= 2
 test: setup lint
-	@status=0; \
-	$(BIN)/python -m pytest -n 2 tests/unit tests/golden tests/sim $(LIGHT) || status=$$?; \
-	$(BIN)/python -m pytest tests/gpu tests/chaos tests/integration $(LIGHT:%=--ignore=%) --durations=30 || status=$$?; \
-	exit $$status
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/system --durations=30
 
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh, Slurm); skipped with the reason where it is missing
 test-system: setup

@@ -98,7 +98,7 @@ class Begun:
 
     @classmethod
     def from_json(cls, raw: list[Any]) -> Begun:
-        return cls(tuple(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
+        return cls(_groups(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
 
 
 @dataclass(frozen=True)
@@ -143,23 +143,52 @@ class View:
             "reports": _fold(self.reports),
         }
 
+    def to_wire(self) -> dict[str, Any]:
+        """The same in short, for the control store: every group reads it, and there may be thousands in it."""
+        raw = self.to_json()
+        began, changes = raw["begun"]
+        told = [[*said, _spans(groups)] for *said, groups in raw["reports"]]
+        missing = {bucket: _spans(groups) for bucket, groups in raw["missing"].items()}
+        some = {"live": _spans(raw["live"]), "behind": _spans(raw["behind"]), "begun": [_spans(began), changes]}
+        return {**raw, **some, "missing": missing, "reports": told}
+
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> View:
+        """Of either form."""
         return cls(
             epoch=raw["epoch"],
-            live=tuple(raw["live"]),
+            live=_groups(raw["live"]),
             reason=raw["reason"],
             step=raw["step"],
             lost={int(group): reason for group, reason in raw["lost"].items()},
             joined=tuple(raw["joined"]),
             source=raw["source"],
-            behind=tuple(raw["behind"]),
+            behind=_groups(raw["behind"]),
             final={int(bucket): owner for bucket, owner in raw["final"].items()},
-            missing={int(bucket): tuple(groups) for bucket, groups in raw["missing"].items()},
+            missing={int(bucket): _groups(groups) for bucket, groups in raw["missing"].items()},
             begun=Begun.from_json(raw["begun"]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
             reports=_unfold(raw["epoch"] - 1, raw["reports"]),
         )
+
+
+def _spans(groups: list[GroupId]) -> str:
+    """Ascending numbers as ``0-6 8 10-2047``."""
+    spans: list[list[GroupId]] = []
+    for group in groups:
+        if spans and group == spans[-1][1] + 1:
+            spans[-1][1] = group
+        else:
+            spans.append([group, group])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _groups(raw: str | list[GroupId]) -> tuple[GroupId, ...]:
+    """Inverse of :func:`_spans`; of a list, its members."""
+    if not isinstance(raw, str):
+        return tuple(raw)
+    spans = (span.partition("-") for span in raw.split())
+    return tuple(group for first, _, last in spans for group in range(int(first), int(last or first) + 1))
 
 
 def _fold(reports: tuple[Report, ...]) -> list[list[Any]]:
@@ -174,7 +203,7 @@ def _unfold(epoch: int, raw: list[list[Any]]) -> tuple[Report, ...]:
     found = [
         Report(epoch, group, step, tuple(have), synced, complete)
         for step, have, synced, complete, groups in raw
-        for group in groups
+        for group in _groups(groups)
     ]
     return tuple(sorted(found, key=lambda report: report.group))
 

@@ -130,7 +130,7 @@ class Agent:
         """What stands on the control store before any rank is started."""
         origin = self._saved.origin
         view = first_view(self._config.groups, origin.step if origin else 0)
-        return {"view/0": view.to_json(), **({origins.KEY: origin.to_json()} if origin else {})}
+        return {"view/0": view.to_wire(), **({origins.KEY: origin.to_json()} if origin else {})}
 
     def _release(self) -> None:
         if self._saved is not None:

@@ -50,7 +50,7 @@ class Agreement:
 
     def propose(self, view: View) -> View:
         """Compare-and-set: the view that stands from now on, whoever wrote it."""
-        return self._stands(View.from_json(self.create(f"view/{view.epoch}", view.to_json())))
+        return self._stands(View.from_json(self.create(f"view/{view.epoch}", view.to_wire())))
 
     def _stands(self, view: View) -> View:
         """Remember it at once: should the store forget now, no older view may be put back in its place."""
@@ -114,7 +114,7 @@ class Agreement:
         """Another thread, on its own client: the store is back and empty; give it what this group knows."""
         view = self._view
         if view is not None:
-            store.restore(view.epoch, view.to_json(), dict(self._mine))
+            store.restore(view.epoch, view.to_wire(), dict(self._mine))
             for (collection, member), value in list(self._added.items()):
                 store.add(collection, member, value)
             for signal, by in list(self._said):

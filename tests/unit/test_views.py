@@ -127,7 +127,15 @@ def test_the_order_in_which_things_were_heard_does_not_matter(case, shuffle):
     view = case.next()
     assert Case(case.view, *map(shuffled, case[1:])).next() == view
     if view is not None:
-        assert View.from_json(json.loads(json.dumps(view.to_json()))) == view, "it is the same at who reads it"
+        for written in (view.to_json(), view.to_wire()):
+            assert View.from_json(json.loads(json.dumps(written))) == view, "it is the same at who reads it"
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), st.sets(st.integers(0, 60)))
+def test_a_view_of_many_groups_is_short_on_the_wire(live, behind):
+    view = View(3, tuple(sorted(live)), "why", behind=tuple(sorted(behind)), begun=Begun(tuple(sorted(live))))
+    assert View.from_json(json.loads(json.dumps(view.to_wire()))) == view
+    assert len(json.dumps(first_view(100_000).to_wire())) < 500
 
 
 @given(st.integers(1, 40))
