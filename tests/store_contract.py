@@ -76,6 +76,36 @@ class StoreContract:
         assert served.append("log", "mine", by="a") == 1
         assert served.append("log", "next") == 2
 
+    def test_what_several_say_under_one_name_at_once_is_there_once(self, served: ControlStore):
+        """A collective breaks in many groups at the same moment."""
+        names = [served.clone() for _ in range(4)]
+        served.append("log", "before")
+        assert at_once(*[lambda one=one: one.append("log", "broken", by="reset 3") for one in names]) == [1] * 4
+        assert served.append("log", "after") == 2
+
+    def test_an_entry_is_not_looked_for_among_those_that_were_read(self, served: ControlStore):
+        """A run of weeks has thousands."""
+        other = served.clone()
+        for number in range(3):
+            other.append("log", number)
+        listening = served.clone()
+        assert [listening.entry("log", number, 5.0) for number in range(3)] == [0, 1, 2]
+        asked = []
+        served.claim = lambda key, value, by=None: asked.append(key) or (value, True)
+        assert served.append("log", "next") == 3 and asked == ["log/3"]
+
+    @given(said=st.lists(st.tuples(st.sampled_from("abc"), st.text() | st.integers() | st.none())))
+    @settings(max_examples=20, **SLOW_IS_FINE)
+    def test_a_collection_is_read_as_a_whole(self, served: ControlStore, said):
+        """Its members' last values; of names that begin alike each for itself."""
+        name = uuid.uuid4().hex
+        assert served.members(name) == {}
+        for member, value in said:
+            served.add(name, member, value)
+            served.add(f"{name}1", member, "another")
+        assert served.members(name) == dict(said)
+        assert served.members(name, {"a"}) == {member: value for member, value in dict(said).items() if member == "a"}
+
     def test_two_runs_do_not_meet(self, served: ControlStore):
         other = ControlStore(served.address, "other", served.timeout_s)
         served.set("key", 1)

@@ -44,7 +44,7 @@ class Job:
     straggler_factor: float = 1.5
     straggler_steps: int = 3
     drop: bool = False
-    collectors: int = 8
+    collectors: int = 4
 
     @property
     def microbatches(self) -> int:

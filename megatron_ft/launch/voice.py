@@ -3,8 +3,8 @@
 Nothing is lost by that: ranks train on, what cannot be said is said when the store is back, and what was said before is
 said again when it has come back empty. Asking may block for the store's timeout, so it is asked again after a while only.
 
-While nothing happens nothing is asked, either: a thread waits for the next notice (``runtime.watcher``), and only after one
-are the news, the newest view and the end asked for.
+While nothing happens nothing is asked, either: a thread waits for the next notice (``runtime.watcher``). Only after one are
+the news asked for; only after one that says so the newest view, or whether the run has ended.
 
 Failures it assumes: the store is gone or silent for a while, or comes back empty.
 """
@@ -27,7 +27,7 @@ from megatron_ft.types import View
 _RETRY_S = 1.0
 _FAR_S = 10.0
 """So often is asked without a notice, too: who has written a view may have been lost before it said so."""
-_ENDED = "ended"
+_NEWS, _VIEW, _ENDED = "news", "view", "ended"
 _GAP = 16
 """So many views further is looked when the store has come back empty: only the newest ones were put back."""
 
@@ -44,18 +44,21 @@ class Voice:
         self._away_until: float | None = None
         self._heard, self._memory, self._looked_in = 0, store.memory, store.memory
         self._asked: dict[str, float] = {}
-        self._stirred_at = time.monotonic()
+        self._stirred: dict[str, float] = {}
         self._ear: watcher.Watcher | None = None
 
     def listen(self) -> None:
         """From now on; the run must have begun."""
-        stir = lambda *_: self.stir()  # noqa: E731
-        self._ear = watcher.Watcher(self._store.clone(), stir, stir, stir)
+        self._ear = watcher.Watcher(self._store.clone(), self._hear, self.stir, self.stir)
         self._ear.start()
 
-    def stir(self) -> None:
-        """Something has happened: ask anew. Any thread."""
-        self._stirred_at = time.monotonic()
+    def _hear(self, verdict: detector.Verdict) -> None:
+        questions = {detector.Agreed: (_NEWS, _VIEW), detector.Over: (_NEWS, _ENDED)}
+        self._stirred |= dict.fromkeys(questions.get(type(verdict), (_NEWS,)), time.monotonic())
+
+    def stir(self, error: StoreError | None = None) -> None:
+        """Anything may have happened: ask anew. Any thread."""
+        self._stirred |= dict.fromkeys((_NEWS, _VIEW, _ENDED), time.monotonic())
 
     def close(self) -> None:
         if self._ear is not None:
@@ -64,7 +67,7 @@ class Voice:
     def _is_due(self, question: str) -> bool:
         """Whether the answer may have changed since that was asked last."""
         now, last = time.monotonic(), self._asked.get(question, -float("inf"))
-        due = self._ear is None or self.away or self._stirred_at >= last or now - last >= _FAR_S
+        due = self._ear is None or self.away or self._stirred.get(question, last - 1.0) >= last or now - last >= _FAR_S
         if due:
             self._asked[question] = now
         return due
@@ -85,7 +88,7 @@ class Voice:
     def news(self) -> list[detector.Signal]:
         """What anybody has told since the last call; all of it again when the store has come back empty."""
         found = []
-        if not self._is_due("news"):
+        if not self._is_due(_NEWS):
             return found
         while (entry := self._ask(self._next_notice)) is not None:
             self._heard += 1
@@ -99,7 +102,7 @@ class Voice:
 
     def newest_view(self, known: View) -> View:
         """The last one that stands; ``known`` while nothing else is heard."""
-        if not self._is_due("view"):
+        if not self._is_due(_VIEW):
             return known
         epoch = last = known.epoch + 1
         while epoch <= last:

@@ -22,6 +22,12 @@ DONE = "done"
 """Collection: the seats whose groups have committed all steps."""
 _REPORT = "report/"
 
+
+def report_collection(epoch: int) -> str:
+    """Where the reports of an epoch are."""
+    return f"{_REPORT}{epoch}"
+
+
 Answer = TypeVar("Answer")
 
 
@@ -48,9 +54,11 @@ class Agreement:
         raw = self._ask(lambda: self._store.get(f"view/{epoch}"))
         return None if raw is None else self._stands(View.from_json(raw))
 
-    def propose(self, view: View) -> View:
-        """Compare-and-set: the view that stands from now on, whoever wrote it."""
-        return self._stands(View.from_json(self.create(f"view/{view.epoch}", view.to_wire())))
+    def propose(self, view: View) -> tuple[View, bool]:
+        """Compare-and-set: the view that stands from now on, and whether this group wrote it."""
+        by = uuid.uuid4().hex
+        raw, own = self._ask(lambda: self._store.claim(f"view/{view.epoch}", view.to_wire(), by))
+        return self._stands(View.from_json(raw)), own
 
     def _stands(self, view: View) -> View:
         """Remember it at once: should the store forget now, no older view may be put back in its place."""
@@ -74,12 +82,12 @@ class Agreement:
         self._said = [(signal, by) for signal, by in self._said if not isinstance(signal, detector.Reset)]
 
     def publish(self, report: Report) -> None:
-        self._add(f"{_REPORT}{report.epoch}", str(self._group), report.to_json())
+        self._add(report_collection(report.epoch), str(self._group), report.to_json())
 
     def reports(self, epoch: int, groups: Collection[GroupId]) -> tuple[Report, ...]:
         """Those of these groups that are there."""
-        told = self._ask(lambda: self._store.members(f"{_REPORT}{epoch}"))
-        return tuple(Report.from_json(told[str(group)]) for group in groups if str(group) in told)
+        told = self._ask(lambda: self._store.members(report_collection(epoch), set(map(str, groups))))
+        return tuple(map(Report.from_json, told.values()))
 
     def done(self, incarnation: int, how: Any) -> None:
         """That start of this group has committed all steps."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ft.config import DROP, RunConfig
@@ -36,7 +36,8 @@ from megatron_ft.types import Microbatch, View
 
 _POLL_S = 0.001
 _FAR_S = 0.25
-_MANY = 64
+_SPARING = 4.0
+"""So many times what a look takes, nobody looks: with thousands of groups, their store has enough to do."""
 
 
 class Leader:
@@ -152,6 +153,7 @@ class Leader:
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
         while not self._is_over():
+            began = time.monotonic()
             self._drain_verdicts()
             if not isinstance(self._next, recovery.Finish):
                 self._perform(self._next)
@@ -163,7 +165,7 @@ class Leader:
                 break
             if time.monotonic() > deadline:
                 self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
-            self._pause(5 * _POLL_S, self._state.view.live)
+            self._pause(_SPARING * (time.monotonic() - began))
         self._crew.end()
         self._checkpoints.close()
 
@@ -248,8 +250,9 @@ class Leader:
                 case recovery.Announce(epoch=epoch, reason=reason, after=after):
                     self._rank.tell_broken(epoch, reason, after)
                 case recovery.Propose(view=view):
-                    standing = self._agreement.propose(view)
-                    self._agreement.announce(detector.Agreed(standing.epoch))
+                    standing, own = self._agreement.propose(view)
+                    if own:
+                        self._agreement.announce(detector.Agreed(standing.epoch))
                     self._adopt(standing)
                     return
 
@@ -413,10 +416,10 @@ class Leader:
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         if not self._look_is_due(epoch):
-            self._pause(_POLL_S, self._state.view.live)
+            self._pause(_FAR_S / 2)
         elif not self._look(epoch, missing):
-            self._pause(_POLL_S, missing)
             self._feed(recovery.Tick())
+            self._pause(_SPARING * (time.monotonic() - self._looked))
 
     def _look(self, epoch: int, missing: tuple[int, ...]) -> bool:
         """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
@@ -435,9 +438,9 @@ class Leader:
         told = epoch is not None and (self._state.collects or self._agreed > epoch)
         return told or time.monotonic() - self._looked > _FAR_S
 
-    def _pause(self, least_s: float, others: Collection[int]) -> None:
-        """Until something is heard, or for a while: with thousands of groups, their store has enough to do."""
-        self._stirred.wait(least_s * (1 + len(others) / _MANY))
+    def _pause(self, longest_s: float) -> None:
+        """Until something is heard, or for so long."""
+        self._stirred.wait(max(_POLL_S, longest_s))
         self._stirred.clear()
 
     # --- interruptions ------------------------------------------------------------------------------------------------

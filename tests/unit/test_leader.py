@@ -20,8 +20,8 @@ class Store:
     def __init__(self, standing: View) -> None:
         self._views = {standing.epoch: standing}
 
-    def propose(self, view: View) -> View:
-        return self._views.setdefault(view.epoch, view)
+    def propose(self, view: View) -> tuple[View, bool]:
+        return self._views.setdefault(view.epoch, view), True
 
     def adopted(self, view: View) -> None: ...
 

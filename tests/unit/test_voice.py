@@ -47,7 +47,9 @@ def agent(place):
     client = place.client()
     client.begin()
     client.set("view/0", FIRST.to_json())
-    return voice.Voice(client, {"view/0": FIRST.to_json()})
+    agent = voice.Voice(client, {"view/0": FIRST.to_json()})
+    yield agent
+    agent.close()
 
 
 def test_it_hears_what_anybody_tells_once_and_in_order(place, agent):
@@ -77,6 +79,41 @@ def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent)
     agent.tell()
     assert agent.newest_view(FIRST).epoch == 5
     assert agent.news() == [RESETS[0]] and agent.get("restart/1.1") == {}
+
+
+def test_while_nothing_happens_nothing_is_asked(place, agent, monkeypatch):
+    """Ten times a second it looks; 10,000 others do, too. One notice is enough, and what it says is asked for, only."""
+    asked = []
+    get = store.ControlStore.get
+    monkeypatch.setattr(store.ControlStore, "get", lambda self, key: asked.append(key) or get(self, key))
+    agent.listen()
+    look = lambda: (agent.news(), agent.newest_view(FIRST), agent.ended())  # noqa: E731
+    look()
+    asked.clear()
+    for _ in range(100):
+        assert look() == ([], FIRST, False)
+    assert asked == []
+
+    other = place.client()
+    watcher.announce(other, RESETS[0])
+    await_(lambda: look()[0] == [RESETS[0]], "it hears that")
+    assert set(asked) == {"notice/0", "notice/1"}
+    other.set("view/1", View(1, (0,), "").to_wire())
+    watcher.announce(other, detector.Agreed(1))
+    await_(lambda: look()[1].epoch == 1, "it knows the view")
+    other.set("ended", True)
+    watcher.announce(other, detector.Over())
+    await_(lambda: look()[2], "it knows that the run has ended")
+
+
+def test_a_store_that_comes_back_empty_is_noticed_and_reminded_by_itself(place, agent):
+    agent.listen()
+    agent.tell(RESETS[0])
+    await_(lambda: agent.news() == [RESETS[0]], "it hears itself")
+    place.start_empty()
+    other = place.client()
+    await_(lambda: agent.tell() or agent.news() == [RESETS[0]], "it has said it again")
+    assert other.get("view/0") == FIRST.to_json()
 
 
 def test_what_was_not_written_is_said(place, agent):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_ft.runtime.store.etcd import EtcdStore
@@ -102,9 +102,10 @@ class ControlStore:
         """Write a member's value; as often as it takes, and it may take effect late: a member has one value only."""
         self._client.add(self._key(collection), member, _wrapped(value))
 
-    def members(self, collection: str) -> dict[str, Any]:
-        """What all members have written so far, asked for at once."""
-        return {member: _value(text) for member, text in self._client.members(self._key(collection)).items()}
+    def members(self, collection: str, only: Collection[str] | None = None) -> dict[str, Any]:
+        """What all members have written so far, or ``only`` these, asked for at once."""
+        found = self._client.members(self._key(collection))
+        return {member: _value(text) for member, text in found.items() if only is None or member in only}
 
     # --- logs ---------------------------------------------------------------------------------------------------------
 
