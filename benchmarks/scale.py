@@ -214,7 +214,7 @@ class Proxy:
 
 
 def at_rest(seconds: float = 60.0) -> dict[str, Any]:
-    """Messages between the store and a host with an agent and two groups of two ranks, while steps are made."""
+    """Messages between the store and a host with an agent and two groups of one rank, while steps are made."""
     with tempfile.TemporaryDirectory() as directory:
         config, run_dir = Path(directory) / "config.json", Path(directory) / "run"
         config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
@@ -224,7 +224,7 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
         proxy = Proxy(port)
         model = ["--layers", "1", "--width", "32", "--seq-len", "32"]
         script = ["examples/pretrain_gpt/train.py", "--", "--data", str(data), "--steps", "1000000", *model]
-        what = ["--groups", "4", "--ranks-per-group", "2", "--config", str(config), "--run-dir", str(run_dir), *script]
+        what = ["--groups", "4", "--config", str(config), "--run-dir", str(run_dir), *script]
         agents = []
         for rank, at in enumerate((port, proxy.port)):
             where = ["--hosts", "2", "--host-rank", str(rank), "--store", f"127.0.0.1:{at}", "--address", "127.0.0.1"]

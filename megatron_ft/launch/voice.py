@@ -25,7 +25,7 @@ from megatron_ft.runtime.store import NOTICES, ControlStore, StoreLostMemory
 from megatron_ft.types import View
 
 _RETRY_S = 1.0
-_FAR_S = 10.0
+_FAR_S = 20.0
 """So often is asked without a notice, too: who has written a view may have been lost before it said so."""
 _NEWS, _VIEW, _ENDED = "news", "view", "ended"
 _GAP = 16

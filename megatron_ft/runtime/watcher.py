@@ -16,7 +16,7 @@ from megatron_ft.errors import StoreError
 from megatron_ft.runtime.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.runtime.store.port import RETRY_PAUSE_S
 
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 """A wait that ends without an entry is begun again, by each of perhaps 100,000 processes. A store that freezes meanwhile is
 noticed that much later."""
 
