@@ -58,8 +58,9 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it, after the wait it is in; nothing is told any more."""
+        """Ends it; nothing is told any more."""
         self._stopped.set()
+        self._store.cut()
 
     def _listen(self) -> None:
         pause, longest = RETRY_PAUSE_S

@@ -68,6 +68,10 @@ class ControlStore:
     def close(self) -> None:
         self._client.close()
 
+    def cut(self) -> None:
+        """From any thread: whoever waits there waits no more, and nobody will."""
+        self._client.cut()
+
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:

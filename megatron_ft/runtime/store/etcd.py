@@ -93,6 +93,9 @@ class EtcdStore:
     def close(self) -> None:
         self._gateway.close()
 
+    def cut(self) -> None:
+        """A thread that waits in Python hurts nobody."""
+
     def _look(self, key: str) -> tuple[str | None, int]:
         """The value, and the store's revision when it was read."""
         answer = self._gateway.call("/v3/kv/range", {"key": encoded(key)})

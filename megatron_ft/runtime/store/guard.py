@@ -69,6 +69,13 @@ class Guard(Generic[Connection]):
             raise error
         return answer
 
+    def cut(self, patience_s: float) -> None:
+        """From any thread: make the present call return, and wait until the thread has ended."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.abandon()
+            worker.thread.join(patience_s)
+
     def drop(self) -> None:
         """Begin the next call with a new connection."""
         with self._lock:
@@ -86,7 +93,8 @@ class _Worker(Generic[Connection]):
         self._abandoned = False
         self._announced: Connection | None = None
         self._connect = connect
-        threading.Thread(target=self._work, name="megatron_ft-store", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name="megatron_ft-store", daemon=True)
+        self.thread.start()
 
     def answer(self, operation: Callable[[Connection], Answer], bound_s: float) -> tuple[Any, Exception | None]:
         reply: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()

@@ -95,6 +95,10 @@ class Store(Protocol):
     def close(self) -> None:
         """Give back the connection. A later call makes a new one."""
 
+    def cut(self) -> None:
+        """From any thread: end the call that waits, if one does, and refuse all that come. At a process's end no thread may
+        be left in torch: it would abort it."""
+
 
 AWAY = (StoreGone, StoreSilent, StoreLostMemory)
 """What passes when the store returns, or when somebody has rebuilt it."""

@@ -54,6 +54,7 @@ class TcpStore:
         self._beats: dict[str, int] = {}
         self._heard: dict[str, tuple[str, float]] = {}
         self._id = uuid.uuid4().hex
+        self._is_cut = False
 
     def set(self, key: str, value: str) -> None:
         def confirmed(client: _Client) -> None:
@@ -115,6 +116,10 @@ class TcpStore:
     def close(self) -> None:
         self._guard.drop()
 
+    def cut(self) -> None:
+        self._is_cut = True
+        self._guard.cut(self.timeout_s)
+
     def _call(self, operation: Callable[[_Client], Answer], waits_s: float = 0.0) -> Answer:
         """``waits_s``: how long the store may rightly take before its silence begins."""
         bound_s = waits_s + self.timeout_s
@@ -123,6 +128,8 @@ class TcpStore:
         if not old and begun < self._not_before:
             raise self._last.__class__(*self._last.args, *_extra(self._last))
         for again in (old, False):
+            if self._is_cut:
+                raise self._gone(OSError("this process needs it no more"))
             try:
                 answer = self._guard.call(operation, bound_s - (time.monotonic() - begun))
             except Overdue:
