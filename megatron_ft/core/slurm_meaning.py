@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_ft.core.slurm_said import ASKED, GONE, JOB, NODE, OPEN, UNKNOWN, Said, is_bad
+from megatron_ft.core.slurm_said import ASKED, GONE, JOB, NODE, OPEN, UNKNOWN, Said, is_bad, is_unheard
 
 _QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _SIGNALS = {1: "HUP", 2: "INT", 3: "QUIT", 4: "ILL", 6: "ABRT", 7: "BUS", 8: "FPE", 9: "KILL", 10: "USR1", 11: "SEGV"}
@@ -71,6 +71,7 @@ class Known:
         batch: the batch shell's node.
         took_over: the node of the supervisor that went on in the first one's place.
         cancelled: the node of the supervisor that ended the job by cancelling it.
+        ended: what the supervisor in the batch shell has ended with, and the shell after it; None: it has not.
         overdue: steps that did not end with the run; the supervisor cancelled them.
         drained: nodes that got no further agent, and why.
         restarts: how often Slurm has started the job again.
@@ -87,6 +88,7 @@ class Known:
     batch: str = ""
     took_over: str = ""
     cancelled: str = ""
+    ended: int | None = None
     overdue: frozenset[str] = frozenset()
     drained: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
@@ -210,7 +212,7 @@ def _job(said: Said, known: Known) -> str:
     if base in _QUEUED:
         return _queued(said, known, run)
     if base == "COMPLETING":
-        lost = f"; {' '.join(sorted(known.lost))} can only be waited for, {_TIMEOUT}" if known.lost else ""
+        lost = f"; lost nodes ({' '.join(sorted(known.lost))}) keep it waiting {_TIMEOUT}" if known.lost else ""
         return f"Slurm waits for its last processes to end{lost}; {run}"
     if base in OPEN:
         return _job_runs(said, known, run)
@@ -255,15 +257,21 @@ def _job_runs(said: Said, known: Known, run: str) -> str:
         return f"it runs{stopped}; {run}"
     if known.code is None:
         return f"it runs{stopped}, looked after by the second supervisor on {known.took_over}: {_batch_lost(known)}; {run}"
-    if known.cancelled or known.took_over or short(known.batch) in known.lost:
-        second = f"the second supervisor, on {known.cancelled or known.took_over}, cancels it" if (
-            known.cancelled or known.took_over
-        ) else "a second supervisor cancels it, if there is one"
-        return (
-            f"{run}; {_batch_lost(known)}, and Slurm lets a job without it run on: {second} within a minute; "
-            f"or: scancel {said.number}"
-        )
-    return f"{run}; its batch shell is about to end; if it does not: scancel {said.number}"
+    else_ = f"if it does not: scancel {said.number}"
+    if known.ended is not None:
+        seen = "after that it ended" if said.t else "it is about to end; " + else_
+        return f"{run}; the supervisor, and with it the batch shell, ended with exit code {known.ended}, and {seen}"
+    if known.cancelled:
+        seen = "cancelled it after that" if said.t else "has cancelled it"
+        return f"{run}; {_runs_on(known)}: the second supervisor, on {known.cancelled}, {seen}"
+    if known.took_over or short(known.batch) in known.lost:
+        who = f"the second supervisor, on {known.took_over}," if known.took_over else "a second supervisor"
+        return f"{run}; {_runs_on(known)}: {who} cancels it within a minute; {else_}"
+    return f"{run}; its batch shell is about to end; {else_}"
+
+
+def _runs_on(known: Known) -> str:
+    return f"{_batch_lost(known)}, and Slurm lets a job without it run on"
 
 
 def _batch_lost(known: Known) -> str:
@@ -287,7 +295,7 @@ def _other(base: str) -> str:
 def _batch(said: Said, known: Known) -> str:
     run, base, node = run_words(known), said.base, short(known.batch or said.nodes)
     if node in known.lost and base not in ("COMPLETED", "FAILED"):
-        noticed = "Slurm has noticed" if base not in OPEN else f"Slurm does not notice {_TIMEOUT}"
+        noticed = "Slurm has noticed" if base not in OPEN else f"Slurm does not give it up {_TIMEOUT}"
         return f"its node, {node}, was lost ({known.lost[node].why}), and {noticed}; {run}"
     if base == "COMPLETED":
         return _completed(known, run)
@@ -379,6 +387,8 @@ def _second(said: Said, known: Known) -> str:
         if known.code is None:
             first = node and node == short(known.took_over)
             return "it goes on in the first one's place" if first else "it waits, in case the first one is lost"
+        if known.cancelled and node == short(known.cancelled):
+            return f"it cancelled the job after that: the first supervisor was lost; {run_words(known)}"
         return f"it ends with the job; {run_words(known)}"
     if known.cancelled and node == short(known.cancelled):
         return f"it cancelled the job, and was ended with it{_by(ended)}: the first supervisor was lost; {run_words(known)}"
@@ -398,9 +408,12 @@ def _by(ended: str) -> str:
 
 def _node(said: Said, known: Known) -> str:
     lost = known.lost.get(short(said.name))
-    bad = is_bad(said)
     if lost is not None:
-        return f"it was lost ({lost.why})" + ("; Slurm has noticed" if bad else f"; Slurm does not notice {_TIMEOUT}")
-    if bad:
+        was = f"it was lost ({lost.why})"
+        if is_bad(said) and not is_unheard(said) or said.base == "DOWN":
+            return f"{was}; Slurm has given it up"
+        unheard = "hears nothing of it, either, and" if is_unheard(said) else "has not noticed, and"
+        return f"{was}; Slurm {unheard} does not give it up {_TIMEOUT}"
+    if is_bad(said):
         return "Slurm does not use it; the record has missed nothing of it"
     return "Slurm hears it"

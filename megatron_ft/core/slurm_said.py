@@ -9,7 +9,7 @@ Assumes: text of any version of Slurm, possibly pasted, cut off, or of another j
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ ASKED, GONE, UNKNOWN = "ASKED", "GONE", "UNKNOWN"
 OPEN = frozenset({"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"})
 OPEN |= {"RESIZING", ASKED}
 """What has not ended."""
-SACCT = ("JobID", "JobName", "State", "ExitCode", "NodeList", "Reason")
-"""The columns that are asked for."""
-_NEEDED = ("JobID", "State", "ExitCode")
+SACCT = ("JobIDRaw", "JobName", "State", "ExitCode", "NodeList")
+"""The columns that are asked for; JobID would name an element of an array by the array."""
+_IDS, _NEEDED = ("JobIDRaw", "JobID"), {"State", "ExitCode"}
 _NO_NODES = ("", "(null)", "None assigned", "None", "N/A")
 _NOTHING = {"nodes": _NO_NODES, "reason": ("", "None", "(null)")}
 
@@ -112,8 +112,13 @@ def gone(before: Mapping[tuple[str, str], Said], listed: Iterable[str], sruns: M
 
 
 def is_bad(said: Said) -> bool:
-    """Whether Slurm does not hear that node, or has given it up."""
-    return "*" in said.state or said.base in ("DOWN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "DRAINED", "DRAINING")
+    """Whether Slurm does not hear that node, or does not use it."""
+    return is_unheard(said) or said.base in ("DOWN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "DRAINED", "DRAINING")
+
+
+def is_unheard(said: Said) -> bool:
+    """Whether the node has not answered lately; after SlurmdTimeout it is given up, and DOWN."""
+    return "*" in said.state
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -125,17 +130,18 @@ def sacct(text: str) -> list[Said]:
     A requeued job is listed several times (``--duplicates``), the oldest first: those are its ``start``.
     """
     lines = [line for line in text.splitlines() if "|" in line]
-    heads = [number for number, line in enumerate(lines) if set(_NEEDED) <= set(line.split("|"))]
+    heads = [number for number, line in enumerate(lines) if _is_head(line.split("|"))]
     if not heads:
         return []
     columns = lines[heads[0]].split("|")
+    own = next(column for column in _IDS if column in columns)
     rows = [dict(zip(columns, line.split("|"), strict=False)) for line in lines[heads[0] + 1 :]]
-    rows = [row for row in rows if row.get("JobID", "")[:1].isdigit() and row.get("State")]
+    rows = [row for row in rows if row.get(own, "")[:1].isdecimal() and row.get("State")]
     found = [
         Said(
-            kind=STEP if "." in row["JobID"] else JOB,
-            id=row["JobID"],
-            name=row.get("JobName") or row["JobID"].partition(".")[2],
+            kind=STEP if "." in row[own] else JOB,
+            id=row[own],
+            name=row.get("JobName") or row[own].partition(".")[2],
             state=row["State"],
             exit=row.get("ExitCode", ""),
             nodes=_given("nodes", row.get("NodeList", "")),
@@ -145,6 +151,10 @@ def sacct(text: str) -> list[Said]:
         for row in rows
     ]
     return _in_starts(found)
+
+
+def _is_head(columns: Sequence[str]) -> bool:
+    return set(columns) >= _NEEDED and not set(columns).isdisjoint(_IDS)
 
 
 def _in_starts(rows: list[Said]) -> list[Said]:

@@ -28,6 +28,7 @@ class Notes:
         self._seen: dict[tuple[str, str], Said] = {}
         self._roles: dict[str, dict[str, Any]] = {}
         self._sruns: dict[str, int | None] = {}
+        self._cancelled: set[str] = set()
         self._old: frozenset[str] = frozenset()
         self._waiting: list[dict[str, Any]] | None = []
         self._complained = ""
@@ -85,13 +86,20 @@ class Notes:
         if steps is None:
             return  # the controller is away, and would keep each question waiting
         self.look(steps, None)
-        rows = slurm.accounted(self._job.id)
-        self._news([row for row in rows if row.kind == STEP and row.start == 0 and not row.id.endswith(".extern")])
+        rows = [row for row in slurm.accounted(self._job.id) if row.kind == STEP and row.start == 0]
+        # What accounting has not heard of yet is no news: the controller knows better.
+        self._news([row for row in rows if row.base not in slurm_said.OPEN and row.name != "extern"])
         self.job()
 
     def note(self, what: str, **fields: Any) -> None:
         """What the supervisor has done."""
         self._put({"what": what, **fields})
+
+    def cancelled(self, name: str, id_: str) -> None:
+        """A step that did not end with the run; told once, however often it takes."""
+        if name not in self._cancelled:
+            self._cancelled.add(name)
+            self.note("cancelled step", name=name, id=id_)
 
     def _before(self, said: Said) -> Said:
         return self._seen.get(slurm_said.key(said), said)

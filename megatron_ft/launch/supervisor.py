@@ -252,7 +252,7 @@ class Supervisor:
                 for name in names:
                     if (self._listed or {}).get(name):
                         slurm.cancel_step(self._listed[name])
-                        self._notes.note("cancelled step", name=name, id=self._listed[name])
+                        self._notes.cancelled(name, self._listed[name])
                 self._asked_at = -float("inf")
             case supervision.StartAll(attempt=attempt):
                 _say(f"no group is left: the whole job is started again, for the {attempt}. time")
@@ -261,6 +261,8 @@ class Supervisor:
                 return self._requeue(why)
             case supervision.Finish(code=code, why=why):
                 _say(f"{why} (exit code {code})")
+                if not self._options.waits:
+                    self._notes.note("ends", exit_code=code, reason=why)
                 slurm.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
                 if self._options.waits:
                     time.sleep(_LEASE_S)  # if the batch shell lives it ends the job, and this process with it

@@ -23,7 +23,6 @@ from megatron_ft.report.record import RunRecord
 from megatron_ft.runtime import history
 
 _HOW = f"sacct -j JOB --duplicates --parsable2 --format={','.join(slurm_said.SACCT)} > FILE"
-_ORDER = {JOB: 0, STEP: 1, NODE: 2}
 _EARLIER = "earlier"
 """Where ``launch`` puts the records of the starts before."""
 Line = Mapping[str, Any]
@@ -82,7 +81,7 @@ def merged(recorded: Sequence[Said], newer: Sequence[Said]) -> list[Said]:
     found = [said if said.start else _filled(said, known.get(slurm_said.key(said))) for said in newer]
     about = {slurm_said.key(said) for said in found if not said.start}
     left = [said for said in recorded if slurm_said.key(said) not in about]
-    return sorted([*found, *left], key=lambda said: (said.number != "", -said.start, _ORDER[said.kind], _step(said)))
+    return sorted([*found, *left], key=_order)
 
 
 def _filled(said: Said, before: Said | None) -> Said:
@@ -93,10 +92,11 @@ def _filled(said: Said, before: Said | None) -> Said:
     return replace(said, nodes=said.nodes or before.nodes, id=said.id or before.id, srun=srun)
 
 
-def _step(said: Said) -> tuple[bool, int, str]:
-    """batch first, then in the order in which they were started."""
+def _order(said: Said) -> tuple:
+    """Nodes last; of each start of each job itself first, then the batch shell, then steps as they were started."""
     own = said.id.partition(".")[2]
-    return own.isdecimal() or not own, int(own) if own.isdecimal() else 0, said.name
+    step = (own.isdecimal() or not own, int(own) if own.isdecimal() else 0, said.name)
+    return said.kind == NODE, len(said.number), said.number, -said.start, said.kind != JOB, step
 
 
 def known(record: RunRecord) -> Known:
@@ -117,6 +117,7 @@ def known(record: RunRecord) -> Known:
         batch=next((line["batch"] for line in reversed(own) if "batch" in line), ""),
         took_over=next((line["node"] for line in reversed(own) if line["what"] == "takes over"), ""),
         cancelled=next((line["node"] for line in reversed(own) if line["what"] == "cancels the job"), ""),
+        ended=next((line["exit_code"] for line in reversed(own) if line["what"] == "ends"), None),
         overdue=frozenset(line["name"] for line in own if line["what"] == "cancelled step"),
         drained={line["node"]: line["reason"] for line in own if line["what"] == "drained"},
         restarts=max((line["restarts"] for line in notes if "restarts" in line), default=0),

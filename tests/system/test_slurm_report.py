@@ -54,7 +54,8 @@ def test_a_killed_rank_is_named_with_its_node(cluster, submit):
         assert not any("was lost" in row for row in own.values()), own
     for own in (now, sent):
         assert "COMPLETED" in own["the job"] and "and the batch shell said so" in own["the job"]
-    assert "RUNNING, seen" in alone["the job"], "the supervisor is a part of it"
+    assert "RUNNING" in alone["the job"] and "ended with exit code 0, and after that it ended" in alone["the job"]
+    assert ("COMPLETED 0:0, seen" in alone["agent of host 0, with the control store"]) == ACCOUNTING
 
 
 def test_a_lost_node_is_named_and_that_slurm_does_not_know_it_yet(cluster, submit):
@@ -83,4 +84,4 @@ def test_a_job_that_was_cancelled_because_its_run_was_done(cluster, submit):
         assert why in own["the job"] and "n1 was lost" in own["agent of host 3, in reserve"]
     for own in (now, sent):
         assert "CANCELLED" in own["the job"] and "could end the job: it cancelled it" in own["the job"]
-    assert "RUNNING, seen" in alone["the job"] and "Slurm lets a job without it run on" in alone["the job"]
+    assert "RUNNING" in alone["the job"] and "the second supervisor, on n4, cancelled it after that" in alone["the job"]

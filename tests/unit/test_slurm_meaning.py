@@ -43,6 +43,7 @@ knowns = st.builds(
     batch=st.sampled_from(["", "n1"]),
     took_over=st.sampled_from(["", "n3"]),
     cancelled=st.sampled_from(["", "n3"]),
+    ended=st.sampled_from([None, 0, 7]),
     overdue=st.sampled_from([frozenset(), frozenset({"mft/0/n3/0"})]),
     drained=st.sampled_from([{}, {"n3": "3 agents have ended there"}]),
     restarts=st.integers(0, 2),
@@ -60,6 +61,7 @@ def saids(draw):
         kind,
         name,
         draw(st.sampled_from(STATES)),
+        t=draw(st.sampled_from([0.0, 15.0])),
         id="5" if kind == JOB else own if kind == STEP else "",
         exit=draw(st.sampled_from(EXITS)),
         nodes=draw(st.sampled_from(["", "n2", "n3", "n[1-3]"])),
@@ -130,6 +132,8 @@ def step(name: str, state: str, exit: str = "", **more) -> Said:
         (job("RUNNING"), Known(), "it runs; the record has no end of the run"),
         (job("RUNNING"), Known(batch="n1", lost=LOST, took_over="n3"), "by the second supervisor on n3: its batch node"),
         (job("RUNNING"), Known(code=0, batch="n1", lost=LOST), "Slurm lets a job without it run on"),
+        (job("RUNNING", t=5.0), Known(code=7, ended=7), "ended with exit code 7, and after that it ended"),
+        (job("RUNNING", t=5.0), BEREFT, "the second supervisor, on n3, cancelled it after that"),
         (job("RUNNING"), DONE, "its batch shell is about to end; if it does not: scancel 5"),
         (
             job("PENDING", reason="BeginTime"),
@@ -145,7 +149,7 @@ def step(name: str, state: str, exit: str = "", **more) -> Said:
         (job("COMPLETED", "0:0"), Known(), "0 is the batch shell's and says nothing of the run"),
         (job("FAILED", "7:0"), Known(code=7, why="no group"), "(exit code 7: no group); the batch shell has passed"),
         (job("FAILED", "1:0"), DONE, "what failed came after it: the batch script ended with exit code 1"),
-        (job("COMPLETING"), BEREFT, "n1 n3 can only be waited for"),
+        (job("COMPLETING"), BEREFT, "lost nodes (n1 n3) keep it waiting until SlurmdTimeout"),
         (step("mft/0/n3/0", "COMPLETED", "0:0"), BEREFT, f"0 although n3 was lost ({WHY}), its groups 1 went on on n1"),
         (step("mft/0/n3/0", "NODE_FAIL", "0:9"), BEREFT, "Slurm has noticed, too: n3 was lost"),
         (step("mft/0/n3/0", "RUNNING"), BEREFT, "Slurm lists its step until SlurmdTimeout"),
@@ -160,7 +164,9 @@ def step(name: str, state: str, exit: str = "", **more) -> Said:
         (step("mft/0/n2/0", GONE), DONE, "with what, only accounting could say"),
         (step("mft/0/n3/0", GONE, srun=-9), BEREFT, "srun ended (SIGKILL), which is not to be relied on"),
         (Said(STEP, "batch", "RUNNING", "5.batch"), BEREFT, "its node, n1, was lost"),
-        (Said(NODE, "n3", "DOWN*"), BEREFT, "Slurm has noticed"),
+        (Said(NODE, "n3", "DOWN*"), BEREFT, "Slurm has given it up"),
+        (Said(NODE, "n3", "allocated*"), BEREFT, "hears nothing of it, either, and does not give it up until SlurmdTimeout"),
+        (Said(NODE, "n3", "allocated"), BEREFT, "Slurm has not noticed"),
         (job("REQUEUED", start=1), Known(restarts=1, requeued={0: "time"}), "put back into the queue (time)"),
     ],
     ids=str,
@@ -222,6 +228,7 @@ def test_the_table_of_sacct_with_all_starts_of_a_job():
     assert rows[2] == Said(STEP, "mft/0/n2/0", "CANCELLED by 0", "12.0", "0:9", "n2", by="sacct", start=1)
     assert rows[0].reason == "" and rows[-1].reason == "NonZeroExitCode"
     turned = "\n".join("|".join(reversed(line.split("|"))) + "|" for line in TABLE.splitlines()[:-1])
+    assert slurm_said.sacct(TABLE.replace("JobID|", "JobIDRaw|")) == rows
     assert slurm_said.sacct(turned) == rows[:-1] + [rows[-1]], "columns in any order, with a bar at the end"
 
 
