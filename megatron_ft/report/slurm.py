@@ -23,6 +23,8 @@ from megatron_ft.report.record import RunRecord
 from megatron_ft.runtime import history
 
 _HOW = f"sacct -j JOB --duplicates --parsable2 --format={','.join(slurm_said.SACCT)} > FILE"
+_ALIKE = 8
+"""More agents of which the same is to be said have one row."""
 _EARLIER = "earlier"
 """Where ``launch`` puts the records of the starts before."""
 Line = Mapping[str, Any]
@@ -231,20 +233,35 @@ def _new_home(its: Lost, lines: Sequence[Line]) -> str:
 
 
 def slurm_table(record: RunRecord, newer: Sequence[Said] = ()) -> Table:
-    """One row for the job and each of its steps; nodes only where Slurm has something to say against them."""
+    """One row for the job and each of its steps, or for many that are alike; nodes only where Slurm has something to say
+    against them."""
     about = known(record)
-    table = Table(title=f"Slurm: job {', '.join(jobs(record))}", title_justify="left")
+    table = Table(title=f"Slurm: job {', '.join(jobs(record))}", title_justify="left", show_lines=True)
     for name in ("what", "node", "Slurm says", "what that means"):
         table.add_column(name, overflow="fold")
-    for said in merged(said_in_record(record), newer):
-        if said.kind == NODE and not slurm_said.is_bad(said):
-            continue
-        meaning = explain(said, about)
-        what = meaning.what if said.kind == NODE or not said.id else f"{meaning.what} ({said.id})"
-        table.add_row(what, _where(said, about), _words(said), meaning.means)
+    for row in _rows(merged(said_in_record(record), newer), about):
+        table.add_row(*row)
     table.caption = f"{run_words(about)}, says the record; what is not marked as seen at a time, Slurm says now"
     table.caption_justify = "left"
     return table
+
+
+def _rows(said: Iterable[Said], about: Known) -> list[tuple[str, str, str, str]]:
+    alike: dict[object, list[tuple[str, str, str, str]]] = {}
+    for one in said:
+        if one.kind == NODE and not slurm_said.is_bad(one):
+            continue
+        meaning = explain(one, about)
+        what = meaning.what if one.kind == NODE or not one.id else f"{meaning.what} ({one.id})"
+        row = (what, _where(one, about), _words(one), meaning.means)
+        agents = meaning.what.startswith("agent")
+        alike.setdefault((_words(replace(one, t=0.0)), meaning.means) if agents else one, []).append(row)
+    found = []
+    for rows in alike.values():
+        nodes = [row[1] for row in rows]
+        some = " ".join(nodes[:_ALIKE]) + f" and {len(nodes) - _ALIKE} more"
+        found += rows if len(rows) <= _ALIKE else [(f"{len(rows)} agents", some, *rows[-1][2:])]
+    return found
 
 
 def _where(said: Said, about: Known) -> str:

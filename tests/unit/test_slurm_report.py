@@ -183,6 +183,12 @@ def run_dir(tmp_path):
     return tmp_path
 
 
+def test_a_thousand_agents_of_which_the_same_is_to_be_said_have_one_row(run_dir):
+    rows = [Said(STEP, f"mft/0/m{n}/0", "COMPLETED", f"12.{n}", "0:0", f"m{n}") for n in range(10, 1010)]
+    said = text_of(run_dir, rows)
+    assert "1000 agents" in said and "m17 and 992 more" in said and said.count("it ended in order") == 1
+
+
 SACCT = """JobID|JobName|State|ExitCode|NodeList
 12|pretrain|CANCELLED by 0|0:9|n[1-4]
 12.batch|batch|CANCELLED|0:15|n1
