@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_ft.core.slurm_said import ASKED, GONE, JOB, NODE, OPEN, UNKNOWN, Said, is_bad, is_unheard
+from megatron_ft.core.slurm_said import ASKED, GONE, JOB, NODE, OPEN, UNKNOWN, Said, is_bad, is_given_up, is_unheard
 
 _QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _SIGNALS = {1: "HUP", 2: "INT", 3: "QUIT", 4: "ILL", 6: "ABRT", 7: "BUS", 8: "FPE", 9: "KILL", 10: "USR1", 11: "SEGV"}
@@ -187,9 +187,7 @@ def _what(role: Role | None) -> str:
     after = f", the {role.failures + 1}. there" if role.failures else ""
     if role.host is None:
         return ("agent in reserve" if role.reserve else "agent") + after
-    return f"agent of host {role.host}" + (", with the control store" if role.host == 0 else "") + (
-        ", in reserve" if role.reserve else ""
-    )
+    return f"agent of host {role.host}" + (", in reserve" if role.reserve else "")
 
 
 # --- the job and its batch shell --------------------------------------------------------------------------------------
@@ -410,7 +408,7 @@ def _node(said: Said, known: Known) -> str:
     lost = known.lost.get(short(said.name))
     if lost is not None:
         was = f"it was lost ({lost.why})"
-        if is_bad(said) and not is_unheard(said) or said.base == "DOWN":
+        if is_given_up(said):
             return f"{was}; Slurm has given it up"
         unheard = "hears nothing of it, either, and" if is_unheard(said) else "has not noticed, and"
         return f"{was}; Slurm {unheard} does not give it up {_TIMEOUT}"

@@ -113,12 +113,16 @@ def gone(before: Mapping[tuple[str, str], Said], listed: Iterable[str], sruns: M
 
 def is_bad(said: Said) -> bool:
     """Whether Slurm does not hear that node, or does not use it."""
-    return is_unheard(said) or said.base in ("DOWN", "FAIL", "FAILING", "ERROR", "UNKNOWN", "DRAINED", "DRAINING")
+    return is_unheard(said) or is_given_up(said) or said.base.startswith("DRAIN")
 
 
 def is_unheard(said: Said) -> bool:
-    """Whether the node has not answered lately; after SlurmdTimeout it is given up, and DOWN."""
+    """Whether the node has not answered lately; after SlurmdTimeout it is given up."""
     return "*" in said.state
+
+
+def is_given_up(said: Said) -> bool:
+    return said.base.startswith(("DOWN", "FAIL", "ERROR", "UNKNOWN"))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -66,10 +66,7 @@ class Notes:
             names = [said.name for said in ours]
             self._news([*ours, *slurm_said.gone(self._seen, names, self._sruns)])
         if nodes is not None:
-            known = {slurm_said.key(said) for said in nodes} & self._seen.keys()
-            well = [said for said in nodes if slurm_said.key(said) not in known and not slurm_said.is_bad(said)]
-            self._seen.update({slurm_said.key(said): said for said in well})
-            self._news([said for said in nodes if slurm_said.is_bad(said) != slurm_said.is_bad(self._before(said))])
+            self._news([said for said in nodes if _trouble(said) != _trouble(self._seen.get(slurm_said.key(said)))])
 
     def job(self) -> None:
         """The job itself."""
@@ -101,9 +98,6 @@ class Notes:
             self._cancelled.add(name)
             self.note("cancelled step", name=name, id=id_)
 
-    def _before(self, said: Said) -> Said:
-        return self._seen.get(slurm_said.key(said), said)
-
     def _news(self, now: Sequence[Said], **more: Any) -> None:
         for said in slurm_said.changed(self._seen, now):
             self._seen[slurm_said.key(said)] = said
@@ -124,3 +118,8 @@ class Notes:
             if str(error) != self._complained:
                 self._complain(f"run record not written: {error}")
             self._complained = str(error)
+
+
+def _trouble(node: Said | None) -> tuple[bool, bool]:
+    """What is worth a line when it changes: busy and idle are not."""
+    return node is not None and slurm_said.is_bad(node), node is not None and slurm_said.is_given_up(node)

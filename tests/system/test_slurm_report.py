@@ -55,7 +55,7 @@ def test_a_killed_rank_is_named_with_its_node(cluster, submit):
     for own in (now, sent):
         assert "COMPLETED" in own["the job"] and "and the batch shell said so" in own["the job"]
     assert "RUNNING" in alone["the job"] and "ended with exit code 0, and after that it ended" in alone["the job"]
-    assert ("COMPLETED 0:0, seen" in alone["agent of host 0, with the control store"]) == ACCOUNTING
+    assert ("COMPLETED 0:0, seen" in alone["agent of host 0"]) == ACCOUNTING
 
 
 def test_a_lost_node_is_named_and_that_slurm_does_not_know_it_yet(cluster, submit):

@@ -178,7 +178,7 @@ def test_what_people_ask_about(said, known, words):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("mft/0/n2/0", "agent of host 0, with the control store"),
+        ("mft/0/n2/0", "agent of host 0"),
         ("mft/0/n1/0", "agent of host 2, in reserve"),
         ("mft/0/n3/2", "agent in reserve, the 3. there"),
         ("mft-second/7/1", "second supervisor, on n3"),

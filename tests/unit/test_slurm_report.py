@@ -100,8 +100,8 @@ def test_changes_are_noted_once_whoever_looks(tmp_path, here):
     states = [(line.get("name"), line["state"], line.get("srun")) for line in lines(tmp_path)]
     step_, node = "mft/0/n3/0", "n3"
     assert states == [
-        *[(step_, "RUNNING", None), (node, "allocated*", None), (node, "idle", None), (step_, "GONE", None)],
-        *[(step_, "GONE", -9), (step_, "NODE_FAIL", None), ("pretrain", "RUNNING", None)],
+        *[(step_, "RUNNING", None), (node, "allocated*", None), (node, "down*", None), (node, "idle", None)],
+        *[(step_, "GONE", None), (step_, "GONE", -9), (step_, "NODE_FAIL", None), ("pretrain", "RUNNING", None)],
     ]
 
 
