@@ -328,7 +328,8 @@ def _on_lost(said: Said, node: str, lost: Lost, known: Known) -> str:
     base = said.base
     was = f"{node} was lost ({lost.why})"
     if lost.groups and lost.to:
-        was += f", its groups {' '.join(map(str, lost.groups))} went on on {lost.to}"
+        which = f"group{'s' if len(lost.groups) > 1 else ''} {' '.join(map(str, lost.groups))}"
+        was += f", its {which} went on on {lost.to}"
     if base in OPEN:
         over = "" if known.code is None else "; nobody waits for it"
         return f"{was}; Slurm lists its step {_TIMEOUT} or it is back{over}"

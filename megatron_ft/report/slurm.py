@@ -241,13 +241,15 @@ def slurm_table(record: RunRecord, newer: Sequence[Said] = ()) -> Table:
         table.add_column(name, overflow="fold")
     for row in _rows(merged(said_in_record(record), newer), about):
         table.add_row(*row)
-    table.caption = f"{run_words(about)}, says the record; what is not marked as seen at a time, Slurm says now"
+    whose = "what was seen at a time is from there, too, the rest Slurm's own word" if newer else "what Slurm said is from there"
+    table.caption = f"{run_words(about)}, says the record; {whose}"
     table.caption_justify = "left"
     return table
 
 
 def _rows(said: Iterable[Said], about: Known) -> list[tuple[str, str, str, str]]:
     alike: dict[object, list[tuple[str, str, str, str]]] = {}
+    order: list[object] = []
     for one in said:
         if one.kind == NODE and not slurm_said.is_bad(one):
             continue
@@ -255,18 +257,24 @@ def _rows(said: Iterable[Said], about: Known) -> list[tuple[str, str, str, str]]
         what = meaning.what if one.kind == NODE or not one.id else f"{meaning.what} ({one.id})"
         row = (what, _where(one, about), _words(one), meaning.means)
         agents = meaning.what.startswith("agent")
-        alike.setdefault((_words(replace(one, t=0.0)), meaning.means) if agents else one, []).append(row)
+        order.append((_words(replace(one, t=0.0)), meaning.means) if agents else one)
+        alike.setdefault(order[-1], []).append(row)
     found = []
-    for rows in alike.values():
-        nodes = [row[1] for row in rows]
-        some = " ".join(nodes[:_ALIKE]) + f" and {len(nodes) - _ALIKE} more"
-        found += rows if len(rows) <= _ALIKE else [(f"{len(rows)} agents", some, *rows[-1][2:])]
+    for which in order:
+        if len(alike[which]) > _ALIKE:
+            nodes = [row[1] for row in alike[which]]
+            some = " ".join(nodes[:_ALIKE]) + f" and {len(nodes) - _ALIKE} more"
+            alike[which] = [(f"{len(nodes)} agents", some, *alike[which][-1][2:])]
+        found += alike[which][:1]
+        alike[which] = alike[which][1:]
     return found
 
 
 def _where(said: Said, about: Known) -> str:
     if said.kind == NODE:
         return said.name
+    if said.name == "batch":
+        return said.nodes or about.batch
     role = about.roles.get(said.name)
     return role.node if role is not None and role.node else said.nodes
 

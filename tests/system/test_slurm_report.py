@@ -65,7 +65,7 @@ def test_a_lost_node_is_named_and_that_slurm_does_not_know_it_yet(cluster, submi
     comes_back_on(job, 1, "n1")
     before = rows(job, "--slurm")["agent of host 1"]
     assert "RUNNING" in before and "n3 was lost (nothing was heard of it from" in before
-    assert "its groups 1 went on on n1; Slurm lists its step until SlurmdTimeout" in before
+    assert "its group 1 went on on n1; Slurm lists its step until SlurmdTimeout" in before
     job.await_end("COMPLETED")
     for own in told_in_all_ways(job):
         assert [what for what, row in own.items() if "n3 was lost" in row and "agent" in what] == ["agent of host 1"], own

@@ -150,7 +150,7 @@ def step(name: str, state: str, exit: str = "", **more) -> Said:
         (job("FAILED", "7:0"), Known(code=7, why="no group"), "(exit code 7: no group); the batch shell has passed"),
         (job("FAILED", "1:0"), DONE, "what failed came after it: the batch script ended with exit code 1"),
         (job("COMPLETING"), BEREFT, "lost nodes (n1 n3) keep it waiting until SlurmdTimeout"),
-        (step("mft/0/n3/0", "COMPLETED", "0:0"), BEREFT, f"0 although n3 was lost ({WHY}), its groups 1 went on on n1"),
+        (step("mft/0/n3/0", "COMPLETED", "0:0"), BEREFT, f"0 although n3 was lost ({WHY}), its group 1 went on on n1"),
         (step("mft/0/n3/0", "NODE_FAIL", "0:9"), BEREFT, "Slurm has noticed, too: n3 was lost"),
         (step("mft/0/n3/0", "RUNNING"), BEREFT, "Slurm lists its step until SlurmdTimeout"),
         (step("mft/0/n3/2", "COMPLETED", "0:0"), BEREFT, "it ended in order; the run got to its end"),
