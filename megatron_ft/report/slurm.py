@@ -241,8 +241,8 @@ def slurm_table(record: RunRecord, newer: Sequence[Said] = ()) -> Table:
         table.add_column(name, overflow="fold")
     for row in _rows(merged(said_in_record(record), newer), about):
         table.add_row(*row)
-    whose = "what was seen at a time is from there, too, the rest Slurm's own word" if newer else "what Slurm said is from there"
-    table.caption = f"{run_words(about)}, says the record; {whose}"
+    whose = "what was seen at a time is from there, too, the rest Slurm's own word" if newer else "and what Slurm said"
+    table.caption = f"{run_words(about)}, says the record{';' if newer else ','} {whose}"
     table.caption_justify = "left"
     return table
 
