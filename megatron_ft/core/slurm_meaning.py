@@ -293,8 +293,9 @@ def _other(base: str) -> str:
 def _batch(said: Said, known: Known) -> str:
     run, base, node = run_words(known), said.base, short(known.batch or said.nodes)
     if node in known.lost and base not in ("COMPLETED", "FAILED"):
-        noticed = "Slurm has noticed" if base not in OPEN else f"Slurm does not give it up {_TIMEOUT}"
-        return f"its node, {node}, was lost ({known.lost[node].why}), and {noticed}; {run}"
+        then = {"NODE_FAIL": "Slurm has noticed", "CANCELLED": "it was ended with the job"}.get(base, _other(base))
+        then = f"Slurm does not give it up {_TIMEOUT}" if base in OPEN else then
+        return f"its node, {node}, was lost ({known.lost[node].why}); {then}; {run}"
     if base == "COMPLETED":
         return _completed(known, run)
     if base == "FAILED":

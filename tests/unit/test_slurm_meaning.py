@@ -94,6 +94,8 @@ def test_every_word_of_slurms_is_explained_and_nothing_else_is_said_than_the_rec
         assert (role.node in told) == (loss is not None and loss.t >= role.t)
     if said.kind == NODE:
         assert ("was lost" in text) == (said.name in known.lost)
+    assert ("Slurm has noticed" in text) <= (said.base == "NODE_FAIL")
+    assert ("Slurm has given it up" in text) <= (said.kind == NODE and slurm_said.is_given_up(said))
     # Who has ended it.
     assert ("the second supervisor cancelled" in text or "it cancelled the job" in text) <= bool(known.cancelled)
     assert ("not a supervisor" in text) <= (not known.cancelled)
@@ -163,7 +165,8 @@ def step(name: str, state: str, exit: str = "", **more) -> Said:
         (step("mft-second/7/1", "CANCELLED by 0", "0:9"), DONE, "nobody needed it: the first supervisor ends it"),
         (step("mft/0/n2/0", GONE), DONE, "with what, only accounting could say"),
         (step("mft/0/n3/0", GONE, srun=-9), BEREFT, "srun ended (SIGKILL), which is not to be relied on"),
-        (Said(STEP, "batch", "RUNNING", "5.batch"), BEREFT, "its node, n1, was lost"),
+        (Said(STEP, "batch", "RUNNING", "5.batch"), BEREFT, "Slurm does not give it up until SlurmdTimeout"),
+        (Said(STEP, "batch", "CANCELLED", "5.batch"), BEREFT, f"n1, was lost ({WHY}); it was ended with the job"),
         (Said(NODE, "n3", "DOWN*"), BEREFT, "Slurm has given it up"),
         (Said(NODE, "n3", "allocated*"), BEREFT, "hears nothing of it, either, and does not give it up until SlurmdTimeout"),
         (Said(NODE, "n3", "allocated"), BEREFT, "Slurm has not noticed"),
