@@ -407,26 +407,17 @@ def _supervise(options: argparse.Namespace) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="run directory")
     parser.add_argument("--reference", type=Path, help="run directory of a failure-free run to compare with")
+    said = parser.add_mutually_exclusive_group()
+    said.add_argument("--slurm", action="store_true", help="ask sacct, squeue and scontrol now what they say of the job")
+    said.add_argument("--sacct", type=Path, metavar="FILE", help="or explain what they have said, as somebody has sent it")
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from megatron_ft.launch import slurm_now
+    from megatron_ft.report import command
 
-    from megatron_ft.report import plots, tables
-    from megatron_ft.report.record import RunRecord
-
-    record = RunRecord.load(options.run_dir)
-    reference = RunRecord.load(options.reference) if options.reference else None
-    console = Console()
-    console.print(tables.failures_table(record))
-    console.print(tables.summary_table(record, reference))
-    for name, plot in (("loss.png", lambda path: plots.loss_plot(record, reference, path)),
-                       ("timeline.png", lambda path: plots.timeline_plot(record, path))):
-        path = options.run_dir / name
-        plot(path)
-        console.print(f"picture: {path}")
-    return 0
+    return command.run(options, slurm_now.ask)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

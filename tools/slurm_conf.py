@@ -142,7 +142,7 @@ def _slurm_conf(directory: Path, shape: Shape) -> str:
         "SlurmdLogFile": slurmd_log(directory, "%n"),
     }
     if shape.accounting:
-        settings |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": "127.0.0.1"}
+        settings |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": address}
         settings |= {"AccountingStoragePort": shape.accounting_port}
         settings |= {"AccountingStoragePass": f"{directory}/run/munge.socket"}  # what Slurm means by that with munge
     lines = [f"{setting}={value}" for setting, value in settings.items()]
@@ -156,7 +156,7 @@ def _slurm_conf(directory: Path, shape: Shape) -> str:
 def _slurmdbd_conf(directory: Path, shape: Shape) -> str:
     settings = {
         "DbdHost": shape.controller[0],
-        "DbdAddr": "127.0.0.1",
+        "DbdAddr": shape.controller[1],  # jobs ask it, too
         "DbdPort": shape.accounting_port,
         "AuthInfo": f"socket={directory}/run/munge.socket",
         "SlurmUser": "root",

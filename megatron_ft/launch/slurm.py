@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ft.core import slurm_said
+from megatron_ft.core.slurm_said import Said
 from megatron_ft.errors import LaunchError
 
 _ASK_S = 20.0
@@ -75,13 +77,32 @@ def node_up(name: str) -> bool | None:
     return not (state.rstrip().endswith("*") or state.startswith(("down", "fail", "unknown")))
 
 
-def steps(job_id: str) -> dict[str, str] | None:
-    """Name -> id of the job's steps that have not ended."""
-    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j")
-    if listed is None:
-        return None
-    pairs = (line.split(maxsplit=1) for line in listed.splitlines() if line.strip())
-    return {name: number for number, name in pairs}
+def steps(job_id: str) -> list[Said] | None:
+    """The job's steps that have not ended."""
+    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", slurm_said.SQUEUE_STEPS)
+    return None if listed is None else slurm_said.squeue_steps(listed)
+
+
+def node_states(names: Sequence[str]) -> list[Said] | None:
+    listed = _ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(names), "--format", "%N %T")
+    return None if listed is None else slurm_said.sinfo_nodes(listed)
+
+
+def shown(job_id: str) -> str | None:
+    """``scontrol``'s words about a job; it knows one for some minutes after its end."""
+    return _ask("scontrol", "--oneliner", "show", "job", job_id)
+
+
+def accounted(job_id: str) -> list[Said]:
+    """The job and its steps, also those that have ended, of all its starts; empty where there is no accounting."""
+    columns = ",".join(slurm_said.SACCT)
+    return slurm_said.sacct(_ask("sacct", "--duplicates", "--parsable2", "--jobs", job_id, "--format", columns) or "")
+
+
+def cluster() -> str | None:
+    """The name of the one that answers here."""
+    lines = (_ask("scontrol", "show", "config") or "").splitlines()
+    return next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), None)
 
 
 def ends_at(job_id: str) -> float | None:

@@ -27,6 +27,7 @@ from megatron_ft.core import restarts, supervision
 from megatron_ft.errors import FTError, LaunchError, StoreError
 from megatron_ft.launch import ask, join, slurm
 from megatron_ft.launch.hosts import ranks_of
+from megatron_ft.launch.slurm_notes import Notes
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import ControlStore
 
@@ -86,14 +87,17 @@ class Supervisor:
         self._over_since: float | None = None
         self._tail = history.Tail(options.run_dir)
         self._lease: _Lease | None = None
-        self._complained = ""
+        self._notes = Notes(options.run_dir, self._slurm, _say)
 
     def run(self) -> int:
         """Until the job is over; returns its exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._signalled)
+        before = history.read(self._options.run_dir)
+        for line in before:
+            self._notes.hear(line)
         self._ask_slurm()
-        if any(line["event"] == "end" for line in history.read(self._options.run_dir)):
+        if any(line["event"] == "end" for line in before):
             _say("the run has got to its end already")
             return 0
         running = self._found()
@@ -107,6 +111,8 @@ class Supervisor:
             code = self._look()
             if code is not None:
                 self._end_steps()
+                if self._acts:
+                    self._notes.last()
                 return code
             time.sleep(_LOOK_S)
 
@@ -118,7 +124,7 @@ class Supervisor:
         if ended:  # each is asked about once, when Slurm lists it no more: it may also be the srun only that has ended
             self._asked_at = min(self._asked_at, time.monotonic() - _ASK_SLURM_S + 1.0)
         for name in ended:
-            del self._steps[name]
+            self._notes.srun_ended(name, self._steps.pop(name).srun.returncode)
         if time.monotonic() - self._asked_at >= _ASK_SLURM_S:
             self._ask_slurm()
         if not self._on_duty() and not self._left_alone():
@@ -154,10 +160,11 @@ class Supervisor:
             own += ["--failures-per-node", str(self._options.limits.per_node), "--second"]
             self._seconds += 1
             self._second = f"mft-second/{os.getpid()}/{self._seconds}"
-            self._ask_for(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch])
+            self._ask_for(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch], role="second")
 
     def _read_record(self) -> None:
         for line in self._tail.new():
+            self._notes.hear(line)
             if line["event"] == "start":
                 self._over = None
             elif line["event"] == "end":
@@ -167,7 +174,10 @@ class Supervisor:
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
-        self._listed = slurm.steps(self._slurm.id)
+        said = slurm.steps(self._slurm.id)
+        self._listed = None if said is None else {step.name: step.id for step in said}
+        if self._acts:
+            self._notes.look(said, None if said is None else slurm.node_states(self._nodes))
         self._ends_at = slurm.ends_at(self._slurm.id) or self._ends_at
 
     def _running(self) -> frozenset[str] | None:
@@ -186,6 +196,11 @@ class Supervisor:
     def _signalled(self, number: int, _frame: object) -> None:
         self._told = f"{signal.Signals(number).name}: the job is to end soon"
 
+    @property
+    def _acts(self) -> bool:
+        """Whether it is on duty, as far as it knows."""
+        return not self._options.waits if self._lease is None else self._lease.held
+
     # --- who does it --------------------------------------------------------------------------------------------------
 
     def _on_duty(self) -> bool:
@@ -202,9 +217,9 @@ class Supervisor:
             self._lease.look()
             if self._lease.held and not before and self._lease.number > 1:
                 _say(f"the supervisor is lost; this one, on {self._slurm.here}, goes on in its place")
-                self._note("takes over", node=self._slurm.here)
+                self._notes.note("takes over", node=self._slurm.here)
         except (LaunchError, StoreError):
-            return not self._options.waits if self._lease is None else self._lease.held
+            return self._acts
         return self._lease.held
 
     def _left_alone(self) -> bool:
@@ -224,19 +239,20 @@ class Supervisor:
         match action:
             case supervision.StartSpare(node=node, number=number):
                 name = _name(self._job.attempt, node, number)
-                asked = self._ask_for(node, name, ["join", str(self._options.run_dir), "--spare"])
+                asked = self._ask_for(node, name, ["join", str(self._options.run_dir), "--spare"], role="reserve")
                 self._job = supervision.started(self._job, node, asked)
-                self._note("spare step", node=node, failures=number)
+                self._notes.note("spare step", node=node, failures=number)
             case supervision.Drain(node=node, why=why):
                 refused = slurm.drain(node, why)
                 _say(f"node {node} gets no further agent: {why}" + (f"; not drained: {refused}" if refused else "; drained"))
-                self._note("drained" if not refused else "not drained", node=node, reason=refused or why)
+                self._notes.note("drained" if not refused else "not drained", node=node, reason=refused or why)
             case supervision.StopRun(why=why):
                 self._stop_run(why)
             case supervision.CancelSteps(names=names):
                 for name in names:
                     if (self._listed or {}).get(name):
                         slurm.cancel_step(self._listed[name])
+                        self._notes.cancelled(name, self._listed[name])
                 self._asked_at = -float("inf")
             case supervision.StartAll(attempt=attempt):
                 _say(f"no group is left: the whole job is started again, for the {attempt}. time")
@@ -245,9 +261,13 @@ class Supervisor:
                 return self._requeue(why)
             case supervision.Finish(code=code, why=why):
                 _say(f"{why} (exit code {code})")
+                if not self._options.waits:
+                    self._notes.note("ends", exit_code=code, reason=why)
                 slurm.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
                 if self._options.waits:
                     time.sleep(_LEASE_S)  # if the batch shell lives it ends the job, and this process with it
+                    self._notes.last()
+                    self._notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
                     slurm.cancel_job(self._slurm.id)
                 return code
         return None
@@ -255,6 +275,8 @@ class Supervisor:
     def _start_all(self, attempt: int) -> None:
         """An agent on every node; the last of them in reserve."""
         self._over, self._lease = None, None
+        self._notes.begin()
+        self._notes.job()
         well = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
         nodes = [node for node in well if not attempt or slurm.node_up(node) is not False]
         job = f"{self._slurm.id}.{self._slurm.restarts}.{attempt}.{os.getpid()}"
@@ -262,7 +284,8 @@ class Supervisor:
         steps = {}
         for rank, node in enumerate(nodes):
             where = [*common, "--host-rank", str(rank), "--address", _numeric(node)]
-            steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch])
+            role = {"role": "agent" if rank < len(nodes) - self._options.spares else "reserve", "host": rank}
+            steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch], **role)
         self._job = supervision.begun(self._job, steps)
         names = f"{nodes[0]} has the control store"
         _say(f"job {self._slurm.id}: {len(nodes)} nodes, {self._options.spares} of them in reserve; {names}")
@@ -277,8 +300,8 @@ class Supervisor:
                 home.setdefault(group, switch[node])
         return ["--failure-domains", ",".join(home[group] for group in sorted(home))] if home else []
 
-    def _ask_for(self, node: str, name: str, command: Sequence[str]) -> str:
-        """A step there; its name, or "" if there is no srun."""
+    def _ask_for(self, node: str, name: str, command: Sequence[str], **role: object) -> str:
+        """A step there; its name, or "" if there is no srun. ``role``: for the record."""
         log = self._options.run_dir.parent / f"{self._options.run_dir.name}.agents.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -287,6 +310,7 @@ class Supervisor:
             _say(f"no agent on {node}: {error}")
             return ""
         self._steps[name] = _Step(srun)
+        self._notes.asked(name, node=node, **role)
         return name
 
     def _adopt(self, running: Mapping[str, str]) -> None:
@@ -306,22 +330,14 @@ class Supervisor:
     def _requeue(self, why: str) -> int:
         refused = slurm.requeue(self._slurm.id)
         _say(f"{why}: the job is " + (f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"))
-        self._note("requeued" if not refused else "not requeued", reason=refused or why)
+        self._notes.note("requeued" if not refused else "not requeued", reason=refused or why)
         return REQUEUED
 
     def _end_steps(self) -> None:
-        for step in self._steps.values():
+        for name, step in self._steps.items():
             if step.srun.poll() is None:
                 step.srun.kill()
-            step.srun.wait()
-
-    def _note(self, what: str, **fields: object) -> None:
-        try:
-            history.append(self._options.run_dir, "slurm", what=what, job=self._slurm.id, **fields)
-        except OSError as error:
-            if str(error) != self._complained:
-                _say(f"run record not written: {error}")
-            self._complained = str(error)
+            self._notes.srun_ended(name, step.srun.wait())
 
 
 class _Lease:

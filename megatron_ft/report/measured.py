@@ -38,7 +38,8 @@ def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
         "rejoin_s": _ways_back_s(record),
     }
     found |= {name: median(values) for name, given in times.items() if (values := list(given))}
-    lived_s = record.lines[-1]["t"] - record.lines[0]["t"]
+    own = [line["t"] for line in record.lines if line["event"] != "slurm"]  # a job may live longer than its run
+    lived_s = own[-1] - own[0]
     if record.faults:
         found["node_mtbf_hours"] = lived_s / len(record.faults) / HOUR_S * gpus / gpus_per_node
     if any(line["event"] == "resume" for line in record.lines):

@@ -2,134 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import checkers
 from megatron_ft.runtime import history
 from tests import slurm, support
-from tests.stores import await_
+from tests.slurm import GROUPS, STEPS, comes_back_on, lose, pid_of
 from tools import proc
 
 pytestmark = pytest.mark.system
 
-STEPS, GROUPS = 80, 3
-OWN = ["--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
-SCRIPT = support.ROOT / "slurm" / "pretrain.sbatch"
-DEADLINE_S, LOOK_S = 180.0, 0.2
-
 cluster = slurm.lab(4)
-
-
-def config(path: Path, directory: Path) -> Path:
-    changes = {"rejoin": {}, "detector": {"straggler_factor": 0}, "checkpoint": {"directory": str(directory)}}
-    return support.write_config(path, **changes)
+submit = slurm.submitted()
 
 
 @pytest.fixture(scope="module")
 def failure_free(tmp_path_factory, data_dir) -> list[dict]:
     """The history of the same job on one host, to which nothing happens."""
     directory = tmp_path_factory.mktemp("reference")
-    settings = ["--config", config(directory / "config.json", directory / "saved"), "--run-dir", directory / "run"]
-    done = support.ft("launch", "--groups", GROUPS, *settings, support.SCRIPT, "--", "--data", data_dir, *OWN)
+    settings = ["--config", slurm.config(directory / "config.json", directory / "saved"), "--run-dir", directory / "run"]
+    script = [support.SCRIPT, "--", "--data", data_dir, *slurm.own_arguments(STEPS)]
+    done = support.ft("launch", "--groups", GROUPS, *settings, *script)
     assert done.returncode == 0, done.stderr
     return history.read(directory / "run")
-
-
-class Job:
-    """One submitted job. The batch shell is on n1, which is the spare node; host 0, with the store, is n2."""
-
-    def __init__(self, lab, directory: Path, data_dir: Path, *options: str, **variables: str) -> None:
-        self.lab, self.directory, self.run_dir = lab, directory, directory / "run"
-        settings = config(directory / "config.json", directory / "saved")
-        own = {"MEGATRON_FT": str(Path(sys.executable).parent / "megatron-ft"), "RUN_DIR": str(self.run_dir)}
-        own |= {"CONFIG": str(settings), "OMP_NUM_THREADS": "1", "SPARE_NODES": "1", **variables}
-        batch = ["sbatch", "--parsable", "--nodes=4", f"--output={directory}/batch.log", *options, SCRIPT]
-        script = [support.SCRIPT, "--", "--data", data_dir, *OWN]
-        environment = {**lab.env, **own}
-        done = lab.run([*batch, *script], env=environment, cwd=support.ROOT, check=True)
-        self.id = done.stdout.strip()
-
-    @property
-    def lines(self) -> list[dict]:
-        """The history of all its starts, as one."""
-        starts = [*sorted((self.run_dir / "earlier").glob("*")), self.run_dir]
-        return checkers.joined([history.read(start) for start in starts])
-
-    def events(self, event: str) -> list[dict]:
-        return [line for line in history.read(self.run_dir) if line["event"] == event]
-
-    def await_step(self, step: int) -> None:
-        self.await_(lambda: any(line["step"] >= step for line in self.events("step")), f"step {step}")
-
-    def await_(self, condition, what: str) -> None:
-        try:
-            await_(condition, what, DEADLINE_S, LOOK_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
-
-    def said(self) -> str:
-        files = [*self.directory.glob("*.log*"), *self.run_dir.glob("logs/*")]
-        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(files))
-
-    def state(self) -> str:
-        return self.lab.run(["squeue", "--noheader", "--states=all", "--jobs", self.id, "--format", "%T"]).stdout.strip()
-
-    def await_end(self, *states: str) -> None:
-        """Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
-        self.await_(lambda: self.state() in ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "NODE_FAIL"), "the end")
-        restore(self.lab)
-        self.await_(lambda: self.state() != "COMPLETING", "all steps have ended")
-        assert self.state() in states, f"{self.state()}\n{self.said()}"
-
-    def check(self, reference: list[dict]) -> None:
-        """All steps are made, with all microbatches, and the losses of the failure-free run."""
-        found = checkers.check_history(self.lines, GROUPS * support.PER_GROUP, reference)
-        assert not found, "\n".join([*found, self.said()])
-        assert [line["step"] for line in self.lines if line["event"] == "step"] == list(range(STEPS))
-
-
-def restore(lab) -> None:
-    """All nodes are well."""
-    for node in lab.nodes:
-        lab.thaw(node)
-        lab.heal(node)
-        if lab.slurmd(node) == "dead":
-            lab.start_node(node)
-
-
-@pytest.fixture
-def submit(cluster, tmp_path, data_dir):
-    jobs: list[Job] = []
-
-    def submit(*options: str, **variables: str) -> Job:
-        jobs.append(Job(cluster, tmp_path, data_dir, *options, **variables))
-        return jobs[-1]
-
-    yield submit
-    restore(cluster)
-    for job in jobs:
-        cluster.run(["scancel", job.id])
-    await_(lambda: set(cluster.states().values()) == {"idle"}, "all nodes are idle again", DEADLINE_S, LOOK_S)
-
-
-def pid_of(job: Job, group: int) -> int:
-    return next(rank["pid"] for rank in json.loads((job.run_dir / "ranks.json").read_text()) if rank["group"] == group)
-
-
-def lose(lab, node: str) -> None:
-    """As if its power were cut: its connections are not even closed."""
-    lab.cut(node)
-    lab.kill_node(node)
-
-
-def comes_back_on(job: Job, group: int, node: str) -> None:
-    job.await_(lambda: any(group in view["joined"] for view in job.events("view")), f"group {group} is back")
-    assert job.events("restart")[-1]["host"] == node, job.said()
 
 
 def test_a_killed_rank_comes_back_on_its_node(cluster, submit, failure_free):
