@@ -237,10 +237,10 @@ def test_clones_share_what_their_process_knows(server):
 class Told:
     """What a watcher told, in order."""
 
-    def __init__(self, store: ControlStore, restore: bool = True) -> None:
+    def __init__(self, store: ControlStore, restore: bool = True, wait_s: float = 60.0) -> None:
         self.lines: list[object] = []
-        self._restore = restore
-        watcher.Watcher(store, self._heard, self._lost, lambda: self.lines.append("back"), self._empty).start()
+        self._restore, back = restore, lambda: self.lines.append("back")
+        watcher.Watcher(store, self._heard, self._lost, back, self._empty, wait_s).start()
 
     def _heard(self, verdict: detector.Verdict) -> None:
         self.lines.append(verdict.epoch)
@@ -292,11 +292,10 @@ def test_the_watcher_hears_what_was_announced_before_it_found_the_new_store(serv
     told.await_(1, 2, "away", "empty", "back", 4, 5, 6)
 
 
-def test_the_watcher_goes_on_in_a_store_that_was_only_frozen(server, monkeypatch):
-    monkeypatch.setattr(watcher, "_WAIT_S", 0.1)
+def test_the_watcher_goes_on_in_a_store_that_was_only_frozen(server):
     agent = client_of(server)
     agent.begin()
-    told = Told(client_of(server, SILENCE_S))
+    told = Told(client_of(server, SILENCE_S), wait_s=0.1)
     watcher.announce(agent, detector.Reset(1, 0, "broken"))
     told.await_(1)
     server.freeze()

@@ -33,10 +33,11 @@ def mutation(name, seeds=range(1500)):
 
 @mutation("a report of another epoch counts")
 def _(patch):
-    def report(state, found):
-        return replace(state, reports={**state.reports, found.group: replace(found, epoch=state.view.epoch)})
+    def reports(state, found):
+        taken = {report.group: replace(report, epoch=state.view.epoch) for report in found}
+        return replace(state, reports={**state.reports, **taken})
 
-    patch.setattr(recovery, "_report", report)
+    patch.setattr(recovery, "_reports", reports)
     patch.setattr(group, "look", lambda store, epoch, missing: _older(store, epoch, missing))
 
 
@@ -63,7 +64,7 @@ def _(patch):
     patch.setattr(membership, "next_view", hasty)
 
 
-@mutation("the time in which the store is away counts as waiting", range(4900, 5000))
+@mutation("the time in which the store is away counts as waiting", range(100, 200))
 def _(patch):
     patch.setattr(recovery, "_LOOKS", 0.01)
 
