@@ -7,6 +7,7 @@ carried out; those that matter say why.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,15 @@ def node_address(name: str) -> str:
     """A node's address as Slurm has it, else its name."""
     words = _answer("scontrol", "--oneliner", "show", "node", name).split()
     return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)
+
+
+def numeric_address(node: str) -> str:
+    """Raises ``LaunchError``."""
+    name = node_address(node)
+    try:
+        return socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        raise LaunchError(f"node {node} has the address {name}, which stands for nothing here: {error}") from None
 
 
 def switches(nodes: Sequence[str]) -> dict[str, str]:
@@ -118,6 +128,21 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
 
 def cancel_step(step: str) -> None:
     _ask("scancel", step)
+
+
+def signal_step(step: str, name: str) -> str:
+    """To all its processes. Why not; empty if it is sent."""
+    return _order("scancel", f"--signal={name}", step)
+
+
+def down(node: str, why: str) -> str:
+    """Why not; empty if it is. It needs an operator's rights."""
+    return _order("scontrol", "update", f"nodename={node}", "state=down", f"reason={why}")
+
+
+def resume(node: str) -> str:
+    """Why not; empty if it is."""
+    return _order("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def cancel_job(job_id: str) -> None:

@@ -261,7 +261,7 @@ class Supervisor:
         common = ["--hosts", str(len(nodes)), "--job-id", job, *self._domains(nodes[: len(nodes) - self._options.spares])]
         steps = {}
         for rank, node in enumerate(nodes):
-            where = [*common, "--host-rank", str(rank), "--address", _numeric(node)]
+            where = [*common, "--host-rank", str(rank), "--address", slurm.numeric_address(node)]
             steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch])
         self._job = supervision.begun(self._job, steps)
         names = f"{nodes[0]} has the control store"
@@ -351,14 +351,6 @@ class _Lease:
 def _name(attempt: int, node: str, number: int) -> str:
     """Of a step; what a second supervisor knows of it."""
     return f"mft/{attempt}/{node}/{number}"
-
-
-def _numeric(node: str) -> str:
-    name = slurm.node_address(node)
-    try:
-        return socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        raise LaunchError(f"node {node} has the address {name}, which stands for nothing here: {error}") from None
 
 
 def _say(line: str) -> None:
