@@ -117,6 +117,7 @@ class BurnIn:
         if self._answered(case):
             views = [line["t"] for line in self._lines if line["event"] == "view"]
             case.back_s = views[-1] - case.at
+            _say(f"fault {strike.number}: all groups are there again after {case.back_s:.1f} s")
 
     # --- what is done -------------------------------------------------------------------------------------------------
 
