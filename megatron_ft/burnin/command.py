@@ -103,7 +103,7 @@ class BurnIn:
         if case.victim is None:
             case.refused = "there is nobody who could be struck: all ranks are on the node with the control store"
             return
-        case.at, strike = time.time(), case.strike
+        case.at, case.mark, strike = time.time(), len(self._lines), case.strike
         _say(f"fault {strike.number}: {plan.KINDS[strike.kind]}: {_whom(case)}")
         try:
             getattr(self, f"_{strike.kind}")(case)
@@ -142,7 +142,7 @@ class BurnIn:
             srun.kill()
             srun.wait()
         self._read()
-        if not any(line["event"] == "inject" and line["t"] >= case.at for line in self._lines):
+        if not any(line["event"] == "inject" for line in self._lines[case.mark :]):
             case.refused = f"megatron-ft inject has done nothing there; it says why in {log}.{case.victim.node}"
 
     def _step(self, case: Case) -> None:
@@ -158,7 +158,8 @@ class BurnIn:
     def _signal(self, case: Case, name: str) -> str:
         """To everything of ours there; the step."""
         steps = slurm.steps(self._slurm.id) or {}
-        own = [number for its, number in steps.items() if its.startswith("mft/") and its.split("/")[2] == case.victim.node]
+        named = sorted((its.split("/"), number) for its, number in steps.items() if its.startswith("mft/"))
+        own = [number for (_, _, node, _), number in named if node == case.victim.node]
         if not own:
             raise LaunchError(f"Slurm lists no step of ours on {case.victim.node}")
         fields = {"group": None, "position": None, "pid": None, "signal": f"SIG{name}", "point": None}
@@ -185,7 +186,8 @@ class BurnIn:
             self._lines.append(line)
 
     def _over(self) -> bool:
-        return self._job.poll() is not None or any(line["event"] in ("end", "stop") for line in self._lines[-50:])
+        last = next((line["event"] for line in reversed(self._lines) if line["event"] in ("start", "end", "stop")), "")
+        return self._job.poll() is not None or last in ("end", "stop")
 
     def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
         """Or until the run is over."""
@@ -205,7 +207,7 @@ class BurnIn:
         return stepped and verdict.whole(self._lines, self._options.groups)
 
     def _lost(self, case: Case) -> dict[int, str]:
-        return verdict.lost(self._lines, case.at)
+        return verdict.lost(self._lines[case.mark :])
 
     def _answered(self, case: Case) -> bool:
         noticed = any(group in case.victim.groups for group in self._lost(case))
@@ -217,6 +219,7 @@ class BurnIn:
             listed = json.loads((self._options.run_dir / "ranks.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
+        listed.sort(key=lambda rank: rank["incarnation"])  # a host that was lost has not taken back what it had listed
         named = {(rank["group"], rank["position"]): _node(rank["host"], self._slurm.nodes) for rank in listed}
         return {rank: node for rank, node in named.items() if node}
 

@@ -19,21 +19,23 @@ Lines = Sequence[Mapping[str, Any]]
 
 @dataclass
 class Case:
-    """One strike and what became of it. ``refused``: why it was not done; ``back_s``: until all groups were there again;
-    None: they never were. ``why``: how the run has named the loss."""
+    """One strike and what became of it. ``refused``: why it was not done, ``excused`` if that is nobody's fault; ``mark``:
+    how many lines the record had before; ``back_s``: until all groups were there again, None: they never were; ``why``:
+    how the run has named the loss."""
 
     strike: Strike
     victim: Victim | None = None
     refused: str = ""
     excused: bool = False
     at: float = 0.0
+    mark: int = 0
     back_s: float | None = None
     why: str = ""
 
 
-def lost(lines: Lines, since: float) -> dict[int, str]:
-    """Group -> why, of the views after that moment."""
-    views = (line for line in lines if line["event"] == "view" and line["t"] >= since)
+def lost(lines: Lines) -> dict[int, str]:
+    """Group -> why, of all views."""
+    views = (line for line in lines if line["event"] == "view")
     return {int(group): why for view in views for group, why in view["lost"].items()}
 
 
@@ -74,7 +76,7 @@ def _innocent(lines: Lines, cases: Sequence[Case]) -> list[str]:
     struck = {group for case in cases if case.victim is not None and not case.refused for group in case.victim.groups}
     return [
         f"group {group} was lost, and nothing had been done to it: {why}"
-        for group, why in lost(lines, 0.0).items()
+        for group, why in lost(lines).items()
         if group not in struck
     ]
 

@@ -114,7 +114,10 @@ class Element:
         if self._agent is not None and self._agent.poll() is not None:
             self._buried(self._agent.returncode)
         if self._ending:  # whoever sent SIGTERM has sent it to the agent as well
-            return 128 + signal.SIGTERM if self._agent is None else None
+            if self._agent is not None:
+                return None
+            self._board.beat(self._own.beat)
+            return 128 + signal.SIGTERM
         if time.monotonic() - self._looked_at < _BEAT_S:
             return None
         self._looked_at = time.monotonic()

@@ -46,7 +46,7 @@ class Array(Submitted):
 
     def kill(self, element: int, word: str) -> None:
         """SIGKILL to the command of ours that runs there under that name."""
-        pids = [pid for pid in self.lab.tasks_of(self.node(element)) if word in proc.command(pid)[:5]]
+        pids = [pid for pid in self.lab.tasks_of(self.node(element)) if word in proc.command(pid)[:4]]
         assert pids, self.said()
         proc.send(sorted(pids)[:1], 9)
 
