@@ -136,7 +136,7 @@ class Element:
         if leads:
             self._pass_on(made)
         outcome = self._outcome(made) if idle else None
-        if leads or outcome == 0:
+        if idle and (leads or outcome == 0):
             decision = elements.decide(made, elements.Seen(time.time(), *self._heard, outcome=outcome), self._limits)
             if decision is not None:
                 self._board.write(decision)

@@ -103,6 +103,12 @@ def ends_at(job_id: str) -> float | None:
         return None
 
 
+def ending(job_id: str) -> bool:
+    """Whether Slurm is about to end it: it was cancelled, or its time is up."""
+    state = (_ask("squeue", "--noheader", "--jobs", job_id, "--format", "%T") or "").strip()
+    return state in ("COMPLETING", "CANCELLED", "TIMEOUT")
+
+
 def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Path) -> subprocess.Popen:
     """A step of one task on that node, beside what runs there. Its output goes to ``log``, which the node itself writes,
     so the step lives on without the ``srun`` that is returned."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_ft.config import FaultToleranceConfig, RunConfig
 from megatron_ft.core import restarts, supervision
-from megatron_ft.errors import FTError, LaunchError, StoreError
+from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
 from megatron_ft.launch import ask, join, slurm
 from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.runtime import history
@@ -304,6 +304,10 @@ class Supervisor:
             _say(f"the run cannot be told to stop: {error}")
 
     def _requeue(self, why: str) -> int:
+        if slurm.ending(self._slurm.id):  # a requeued job would come back, although somebody has cancelled it
+            _say(f"{why}: the job is cancelled, and not requeued; submit it again to go on")
+            self._note("not requeued", reason="the job is cancelled")
+            return RunStopped.exit_code
         refused = slurm.requeue(self._slurm.id)
         _say(f"{why}: the job is " + (f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"))
         self._note("requeued" if not refused else "not requeued", reason=refused or why)

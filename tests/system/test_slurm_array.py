@@ -33,6 +33,11 @@ class Array(Submitted):
         rows = (line.split() for line in self.lab.run(asked).stdout.splitlines())
         return {int(row[0]): (row[1], row[2], row[3] if len(row) > 3 else "") for row in rows}
 
+    def hosts(self) -> list[int]:
+        """The elements that have begun the run, by group; the one in reserve last. They come in any order."""
+        begun = list(Board(self.run_dir / "array" / self.id).read()[0].hosts)
+        return [*begun, *({0, 1, 2, 3} - set(begun))]
+
     def node(self, element: int) -> str:
         return self.elements()[element][2]
 
@@ -74,16 +79,17 @@ def test_an_element_without_power_is_replaced_and_comes_back_as_a_spare(cluster,
     array = submit()
     array.await_step(3)
     array.await_spares(1)
-    lost, spare = array.node(1), array.node(3)
+    element = array.hosts()[1]
+    lost, spare = array.node(element), array.node(array.hosts()[3])
     cluster.cut(lost)
     cluster.kill_node(lost)
     array.await_back(1)
     assert array.events("restart")[-1]["host"] == spare, array.said()
     cluster.heal(lost)
     cluster.start_node(lost)
-    array.start_now(1)
+    array.start_now(element)
     array.await_spares(2)
-    assert array.beat(1).restarts == 1
+    assert array.beat(element).restarts == 1
     array.go()
     array.await_end()
     array.check(failure_free)
@@ -94,10 +100,10 @@ def test_an_agent_and_then_its_element_are_killed_and_both_are_back_without_slur
     array = submit()
     array.await_step(3)
     array.await_spares(1)
-    array.kill(2, "launch")
+    array.kill(array.hosts()[2], "launch")
     array.await_back(2)
     array.await_spares(2)
-    array.kill(1, "supervise")
+    array.kill(array.hosts()[1], "supervise")
     array.await_back(1)
     array.await_spares(3)
     assert [array.beat(element).restarts for element in range(4)] == [0, 0, 0, 0]
