@@ -1,7 +1,7 @@
 """A burn-in: ``supervise`` runs the job of an allocation, this strikes it, one fault after the other, and judges.
 
-A node is struck with Slurm's own means: ``scancel`` signals all that a step of ours has there. One rank, or an agent, is
-struck by ``megatron-ft inject`` in a step on its node. What is frozen goes on whatever happens to this process but SIGKILL.
+All of ours on a node is killed with Slurm's own means (``scancel`` of the step); what is more precise ``megatron-ft inject``
+does, in a step of its own there.
 
 Failures it assumes: the run can be over at any moment, a strike may be refused or find nobody: the verdict says so.
 """
@@ -128,16 +128,16 @@ class BurnIn:
     def _agent(self, case: Case) -> None:
         self._inject(case, {"kind": "agent", "after_s": 0})
 
-    def _inject(self, case: Case, fault: Mapping[str, Any]) -> None:
+    def _inject(self, case: Case, *faults: Mapping[str, Any]) -> None:
         number = case.strike.number
         schedule = self._options.run_dir / f"burn-in-{number}.json"
-        schedule.write_text(json.dumps({"seed": number, "faults": [fault]}), encoding="utf-8")
+        schedule.write_text(json.dumps({"seed": number, "faults": faults}), encoding="utf-8")
         command = ["inject", str(self._options.run_dir), str(schedule), "--min-survivors", "0"]
         log = self._options.run_dir / "burn-in.log"
         command = [sys.executable, "-m", "megatron_ft.cli", *command]
         srun = slurm.start_step(self._slurm, case.victim.node, f"burn-in/{number}", command, log)
         try:
-            srun.wait(_INJECT_S)
+            srun.wait(_INJECT_S + self._options.freeze_s)
         except subprocess.TimeoutExpired:
             srun.kill()
             srun.wait()
@@ -145,28 +145,21 @@ class BurnIn:
         if not any(line["event"] == "inject" for line in self._lines[case.mark :]):
             case.refused = f"megatron-ft inject has done nothing there; it says why in {log}.{case.victim.node}"
 
-    def _step(self, case: Case) -> None:
-        self._signal(case, "KILL")
-
     def _freeze(self, case: Case) -> None:
-        step = self._signal(case, "STOP")
-        try:
-            self._await(lambda: False, self._options.freeze_s)
-        finally:
-            slurm.signal_step(step, "CONT")
+        """Agent and ranks at once; the injector has them go on, also when it is ended."""
+        held = {"how": "stop", "after_s": 0, "duration_s": self._options.freeze_s}
+        self._inject(case, {"kind": "agent", **held}, {"kind": "rack", "groups": list(case.victim.groups), **held})
 
-    def _signal(self, case: Case, name: str) -> str:
-        """To everything of ours there; the step."""
-        steps = slurm.steps(self._slurm.id) or {}
+    def _step(self, case: Case) -> None:
+        """All processes of our newest step there."""
+        steps, node = slurm.steps(self._slurm.id) or {}, case.victim.node
         named = sorted((its.split("/"), number) for its, number in steps.items() if its.startswith("mft/"))
-        own = [number for (_, _, node, _), number in named if node == case.victim.node]
+        own = [number for (_, _, its, _), number in named if its == node]
         if not own:
-            raise LaunchError(f"Slurm lists no step of ours on {case.victim.node}")
-        fields = {"group": None, "position": None, "pid": None, "signal": f"SIG{name}", "point": None}
-        history.append(self._options.run_dir, "inject", kind=case.strike.kind, host=case.victim.node, **fields)
-        if refused := slurm.signal_step(own[-1], name):
-            raise LaunchError(refused)
-        return own[-1]
+            raise LaunchError(f"Slurm lists no step of ours on {node}")
+        fields = {"group": None, "position": None, "pid": None, "signal": "SIGKILL", "point": None}
+        history.append(self._options.run_dir, "inject", kind="step", host=node, **fields)
+        case.refused = slurm.kill_step(own[-1])
 
     def _down(self, case: Case) -> None:
         if self._downs >= self._options.spares:

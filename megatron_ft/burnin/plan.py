@@ -12,7 +12,7 @@ KINDS = {
     "rank": "SIGKILL to one rank",
     "agent": "SIGKILL to a node's agent, which takes its ranks along",
     "step": "SIGKILL to everything of ours on a node (scancel)",
-    "freeze": "SIGSTOP to everything of ours on a node for some seconds",
+    "freeze": "SIGSTOP to a node's agent and all its ranks, for some seconds",
     "down": "the node is set down in Slurm, where that is permitted",
 }
 DEFAULT = ("rank", "agent", "step", "freeze")

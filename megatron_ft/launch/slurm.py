@@ -136,9 +136,9 @@ def cancel_step(step: str) -> None:
     _ask("scancel", step)
 
 
-def signal_step(step: str, name: str) -> str:
-    """To all its processes. Why not; empty if it is sent."""
-    return _order("scancel", f"--signal={name}", step)
+def kill_step(step: str) -> str:
+    """All its processes, at once. Why not; empty if it is sent."""
+    return _order("scancel", "--signal=KILL", step)
 
 
 def down(node: str, why: str) -> str:
