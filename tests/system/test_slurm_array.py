@@ -42,9 +42,10 @@ class Array(Submitted):
         return self.elements()[element][2]
 
     def start_now(self, element: int) -> None:
-        """One that was requeued; Slurm would wait for two minutes."""
+        """One that was requeued; Slurm would wait for two minutes. A node refuses a job in the second in which it was
+        killed there."""
         self.await_(lambda: self.elements()[element][1] == "PENDING", f"element {element} is requeued")
-        self.lab.run(["scontrol", "update", f"jobid={self.elements()[element][0]}", "StartTime=now"], check=True)
+        self.lab.run(["scontrol", "update", f"jobid={self.elements()[element][0]}", "StartTime=now+3"], check=True)
 
     def beat(self, element: int) -> Beat:
         return Board(self.run_dir / "array" / self.id).last(element)
