@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft import __version__
+from megatron_ft.burnin import words
 from megatron_ft.errors import FTError
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
     _add_stop(commands.add_parser("stop", help="tell a live run to save and to end"))
     _add_supervise(commands.add_parser("supervise", help="in a Slurm job: launch on all its nodes, and look after it"))
+    burn_in = commands.add_parser("burn-in", help="in a Slurm job: a run that is struck on purpose, and a verdict")
+    words.add(burn_in, _burn_in)
     _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
     _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
     _add_doctor(commands.add_parser("doctor", help="what works on this machine, or on all hosts, and who is bad"))
@@ -377,24 +380,39 @@ def _add_supervise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-before-s", type=float, default=300.0, metavar="S", help="the time limit (default: 300)")
     parser.add_argument("--failures-per-node", type=int, default=3, metavar="N", help="then it is drained (default: 3)")
     parser.add_argument("--second", action="store_true", help="wait until the first supervisor is lost (for itself)")
+    parser.add_argument("--array", action="store_true", help="as an element of an array job, with one node of its own")
     parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those of hosts")
     parser.set_defaults(run=_supervise)
 
 
-def _supervise(options: argparse.Namespace) -> int:
+def _of_job(options: argparse.Namespace) -> argparse.Namespace:
+    """What is to be launched on the hosts of a job; ``words``: as it was written."""
     from megatron_ft.errors import LaunchError
-    from megatron_ft.launch import resume, supervisor
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:
-        raise LaunchError("what is to be launched is missing; write: megatron-ft supervise [OPTIONS] launch --groups N ...")
+        name = options.command
+        raise LaunchError(f"what is to be launched is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
     asked = _parser().parse_args(command)
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
         raise LaunchError("Slurm says which hosts there are: leave --hosts, --host-rank, --store, --hostfile, --job-id out")
+    asked.words = command[1:]
+    return asked
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    from megatron_ft.launch import resume, supervisor
+
+    asked = _of_job(options)
     run = resume.config(asked.config, asked.groups, asked.ranks_per_group)
+    if options.array:
+        from megatron_ft.launch import array
+
+        limits = array.limits(run.fault_tolerance, array.place(os.environ), asked.spare_hosts, options.failures_per_node)
+        return array.Element(asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, array.place(os.environ)).run()
     return supervisor.Supervisor(
         supervisor.Options(
-            launch=command[1:],
+            launch=asked.words,
             run=run,
             run_dir=asked.run_dir.resolve(),
             spares=asked.spare_hosts,
@@ -402,6 +420,12 @@ def _supervise(options: argparse.Namespace) -> int:
             waits=options.second,
         )
     ).run()
+
+
+def _burn_in(options: argparse.Namespace) -> int:
+    from megatron_ft.burnin import command
+
+    return command.run(options, _of_job(options))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

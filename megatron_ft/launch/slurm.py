@@ -7,6 +7,7 @@ carried out; those that matter say why.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,15 @@ def node_address(name: str) -> str:
     """A node's address as Slurm has it, else its name."""
     words = _answer("scontrol", "--oneliner", "show", "node", name).split()
     return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)
+
+
+def numeric_address(node: str) -> str:
+    """Raises ``LaunchError``."""
+    name = node_address(node)
+    try:
+        return socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        raise LaunchError(f"node {node} has the address {name}, which stands for nothing here: {error}") from None
 
 
 def switches(nodes: Sequence[str]) -> dict[str, str]:
@@ -114,6 +124,12 @@ def ends_at(job_id: str) -> float | None:
         return None
 
 
+def ending(job_id: str) -> bool:
+    """Whether Slurm is about to end it: it was cancelled, or its time is up."""
+    state = (_ask("squeue", "--noheader", "--jobs", job_id, "--format", "%T") or "").strip()
+    return state in ("COMPLETING", "CANCELLED", "TIMEOUT")
+
+
 def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Path) -> subprocess.Popen:
     """A step of one task on that node, beside what runs there. Its output goes to ``log``, which the node itself writes,
     so the step lives on without the ``srun`` that is returned."""
@@ -139,6 +155,21 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
 
 def cancel_step(step: str) -> None:
     _ask("scancel", step)
+
+
+def kill_step(step: str) -> str:
+    """All its processes, at once. Why not; empty if it is sent."""
+    return _order("scancel", "--signal=KILL", step)
+
+
+def down(node: str, why: str) -> str:
+    """Why not; empty if it is. It needs an operator's rights."""
+    return _order("scontrol", "update", f"nodename={node}", "state=down", f"reason={why}")
+
+
+def resume(node: str) -> str:
+    """Why not; empty if it is."""
+    return _order("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def cancel_job(job_id: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_ft.config import FaultToleranceConfig, RunConfig
 from megatron_ft.core import restarts, supervision
-from megatron_ft.errors import FTError, LaunchError, StoreError
+from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
 from megatron_ft.launch import ask, join, slurm
 from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.launch.slurm_notes import Notes
@@ -283,7 +283,7 @@ class Supervisor:
         common = ["--hosts", str(len(nodes)), "--job-id", job, *self._domains(nodes[: len(nodes) - self._options.spares])]
         steps = {}
         for rank, node in enumerate(nodes):
-            where = [*common, "--host-rank", str(rank), "--address", _numeric(node)]
+            where = [*common, "--host-rank", str(rank), "--address", slurm.numeric_address(node)]
             role = {"role": "agent" if rank < len(nodes) - self._options.spares else "reserve", "host": rank}
             steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch], **role)
         self._job = supervision.begun(self._job, steps)
@@ -328,6 +328,10 @@ class Supervisor:
             _say(f"the run cannot be told to stop: {error}")
 
     def _requeue(self, why: str) -> int:
+        if slurm.ending(self._slurm.id):  # a requeued job would come back, although somebody has cancelled it
+            _say(f"{why}: the job is cancelled, and not requeued; submit it again to go on")
+            self._notes.note("not requeued", reason="the job is cancelled")
+            return RunStopped.exit_code
         refused = slurm.requeue(self._slurm.id)
         _say(f"{why}: the job is " + (f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"))
         self._notes.note("requeued" if not refused else "not requeued", reason=refused or why)
@@ -367,14 +371,6 @@ class _Lease:
 def _name(attempt: int, node: str, number: int) -> str:
     """Of a step; what a second supervisor knows of it."""
     return f"mft/{attempt}/{node}/{number}"
-
-
-def _numeric(node: str) -> str:
-    name = slurm.node_address(node)
-    try:
-        return socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        raise LaunchError(f"node {node} has the address {name}, which stands for nothing here: {error}") from None
 
 
 def _say(line: str) -> None:

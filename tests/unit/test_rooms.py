@@ -25,8 +25,9 @@ ALLOWED = {
     "planner": {"core"},
     "report": {"core", "runtime", "faults"},
     "launch": {"core", "runtime"},
+    "burnin": {"faults", "launch", "runtime"},
     "doctor": {"core", "launch", "runtime", "__version__"},
-    "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "__version__"},
+    "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "burnin", "__version__"},
     "__init__": {"runtime"},
 }
 PURE = {"__future__", "bisect", "collections", "dataclasses", "functools", "heapq", "itertools", "math", "statistics"}

@@ -1,0 +1,260 @@
+"""``megatron-ft supervise --array``: one element of a Slurm array job, a job of one node (``core.elements`` decides).
+
+It starts the node's agent as its child, for the run that the elements have begun together or as a spare of it, and again
+when it has ended before the run has. What it knows of the others is in the run directory (``launch.board``): Slurm is asked
+for nothing but to requeue this element.
+
+Failures it assumes: any element, its node or its agent is killed, frozen or requeued at any moment; the run directory is
+away for a while. The agent ends with its element, which the batch script starts again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ft.config import FaultToleranceConfig
+from megatron_ft.core import elements, restarts
+from megatron_ft.errors import FTError, LaunchError
+from megatron_ft.launch import ask, join, lifeline, slurm
+from megatron_ft.launch.board import Board
+from megatron_ft.launch.supervisor import REQUEUED
+from megatron_ft.runtime import history
+
+DIRECTORY = "array"
+"""In the run directory, a board for each array that has worked in it."""
+_LOOK_S = 0.25
+_BEAT_S = 2.0
+_ALL_S = 10.0
+"""Who decides looks so often at everybody while the run goes on."""
+_GRACE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """This element in its array, from the environment."""
+
+    array: str
+    element: int
+    first: int
+    last: int
+    count: int
+    job: str
+    restarts: int
+    node: str
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """Raises ``LaunchError`` outside of an array job, or in an element of several nodes."""
+    if "SLURM_ARRAY_JOB_ID" not in environ:
+        raise LaunchError("this is not an element of a Slurm array job; submit slurm/array.sbatch, or leave --array out")
+    if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        raise LaunchError(
+            f"this element has {environ['SLURM_JOB_NUM_NODES']} nodes; an element is one node's: give sbatch --nodes=1"
+        )
+    numbers = {name: int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "MAX", "COUNT")}
+    return Place(
+        array=environ["SLURM_ARRAY_JOB_ID"],
+        element=numbers["ID"],
+        first=numbers["MIN"],
+        last=numbers["MAX"],
+        count=numbers["COUNT"],
+        job=environ["SLURM_JOB_ID"],
+        restarts=int(environ.get("SLURM_RESTART_COUNT", 0)),
+        node=environ.get("SLURMD_NODENAME", ""),
+    )
+
+
+class Element:
+    """``launch``: arguments of ``megatron-ft launch`` without those of hosts; ``spares``: so many are in reserve."""
+
+    def __init__(
+        self, launch: Sequence[str], run_dir: Path, spares: int, limits: elements.Limits, where: Place
+    ) -> None:
+        self._launch, self._run_dir, self._spares, self._limits, self._where = launch, run_dir, spares, limits, where
+        self._board = Board(run_dir / DIRECTORY / where.array)
+        self._all = range(where.first, where.last + 1)
+        before = self._board.last(where.element)
+        self._own = elements.Own(elements.Beat(where.element, where.restarts, -1 if before is None else before.run))
+        self._agent: subprocess.Popen | None = None
+        self._quick, self._since = 0, 0.0
+        self._looked_at = self._all_at = -float("inf")
+        self._heard: tuple[Mapping[int, elements.Beat], Mapping[int, elements.Beat]] = ({}, {})
+        self._tail, self._said = history.Tail(run_dir), None
+        self._over_since: float | None = None
+        self._asked = self._ending = False
+        self._complained = ""
+
+    def run(self) -> int:
+        """Until the run is over, or this element goes on later; returns its exit code."""
+        signal.signal(signal.SIGUSR1, self._told)
+        signal.signal(signal.SIGTERM, self._terminated)
+        known = f"the run has {self._limits.hosts} of them at work and {self._spares} in reserve"
+        _say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
+        while True:
+            try:
+                code = self._look()
+                self._complained = ""
+            except OSError as error:
+                code = None
+                if str(error) != self._complained:
+                    _say(f"{self._run_dir} cannot be used, the agent goes on: {error}")
+                self._complained = str(error)
+            if code is not None:
+                return code
+            time.sleep(_LOOK_S)
+
+    def _look(self) -> int | None:
+        if self._agent is not None and self._agent.poll() is not None:
+            self._buried(self._agent.returncode)
+        if self._ending:  # whoever sent SIGTERM has sent it to the agent as well
+            if self._agent is not None:
+                return None
+            self._board.beat(self._own.beat)
+            return 128 + signal.SIGTERM
+        if time.monotonic() - self._looked_at < _BEAT_S:
+            return None
+        self._looked_at = time.monotonic()
+        self._board.beat(self._own.beat)
+        self._decide()
+        return self._act()
+
+    # --- for all ------------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        made, now = self._board.read(), time.monotonic()
+        leads = self._board.first(element for element in self._all if element < self._where.element) is None
+        idle = self._agent is None
+        if (idle or leads) and now - self._all_at >= (_BEAT_S if idle and leads else _ALL_S):
+            self._all_at, self._heard = now, self._board.look(self._all)
+        if leads:
+            self._pass_on(made)
+        outcome = self._outcome(made) if idle else None
+        if idle and (leads or outcome == 0):
+            decision = elements.decide(made, elements.Seen(time.time(), *self._heard, outcome=outcome), self._limits)
+            if decision is not None:
+                self._board.write(decision)
+                self._board.read()
+
+    def _outcome(self, made: Sequence[elements.Decision]) -> int | None:
+        """The exit code of the newest run, as its record has it."""
+        for line in self._tail.new():
+            if line["event"] in ("start", "end", "stop"):
+                self._said = {"start": None, "end": 0}.get(line["event"], line.get("exit_code"))
+        if not made:
+            return self._said
+        try:
+            job = join.find(self._run_dir).job
+        except LaunchError:
+            return None
+        return self._said if job == self._job(made[-1].number) else None
+
+    def _pass_on(self, made: Sequence[elements.Decision]) -> None:
+        """One element has to give its node back: the run stops, once, for all."""
+        beats = {**self._heard[0], **self._heard[1], self._where.element: self._own.beat}
+        told = next((beat.told for beat in beats.values() if beat.told), "")
+        newest = made[-1] if made else None
+        if not told or self._asked or not isinstance(newest, elements.Begin) or not elements.working(newest, beats):
+            return
+        try:
+            ask.stop(self._run_dir, told)
+            self._asked = True
+            _say(f"{told}; the run is told to save and to stop")
+        except FTError as error:
+            _say(f"the run cannot be told to stop yet: {error}")
+
+    # --- here ---------------------------------------------------------------------------------------------------------
+
+    def _act(self) -> int | None:
+        made = self._board.decisions
+        if self._agent is not None:
+            self._end_late(made)
+            return None
+        others = {**self._heard[0], **self._heard[1]}
+        match elements.act(self._own, made, others, time.time(), self._limits):
+            case elements.Launch(run=run, rank=rank):
+                self._begin(run, ["launch", *self._hosts(run, rank), *self._launch])
+            case elements.Join(run=run):
+                self._begin(run, ["join", str(self._run_dir), "--spare", *self._address()])
+            case elements.GiveBack(why=why, bad=bad):
+                return self._give_back(why, bad)
+            case elements.Over(code=code, why=why):
+                _say(f"{why} (exit code {code})")
+                return code
+        return None
+
+    def _hosts(self, run: int, rank: int) -> list[str]:
+        hosts = str(self._limits.hosts + self._spares)
+        return ["--hosts", hosts, "--host-rank", str(rank), "--job-id", self._job(run), *self._address()]
+
+    def _job(self, run: int) -> str:
+        return f"{self._where.array}.{run}"
+
+    def _address(self) -> list[str]:
+        try:
+            return ["--address", slurm.numeric_address(self._where.node)] if self._where.node else []
+        except LaunchError as error:
+            _say(f"the agent finds its address itself: {error}")
+            return []
+
+    def _begin(self, run: int, command: Sequence[str]) -> None:
+        me = os.getpid()
+        self._agent = subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.cli", *command],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: lifeline.end_with(me),
+        )
+        self._since, self._asked = time.monotonic(), False
+        self._own = replace(self._own, beat=replace(self._own.beat, run=run, runs=True, code=None))
+        self._board.beat(self._own.beat)
+
+    def _buried(self, code: int) -> None:
+        self._agent = None
+        self._quick = 0 if time.monotonic() - self._since > self._limits.longest_s else self._quick + 1
+        beat = replace(self._own.beat, runs=False, code=code)
+        self._own = elements.ended(self._own, beat, time.time(), self._quick, self._limits)
+        self._looked_at = -float("inf")
+
+    def _end_late(self, made: Sequence[elements.Decision]) -> None:
+        """The run is over and the agent here does not end."""
+        if not made or not isinstance(made[-1], elements.Over):
+            return
+        self._over_since = self._over_since or time.monotonic()
+        if time.monotonic() - self._over_since > _GRACE_S:
+            self._agent.kill()
+
+    def _give_back(self, why: str, bad: bool) -> int:
+        if bad:
+            refused = slurm.drain(self._where.node, f"megatron_ft: {why}")
+            _say(f"node {self._where.node}: {why}; " + (f"not drained: {refused}" if refused else "drained"))
+        refused = slurm.requeue(self._where.job)
+        told = f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"
+        _say(f"{why}: element {self._where.element} is {told}")
+        return REQUEUED
+
+    def _told(self, number: int, _frame: object) -> None:
+        told = f"{signal.Signals(number).name}: the job is to end soon"
+        self._own = replace(self._own, beat=replace(self._own.beat, told=told))
+
+    def _terminated(self, number: int, _frame: object) -> None:
+        self._ending = True
+
+
+def _say(line: str) -> None:
+    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
+
+
+def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: int) -> elements.Limits:
+    """From the options of an array. Raises ``LaunchError`` when nobody would be left to work."""
+    if spares >= where.count:
+        raise LaunchError(
+            f"--spare-hosts is {spares} and the array has {where.count} elements; at least one must not be spare"
+        )
+    whole = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
+    return elements.Limits(where.count - spares, per_node, whole)

@@ -1,0 +1,68 @@
+"""A burn-in of a real Slurm; and jobs that go on when the same script is submitted again."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft.burnin import plan
+from tests import slurm, support
+from tests.slurm_jobs import Submitted, failure_free, mend
+
+__all__ = ["failure_free"]
+pytestmark = pytest.mark.system
+
+SLURM = support.ROOT / "slurm"
+
+cluster = slurm.lab(4)
+
+
+@pytest.fixture
+def submit(cluster, tmp_path, data_dir):
+    jobs: list[Submitted] = []
+
+    def submit(script: str, **variables: str) -> Submitted:
+        batch = ["--nodes=4", f"--output={tmp_path}/batch.{len(jobs)}.log", SLURM / script]
+        jobs.append(Submitted(cluster, tmp_path, data_dir, batch, **variables))
+        return jobs[-1]
+
+    yield submit
+    mend(cluster, jobs)
+
+
+def test_a_burn_in_strikes_in_every_way_and_finds_every_promise_kept(submit, failure_free):
+    job = submit("chaos.sbatch", FAULTS="4", EVERY_S="1", FREEZE_S="3", SEED="3")
+    log = job.directory / "batch.0.log"
+    job.await_(lambda: log.exists() and "fault 4: all groups" in log.read_text(), "the last fault is over")
+    job.go()
+    job.await_end()
+    job.check(failure_free)
+    said = log.read_text()
+    assert "burn-in: 4 of 4 faults, every promise was kept" in said, said
+    struck = [line for line in job.events("inject") if line.get("kind") in ("step", "freeze", "kill", "agent")]
+    assert len(struck) == 4 and len(job.events("view")) > 4, job.said()
+    assert {strike.kind for strike in plan.draw(4, 3, 1.0, plan.DEFAULT)} == set(plan.DEFAULT)
+
+
+def test_a_job_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, submit, failure_free):
+    first = submit("pretrain.sbatch")
+    first.await_step(5)
+    cluster.run(["scancel", first.id], check=True)
+    first.await_end()
+    second = submit("pretrain.sbatch")
+    second.go()
+    second.await_end()
+    second.check(failure_free)
+    assert (second.run_dir / "earlier" / "0001").exists()
+
+
+def test_a_job_that_was_stopped_goes_on_when_it_is_submitted_again(submit, failure_free):
+    first = submit("pretrain.sbatch")
+    first.await_step(5)
+    stopped = support.ft("stop", first.run_dir)
+    assert stopped.returncode == 0, stopped.stderr
+    first.await_end()
+    second = submit("pretrain.sbatch")
+    second.go()
+    second.await_end()
+    second.check(failure_free)
+    assert second.events("resume")[0]["step"] >= 6, "what had been made was saved"

@@ -1,0 +1,188 @@
+"""The elements of an array job: whatever is lost and comes back, all of them come to one end, and that is the right one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ft.core import restarts
+from megatron_ft.core.elements import (
+    Beat,
+    Begin,
+    GiveBack,
+    Join,
+    Launch,
+    Limits,
+    Over,
+    Own,
+    Requeue,
+    Seen,
+    act,
+    decide,
+    ended,
+)
+from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
+from megatron_ft.launch.board import SILENT_S, Board
+
+LIMITS = Limits(hosts=3, whole=restarts.Limits(per_hour=2))
+BEGUN = Begin(0, (0, 1, 2), 0.0)
+
+
+def beats(*said: Beat) -> dict[int, Beat]:
+    return {beat.element: beat for beat in said}
+
+
+def at_work(*elements: int, run: int = 0) -> dict[int, Beat]:
+    return beats(*(Beat(k, run=run, runs=True) for k in elements))
+
+
+def finished(*elements: int, code: int, run: int = 0) -> dict[int, Beat]:
+    return beats(*(Beat(k, run=run, code=code) for k in elements))
+
+
+def test_a_run_begins_when_enough_elements_are_there_and_the_others_join():
+    assert decide([], Seen(0.0, at_work(0, 1, run=-1)), LIMITS) is None
+    there = beats(*map(Beat, range(4)))
+    assert decide([], Seen(0.0, there), LIMITS) == BEGUN
+    assert act(Own(there[2]), [BEGUN], there, 0.0, LIMITS) == Launch(0, 2)
+    assert act(Own(there[3]), [BEGUN], there, 0.0, LIMITS) is None, "nobody has begun yet"
+    assert act(Own(there[3]), [BEGUN], {**there, **at_work(0)}, 0.0, LIMITS) == Join(0)
+
+
+def test_while_anybody_works_or_may_work_nothing_is_decided():
+    lost = finished(1, 2, code=WIPED_OUT)
+    assert decide([BEGUN], Seen(9.0, {**lost, **at_work(0)}), LIMITS) is None
+    assert decide([BEGUN], Seen(9.0, lost, at_work(0)), LIMITS) is None
+    assert decide([BEGUN], Seen(9.0, {**lost, 0: Beat(0)}), LIMITS) is None, "it has not begun yet"
+
+
+def test_an_element_that_comes_back_joins_and_one_whose_node_breaks_agents_asks_for_another():
+    own = Own(Beat(1, restarts=1, run=0))
+    assert act(own, [BEGUN], at_work(0, 2), 0.0, LIMITS) == Join(0)
+    for number in range(1, LIMITS.per_node + 1):
+        own = ended(own, replace(own.beat, code=-9), 100.0 * number, number, LIMITS)
+        assert act(own, [BEGUN], at_work(0, 2), 100.0 * number, LIMITS) != Join(0), "a moment later only"
+    assert act(own, [BEGUN], at_work(0, 2), 1e6, LIMITS) == GiveBack("3 agents have ended there within one job", bad=True)
+
+
+def test_who_is_refused_asks_again_and_who_has_left_in_order_does_not():
+    own = ended(Own(Beat(1, run=0)), Beat(1, run=0, code=LaunchError.exit_code), 0.0, 1, LIMITS)
+    assert own.failures == 0 and act(own, [BEGUN], at_work(0), 1e6, LIMITS) == Join(0)
+    left = Own(Beat(1, run=0, code=GroupLeft.exit_code))
+    assert act(left, [BEGUN], at_work(0), 1e6, LIMITS) is None
+
+
+def test_all_are_lost_and_one_of_them_begins_again():
+    back = beats(*(Beat(k, restarts=1, run=0) for k in range(4)))
+    again = decide([BEGUN], Seen(9.0, back), LIMITS)
+    assert again == Begin(1, (0, 1, 2), 9.0)
+    assert decide([BEGUN], Seen(9.0, back), replace(LIMITS, whole=None)).code == WIPED_OUT
+    third = Begin(2, (0, 1, 2), 20.0)
+    over = decide([BEGUN, again, third], Seen(99.0, beats(*(Beat(k, 3, run=2) for k in range(4)))), LIMITS)
+    assert isinstance(over, Over) and "restarts_per_hour is 2" in over.why
+
+
+def test_what_the_record_says_counts():
+    there = finished(0, 1, 2, code=WIPED_OUT)
+    assert decide([BEGUN], Seen(9.0, at_work(0, 1, 2), outcome=0), LIMITS) == Over(1, 0, "the run has got to its end")
+    assert decide([BEGUN], Seen(9.0, there, outcome=3), LIMITS).code == 3
+    assert decide([BEGUN], Seen(9.0, there, outcome=WIPED_OUT), LIMITS) == Begin(1, (0, 1, 2), 9.0)
+    refused = finished(0, 1, 2, code=LaunchError.exit_code)
+    assert decide([BEGUN], Seen(9.0, refused), LIMITS).code == LaunchError.exit_code
+    assert decide([], Seen(9.0, {}, outcome=0), LIMITS).code == 0, "it had got to its end before"
+
+
+def test_at_the_time_limit_all_are_requeued_once_and_begin_again():
+    there = {**finished(0, 1, 2, code=0), 1: Beat(1, run=0, code=0, told="time")}
+    requeue = decide([BEGUN], Seen(9.0, there, outcome=3), LIMITS)
+    assert requeue == Requeue(1, {0: 0, 1: 0, 2: 0}, "time")
+    assert act(Own(there[0]), [BEGUN, requeue], there, 9.0, LIMITS) == GiveBack("time")
+    assert decide([BEGUN, requeue], Seen(9.0, there), LIMITS) is None, "they have not come back"
+    back = beats(*(Beat(k, restarts=1, run=0) for k in range(3)))
+    again = decide([BEGUN, requeue], Seen(99.0, back), LIMITS)
+    assert again == Begin(2, (0, 1, 2), 99.0)
+    assert act(Own(back[0]), [BEGUN, requeue, again], back, 99.0, LIMITS) == Launch(2, 0)
+
+
+def test_who_waits_in_vain_at_its_time_limit_goes_alone():
+    assert act(Own(Beat(3, told="time")), [], {}, 0.0, LIMITS) == GiveBack("time")
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**9))
+def test_every_history_comes_to_one_end(seed):
+    """A world of five elements whose agents and nodes die at random; then nothing more dies, and all end with 0."""
+    rng, now, made, moving = random.Random(seed), 0.0, [], set(range(5))
+    limits = Limits(hosts=rng.randint(1, 4), whole=restarts.Limits(per_hour=10**6))
+    own = {k: Own(Beat(k)) for k in range(5)}
+    away: dict[int, float] = {}
+    for turn in range(4000):
+        now += 1.0
+        trouble = turn < 200
+        for k in [k for k, until in away.items() if until <= now]:
+            own[k] = Own(Beat(k, own[k].beat.restarts + 1, own[k].beat.run))
+            del away[k]
+        there = {k: its.beat for k, its in own.items() if k not in away and k in moving}
+        newest = made[-1] if made else None
+        enough = isinstance(newest, Begin) and sum(b.runs and b.run == newest.number for b in there.values()) >= 1
+        outcome = 0 if not trouble and enough else None
+        decision = decide(made, Seen(now, there, outcome=outcome), limits)
+        if decision is not None and rng.random() < 0.7:
+            assert decision.number == len(made)
+            made.append(decision)
+        for k in sorted(there):
+            its = own[k]
+            if its.beat.runs:
+                if isinstance(newest, Over):
+                    own[k] = replace(its, beat=replace(its.beat, runs=False, code=0))
+                elif trouble and rng.random() < 0.05:
+                    own[k] = ended(its, replace(its.beat, runs=False, code=rng.choice([-9, 7])), now, 1, limits)
+            else:
+                match act(its, made, there, now, limits):
+                    case Launch(run=run) | Join(run=run):
+                        own[k] = replace(its, beat=replace(its.beat, run=run, runs=True, code=None))
+                    case GiveBack():
+                        away[k] = now + 5.0
+                    case Over(code=code):
+                        assert code == 0
+                        moving.discard(k)
+            if trouble and rng.random() < 0.02:
+                away[k] = now + rng.randint(1, 40)
+            if trouble and rng.random() < 0.005:
+                own[k] = replace(own[k], beat=replace(own[k].beat, told="time"))
+        if not trouble and isinstance(newest, Begin):  # who was told ends, and so does the run
+            told = any(b.told for b in there.values())
+            for k in there:
+                if told and own[k].beat.runs:
+                    own[k] = replace(own[k], beat=replace(own[k].beat, runs=False, code=3))
+        if not moving:
+            return
+    raise AssertionError(f"seed {seed}: {made[-3:]}, {own}, {away}")
+
+
+# --- the board --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_decision_under_a_number_counts(tmp_path):
+    mine, theirs = Board(tmp_path), Board(tmp_path)
+    requeue = Requeue(1, {0: 2, 3: 0}, "time")
+    mine.write(BEGUN)
+    theirs.write(replace(BEGUN, hosts=(4,)))
+    theirs.write(requeue)
+    assert mine.read() == theirs.read() == [BEGUN, requeue]
+
+
+def test_who_has_not_changed_for_long_is_silent_and_the_first_other_one_decides(tmp_path):
+    now = [0.0]
+    board, zero, two = (Board(tmp_path, lambda: now[0]) for _ in range(3))
+    zero.beat(Beat(0))
+    two.beat(Beat(2, restarts=4))
+    assert board.look(range(4)) == ({}, {0: Beat(0), 2: Beat(2, restarts=4)})
+    two.beat(Beat(2, restarts=4))
+    assert board.look(range(4)) == ({2: Beat(2, restarts=4)}, {0: Beat(0)}) and board.first(range(4)) == 0
+    now[0] = SILENT_S + 1.0
+    two.beat(Beat(2, restarts=4))
+    assert board.first(range(4)) == 2 and board.last(0) == Beat(0)
