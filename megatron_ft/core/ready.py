@@ -64,7 +64,7 @@ def unreachable(code: int | None, said: str, login: str, python: str, patience_s
     """Why there is no answer. ``code``: ssh's exit code, None when it was not waited for any longer; ``said``: what it has
     printed."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it says nothing"
+    last = lines[-1].rstrip(".") if lines else "it says nothing"
     if code is None:
         return f"has not answered within {patience_s:g} s; is it up, and are its file systems?"
     if code == _SSH_FAILED:

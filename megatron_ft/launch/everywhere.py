@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,13 @@ from megatron_ft.runtime import history
 
 AGENTS = "agents"
 """Of the run directory: logs by host, states by start."""
-_LOOK_S = 0.2
+_LOOK_S, _LOOK_AT_ONE_S = 0.2, 0.005
+"""Between two looks, and for each host: a shared file system is not asked for thousands of files a second."""
 _PROBE_S = 10.0
 """A host that does not answer is asked again after that time."""
 _YOUNG_S = 90.0
 """An agent that has just been asked for may have no state yet."""
-_SILENT_S = 15 * far.BEAT_S
+_SILENT_S = 12 * far.BEAT_S
 _GRACE_S = 12.0
 """For all agents together, when the run is over; ranks have 10 s."""
 _END_S = 15.0
@@ -78,10 +79,10 @@ def launch(options: Options, displayed: Callable[[], contextlib.AbstractContextM
     try:
         job.check()
         code = job.start()
-        if code is not None:
-            return code
-        with displayed():
-            return job.follow()
+        if code is None:
+            with displayed():
+                code = job.follow()
+        return code
     finally:
         job.close()
 
@@ -104,9 +105,10 @@ class Everywhere:
         self._probes: dict[str, tuple[Future, float]] = {}
         self._ending: list[Future] = []
         self._told: list[str] = []
-        self._ended = self._complained = False
+        self._begun = self._ended = self._complained = False
         self._over: int | None = None
         self._tail = history.Tail(options.run_dir)
+        self._look_s = max(_LOOK_S, _LOOK_AT_ONE_S * len(self._hosts))
         self._logs = _Logs({name: self._log(name) for name in self._hosts})
 
     def close(self) -> None:
@@ -127,6 +129,17 @@ class Everywhere:
 
     def _not_ready(self, hosts: Iterable[Host]) -> dict[str, str]:
         """Name -> why, of those that are not. What the others are reached by is known then."""
+        with self._token() as token:
+            answers = self._ssh.ask_all({host: self._look_at(host, token) for host in hosts})
+        return {host.name: why for host, answer in answers.items() if (why := self._judged(host, answer))}
+
+    def _is_ready(self, host: Host) -> bool:
+        with self._token() as token:
+            return not self._judged(host, self._ssh.ask(host, self._look_at(host, token)))
+
+    @contextlib.contextmanager
+    def _token(self) -> Iterator[Path]:
+        """A file that whoever shares the run directory sees. Raises ``LaunchError``."""
         token = self._agents / f"seen.{uuid.uuid4().hex}"
         try:
             self._agents.mkdir(parents=True, exist_ok=True)
@@ -134,10 +147,9 @@ class Everywhere:
         except OSError as error:
             raise LaunchError(f"--run-dir {self._options.run_dir} cannot be written: {error}; choose another one") from None
         try:
-            answers = self._ssh.ask_all({host: self._look_at(host, token) for host in hosts})
+            yield token
         finally:
             token.unlink(missing_ok=True)
-        return {host.name: why for host, answer in answers.items() if (why := self._judged(host, answer))}
 
     def _look_at(self, host: Host, token: Path) -> str:
         files = [str(self._options.script), str(self._options.config)]
@@ -160,7 +172,10 @@ class Everywhere:
             signal.signal(number, self._signalled)
         self._tail.new()  # what an earlier run has left
         self._start_all(0, list(self._hosts))
-        while not any(line["event"] == "start" for line in self._tail.new()):
+        while True:
+            self._read_record()
+            if self._begun:
+                return None
             self._logs.show()
             ended = {name: code for name in self._hosts if (code := self._code(name)) is not None}
             if ended or self._told:
@@ -169,8 +184,7 @@ class Everywhere:
                 self._end_agents(wait=True)
                 self._logs.show(last=True)
                 return max(ended.values(), default=0) or 130
-            time.sleep(_LOOK_S)
-        return None
+            time.sleep(self._look_s)
 
     def _code(self, name: str) -> int | None:
         """With what the agent of that host has ended, or 1 if it could not even be started."""
@@ -187,16 +201,16 @@ class Everywhere:
         """Until the run is over; its exit code."""
         while True:
             self._logs.show()
-            self._read_record()
             if len(self._told) > 1 and not self._ended:
                 _say("told again: all agents are ended")
                 self._end_agents()
             running = self._running()
+            self._read_record()  # after that: whoever has ended by then has written its last line
             code = self._act(running)
             if code is not None:
                 self._logs.show(last=True)
                 return code
-            time.sleep(_LOOK_S)
+            time.sleep(self._look_s)
 
     def _act(self, running: frozenset[str]) -> int | None:
         due = [name for name, node in self._job.nodes.items() if node.due is not None and time.monotonic() >= node.due]
@@ -217,7 +231,7 @@ class Everywhere:
     def _read_record(self) -> None:
         for line in self._tail.new():
             if line["event"] == "start":
-                self._over = None
+                self._begun, self._over = True, None
             elif line["event"] == "end":
                 self._over = 0
             elif line["event"] == "stop":
@@ -245,12 +259,12 @@ class Everywhere:
         probe, since = self._probes.get(name, (None, 0.0))
         if probe is not None and not probe.done():
             return None
-        if probe is not None and not probe.result():
+        if probe is not None and probe.exception() is None and probe.result():
             del self._probes[name]
             return True
         if probe is None or time.monotonic() - since > _PROBE_S:
             host = self._hosts[name]
-            self._probes[name] = self._ssh.later(lambda: self._not_ready([host])), time.monotonic()
+            self._probes[name] = self._ssh.later(lambda: self._is_ready(host)), time.monotonic()
         return None
 
     def _signalled(self, number: int, _frame: object) -> None:
@@ -280,8 +294,9 @@ class Everywhere:
                     _say(f"{name} {why}")
                 self._start_all(attempt, [name for name in well if name not in bad])
             case supervision.Requeue(why=why):
-                _say(f"{why} (exit code {self._over})")
-                return self._over
+                code = 130 if self._over is None else self._over  # who writes it may have been ended first
+                _say(f"{why} (exit code {code})")
+                return code
             case supervision.Finish(code=code, why=why):
                 _say(f"{why} (exit code {code})")
                 return code
@@ -320,7 +335,9 @@ class Everywhere:
         return step
 
     def _end_agents(self, wait: bool = False) -> None:
-        """All that may run, wherever: in order first, then at once."""
+        """All that may run, wherever: in order first, then at once. They are asked for it once."""
+        if self._ended:
+            return
         self._ended = True
         for name, node in self._job.nodes.items():
             if node.step in self._steps:

@@ -29,10 +29,11 @@ from megatron_ft import __version__
 from megatron_ft.launch import addresses, record
 
 MARK = "megatron_ft answers: "
-BEAT_S = 2.0
+BEAT_S = 5.0
 """How often a keeper says that its agent lives."""
 _LAST_WORDS_S = 120.0
 """For so long it tries to write how its agent has ended."""
+_RETRY_S = 2.0
 _AGAIN_S = 0.5
 """An agent that is told to end twice does not save first."""
 
@@ -138,7 +139,7 @@ def _keep(agent: subprocess.Popen, state: Path) -> int:
         said["beat"] += 1
     deadline = time.monotonic() + _LAST_WORDS_S
     while not _write(state, said) and time.monotonic() < deadline:
-        time.sleep(BEAT_S)
+        time.sleep(_RETRY_S)
     return said["code"]
 
 

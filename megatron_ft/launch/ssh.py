@@ -64,6 +64,7 @@ class Connections:
         path = environ.get("PYTHONPATH")
         own = ["env", f"PYTHONPATH={path}"] if path else []
         self._far = " ".join(map(shlex.quote, ["exec", *own, sys.executable, "-m", "megatron_ft.launch.far"]))
+        self._clients: set[subprocess.Popen] = set()
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="megatron_ft-ssh")
 
     def ask(self, host: Host, request: str, patience_s: float = _ANSWER_S) -> Answer:
@@ -72,25 +73,25 @@ class Connections:
         port = ["-p", str(host.port)] if host.port else []
         # No terminal, no agent and no display of ours on the other side.
         command = [*self._ssh, "-T", "-a", "-x", *options, *port, "--", host.login, self._far]
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            done = subprocess.run(
-                command,
-                input=request,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=patience_s,
-                start_new_session=True,  # Ctrl-C is for us
-            )
-        except subprocess.TimeoutExpired:
-            return Answer(None, ready.unreachable(None, "", host.login, sys.executable, patience_s))
+            # Ctrl-C is for us.
+            client = subprocess.Popen(command, **ends, text=True, errors="replace", start_new_session=True)
         except OSError as error:
             raise LaunchError(f"{self._ssh[0]} cannot be run ({error}); install it, or name it by --ssh-command") from None
-        said = far.answer(done.stdout)
+        self._clients.add(client)
+        with client:
+            try:
+                output, errors = client.communicate(request, patience_s)
+                code, said = client.returncode, far.answer(output)
+            except subprocess.TimeoutExpired:
+                client.kill()
+                code, said, output, errors = None, None, "", ""
+            finally:
+                self._clients.discard(client)
         if said is not None:
             return Answer(said)
-        code = done.returncode
-        return Answer(None, ready.unreachable(code, done.stderr or done.stdout, host.login, sys.executable, patience_s))
+        return Answer(None, ready.unreachable(code, errors or output, host.login, sys.executable, patience_s))
 
     def ask_all(self, requests: Mapping[Host, str], patience_s: float = _ANSWER_S) -> dict[Host, Answer]:
         """All at once."""
@@ -103,3 +104,5 @@ class Connections:
     def close(self) -> None:
         """Nobody waits for what is still asked for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for client in tuple(self._clients):
+            client.kill()
