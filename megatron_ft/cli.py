@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,10 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
     hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
     hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
+    ssh = parser.add_argument_group("over ssh", "one command for all hosts of a --hostfile, started on any machine")
+    ssh.add_argument("--ssh", action="store_true", help="start an agent on each of them, and follow the run")
+    ssh.add_argument("--ssh-command", default="ssh", metavar="CMD", help="ssh and options, as one word (default: ssh)")
+    ssh.add_argument("--export", action="append", default=[], metavar="NAME[=VALUE]", help="one more variable for all hosts")
     parser.add_argument("--failure-domains", type=_names, metavar="NAMES", help="rack or switch of each group, if not set")
     parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
     parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
@@ -215,6 +220,10 @@ def _launch(options: argparse.Namespace) -> int:
 
     run = resume.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
     options.target = None
+    if options.ssh:
+        from megatron_ft.launch import everywhere
+
+        return everywhere.launch(everywhere.asked(options, run), lambda: _displayed(options.groups, options.run_dir))
     if options.hostfile is not None:
         which_host.from_hostfile(options, run)
     elif options.hosts is None and options.host_rank is None and options.store is None:
@@ -287,7 +296,7 @@ def _join_as(options: argparse.Namespace, running: join.Running, groups: int) ->
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
     from megatron_ft.launch.agent import Agent, LaunchOptions
-    from megatron_ft.report import follow, tracker
+    from megatron_ft.report import tracker
 
     tracker.check_trackers(options.track)
     agent = Agent(
@@ -309,12 +318,21 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
+    with _displayed(options.groups, options.run_dir):
+        return agent.run()
+
+
+@contextlib.contextmanager
+def _displayed(groups: int, run_dir: Path) -> Iterator[None]:
+    """The run is shown meanwhile."""
+    from megatron_ft.report import follow
+
     done = threading.Event()
 
     def display() -> None:
         try:
-            with follow.ProgressView(options.groups) as view:
-                for event in follow.follow(options.run_dir, done.is_set):
+            with follow.ProgressView(groups) as view:
+                for event in follow.follow(run_dir, done.is_set):
                     view.update(event)
         except OSError:
             return  # a terminal that goes away must not end the run
@@ -322,7 +340,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
     watching = threading.Thread(target=display, name="megatron_ft-display", daemon=True)
     watching.start()
     try:
-        return agent.run()
+        yield
     finally:
         done.set()
         watching.join(timeout=5.0)

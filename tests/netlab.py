@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 
 import pytest
 
+from tools import proc
 from tools.netlab import Network, ip, missing
 
 
@@ -68,6 +70,47 @@ class Lab(Network):
         ip("-n", self.namespace(host), "addr", "add", "10.98.0.1/24", "dev", name)
         for end in (name, f"{name}x"):
             ip("-n", self.namespace(host), "link", "set", end, "up")
+
+    def add_network(self) -> None:
+        """Every host gets a second interface, eth1, on a switch of its own: 10.97.0.1, 10.97.0.2, ..."""
+        ip("-n", self.switch, "link", "add", "br1", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "br1", "up")
+        for host in self.hosts:
+            name = self.namespace(host)
+            ip("-n", self.switch, "link", "add", f"q{host}", "type", "veth", "peer", "name", "eth1", "netns", name)
+            ip("-n", self.switch, "link", "set", f"q{host}", "master", "br1", "up")
+            ip("-n", name, "addr", "add", f"{self.second_address(host)}/24", "dev", "eth1")
+            ip("-n", name, "link", "set", "eth1", "up")
+
+    def second_address(self, host: int) -> str:
+        return f"10.97.0.{host + 1}"
+
+    def cut_second(self, host: int) -> None:
+        """Unplug its eth1."""
+        ip("-n", self.switch, "link", "set", f"q{host}", "down")
+
+    def processes(self, host: int) -> set[int]:
+        """All that runs on that host."""
+        namespace = proc.identity(f"/run/netns/{self.namespace(host)}")
+        return {pid for pid in proc.pids() if proc.network(pid) == namespace}
+
+    def freeze(self, host: int) -> None:
+        """SIGSTOP to all of them: nobody is dead, nobody answers."""
+        proc.send(self.processes(host), signal.SIGSTOP)
+
+    def thaw(self, host: int) -> None:
+        proc.send(self.processes(host), signal.SIGCONT)
+
+    def kill_all(self, host: int) -> None:
+        """Returns when nothing runs there any more."""
+        while left := self.processes(host):
+            proc.send(left, signal.SIGKILL)
+
+    def power_off(self, host: int) -> None:
+        """Its connections are not even closed, and none of its processes sees another one die."""
+        self.cut(host)
+        self.freeze(host)
+        self.kill_all(host)
 
     def close(self) -> None:
         self.down()

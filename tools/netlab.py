@@ -36,24 +36,24 @@ class Network:
 
     def __init__(self, name: str, subnet: str, hosts: int) -> None:
         self._name, self._subnet, self.hosts = name, subnet, range(hosts)
-        self._switch = f"{name}sw"
+        self.switch = f"{name}sw"
 
     def up(self) -> None:
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "br0", "up")
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "br0", "up")
         for host in self.hosts:
             name = self.namespace(host)
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", self._switch, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
+            ip("-n", self.switch, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self.switch, "link", "set", f"p{host}", "master", "br0", "up")
             ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
 
     @property
     def exists(self) -> bool:
-        return os.path.exists(f"/run/netns/{self._switch}")
+        return os.path.exists(f"/run/netns/{self.switch}")
 
     @property
     def own_address(self) -> str:
@@ -62,15 +62,15 @@ class Network:
 
     def join(self) -> None:
         """This machine is on the switch, too."""
-        ip("link", "add", self._name, "type", "veth", "peer", "name", "up0", "netns", self._switch)
-        ip("-n", self._switch, "link", "set", "up0", "master", "br0", "up")
+        ip("link", "add", self._name, "type", "veth", "peer", "name", "up0", "netns", self.switch)
+        ip("-n", self.switch, "link", "set", "up0", "master", "br0", "up")
         ip("addr", "add", f"{self.own_address}/24", "dev", self._name)
         ip("link", "set", self._name, "up")
 
     def down(self) -> None:
         """Whatever there is of it is gone. (The namespace of a process that is still in it ends with that process.)"""
         subprocess.run(["ip", "link", "del", self._name], capture_output=True)
-        for name in (*(self.namespace(host) for host in self.hosts), self._switch):
+        for name in (*(self.namespace(host) for host in self.hosts), self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def namespace(self, host: int) -> str:
@@ -81,12 +81,12 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Unplug it."""
-        ip("-n", self._switch, "link", "set", f"p{host}", "down")
+        ip("-n", self.switch, "link", "set", f"p{host}", "down")
 
     def plug_in(self, host: int) -> None:
         """Again; returns when packets pass. (The kernel takes up to a second for that.)"""
-        ip("-n", self._switch, "link", "set", f"p{host}", "up")
+        ip("-n", self.switch, "link", "set", f"p{host}", "up")
         deadline = time.monotonic() + _LINK_S
-        while "state UP" not in ip("-n", self._switch, "link", "show", f"p{host}"):
+        while "state UP" not in ip("-n", self.switch, "link", "show", f"p{host}"):
             assert time.monotonic() < deadline, f"the link of host {host} does not come up"
             time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from megatron_ft.errors import LaunchError
@@ -42,3 +43,30 @@ def own_address(target: str | None) -> str:
             f"this host's own name, {name}, stands for no address ({error}); give --address, the one by which the other "
             f"hosts reach it"
         ) from None
+
+
+def of(name: str) -> list[str]:
+    """What the name stands for here, nothing if nothing is known."""
+    try:
+        return list(dict.fromkeys(info[4][0] for info in socket.getaddrinfo(name, None)))
+    except OSError:
+        return []
+
+
+def own(name: str) -> str | None:
+    """The first address of this machine that the name stands for, other than those by which every machine reaches itself."""
+    return next((address for address in of(name) if not is_loopback(address) and binds(address)), None)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def binds(address: str) -> bool:
+    """Whether it is one of this machine's."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

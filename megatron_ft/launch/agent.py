@@ -340,11 +340,10 @@ class Agent:
 
     def _bring_back(self) -> None:
         """Start again what is due; end newcomers that nobody is left for."""
-        if self._config.fault_tolerance.rejoin.enabled:
-            heard = self._voice.news()
-            for signal_ in heard:
-                self._hear(signal_)
-            self._returns.look(heard)
+        heard = self._voice.news()
+        for signal_ in heard:
+            self._hear(signal_)
+        self._returns.look(heard)
         for part, last in self._spare.look() if self._idles else ():
             self._take_over([(part.group, position) for position in part.positions], last)
             self._note("host", host=self._hosts.name(), what="took over", groups=[part.group])
@@ -409,6 +408,8 @@ class Agent:
 
     def _hear(self, signal_: detector.Signal) -> None:
         self._spare.hear(signal_)
+        if isinstance(signal_, Stops) and not self._config.fault_tolerance.checkpoint.directory:
+            signal.raise_signal(signal.SIGTERM)  # there is nothing to be saved: as if each agent had been told itself
         if not isinstance(signal_, detector.Housed) or signal_.host == self._hosts.place.rank:
             return
         before = self._hosts.ranks

@@ -1,4 +1,8 @@
-"""A hostfile, as DeepSpeed's launcher and MPI have it: a line ``NAME slots=RANKS`` for each host; ``#`` begins a comment."""
+"""A hostfile, as DeepSpeed's launcher and MPI have it: a line for each host; ``#`` begins a comment.
+
+``NAME slots=RANKS``, or the name or address alone where all hosts have equal parts. ``USER@`` before the name and ``port=``
+are for ssh; ``address=`` is the one by which the other hosts reach it, where that is not the named one.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.errors import LaunchError
+from megatron_ft.launch import addresses
 
 if TYPE_CHECKING:
     from megatron_ft.config import RunConfig
 
+_LINE = "[USER@]NAME [slots=RANKS] [port=PORT] [address=ADDR]"
+_NAME = re.compile(r"(?:([\w.][\w.-]*)@)?([\w:.][\w:.%-]*)")
+"""Not with a hyphen first: ssh would take that for an option."""
+
 
 @dataclass(frozen=True)
 class Host:
-    """One line."""
+    """One line. ``slots``: how many ranks it is to have, None where the file says it of no host."""
 
     name: str
-    slots: int
+    slots: int | None = None
+    user: str = ""
+    port: int | None = None
+    address: str | None = None
+
+    @property
+    def login(self) -> str:
+        """As ssh has it."""
+        return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def read(path: Path) -> list[Host]:
@@ -35,37 +52,80 @@ def read(path: Path) -> list[Host]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
-        if found is None:
-            raise LaunchError(f"--hostfile {path}, line {number}: {text!r} is no entry; write NAME slots=RANKS")
-        hosts.append(Host(found[1], int(found[2])))
+        host = _entry(text)
+        if host is None:
+            raise LaunchError(f"--hostfile {path}, line {number}: {text!r} is no entry; write NAME slots=RANKS, or {_LINE}")
+        hosts.append(host)
     if not hosts:
         raise LaunchError(f"--hostfile {path} names no host; write a line NAME slots=RANKS for each")
     twice = [name for name, count in Counter(host.name for host in hosts).items() if count > 1]
     if twice:
         raise LaunchError(f"--hostfile {path} names {twice[0]} twice; write one line for each host, with all its slots")
+    without = [host.name for host in hosts if host.slots is None]
+    if 0 < len(without) < len(hosts):
+        raise LaunchError(f"--hostfile {path}: {without[0]} has no slots and others have; write slots=RANKS for all or none")
     return hosts
 
 
-def check(path: Path, hosts: list[Host], run: RunConfig) -> None:
-    """Whether the run fits onto these hosts."""
+def _entry(text: str) -> Host | None:
+    """None where it is none."""
+    name, *words = text.split()
+    found = _NAME.fullmatch(name)
+    pairs = [word.partition("=")[::2] for word in words]
+    said = dict(pairs)
+    numbers = {key: said.pop(key) for key in ("slots", "port") if key in said}
+    address = said.pop("address", None)
+    if found is None or said or len(pairs) != len(numbers) + (address is not None):
+        return None
+    if not all(re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) for number in numbers.values()):
+        return None
+    if int(numbers.get("port", 1)) > 65535 or (address is not None and not _is_numeric(address)):
+        return None
+    slots, port = (int(numbers[key]) if key in numbers else None for key in ("slots", "port"))
+    return Host(found[2], slots, found[1] or "", port, address)
+
+
+def _is_numeric(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def check(path: Path, hosts: list[Host], run: RunConfig, spares: int = 0) -> None:
+    """Whether the run fits onto these hosts, of which the last ``spares`` begin with nothing."""
     from megatron_ft.launch.hosts import ranks_of  # needs torch, which the doctor reads hostfiles without
 
-    needed, there = run.groups * run.ranks_per_group, sum(host.slots for host in hosts)
+    if not 0 <= spares < len(hosts):
+        raise LaunchError(f"--hostfile {path} has {len(hosts)} hosts and --spare-hosts is {spares}; one must not be spare")
+    first, rest = hosts[: len(hosts) - spares], hosts[len(hosts) - spares :]
+    if hosts[0].slots is None:
+        return
+    needed, there = run.groups * run.ranks_per_group, sum(host.slots for host in first)
     what = f"{run.groups} groups of {run.ranks_per_group} ranks"
     if needed != there:
+        without = f" without the {spares} spare" if spares else ""
         raise LaunchError(
-            f"--hostfile {path} has {there} slots on {len(hosts)} hosts, {what} are {needed}: is an entry missing? "
+            f"--hostfile {path} has {there} slots on {len(first)} hosts{without}, {what} are {needed}: is an entry missing? "
             f"Add it, or change --groups"
         )
-    if run.groups < len(hosts) and len(hosts) % run.groups:
+    if run.groups < len(first) and len(first) % run.groups:
         return  # ``hosts.place`` refuses that
-    for rank, host in enumerate(hosts):
-        own = len(ranks_of(rank, len(hosts), run.groups, run.ranks_per_group))
+    most = 0
+    for rank, host in enumerate(first):
+        own = len(ranks_of(rank, len(first), run.groups, run.ranks_per_group))
+        most = max(most, own)
         if own != host.slots:
             raise LaunchError(
-                f"--hostfile {path}: {host.name} has slots={host.slots}, and {what} on {len(hosts)} hosts put {own} there; "
+                f"--hostfile {path}: {host.name} has slots={host.slots}, and {what} on {len(first)} hosts put {own} there; "
                 f"hosts need equal parts: change the entry, or --groups"
+            )
+    for host in rest:
+        if host.slots < most:
+            raise LaunchError(
+                f"--hostfile {path}: {host.name} is to be a spare and has slots={host.slots}; it may have to take over "
+                f"{most} ranks: put a host with as many last"
             )
 
 
@@ -85,17 +145,4 @@ def own_rank(path: Path, hosts: list[Host]) -> int:
 
 def _is_here(name: str) -> bool:
     """Whether the name stands for an address of this machine, other than that by which every machine reaches itself."""
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(name, None)}
-    except OSError:
-        return False
-    return any(not ipaddress.ip_address(address.partition("%")[0]).is_loopback and _binds(address) for address in addresses)
-
-
-def _binds(address: str) -> bool:
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    return addresses.own(name) is not None

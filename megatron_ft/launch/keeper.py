@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ft.launch import lifeline, record
+from megatron_ft.launch import addresses, lifeline, record
 from megatron_ft.runtime import history, store
 
 RESTARTS, WITHIN_S = 5, 60.0
@@ -46,8 +46,7 @@ class Keeper:
     def __init__(self, bind: str, port: int, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._listener = store.listen(bind, port)
-        name = f"[{bind}]" if ":" in bind else bind
-        self.address = f"{name}:{self._listener.getsockname()[1]}"
+        self.address = addresses.joined(bind, self._listener.getsockname()[1])
         self.pid = self._start()
 
     def look(self) -> None:
@@ -146,8 +145,8 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _write(run_dir: Path, pid: int, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
-    entry = {"pid": pid, "host": socket.gethostname(), "address": f"{host}:{port}", "started": round(time.time(), 6)}
+    address = addresses.joined(*listener.getsockname()[:2])
+    entry = {"pid": pid, "host": socket.gethostname(), "address": address, "started": round(time.time(), 6)}
     with contextlib.suppress(OSError):  # a full disk is no reason to have no store
         record.replace(run_dir / record.STORE, entry)
 

@@ -11,7 +11,7 @@ import sys
 
 from megatron_ft.config import EMBEDDED, RunConfig
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import hostfile, surroundings
+from megatron_ft.launch import addresses, hostfile, surroundings
 
 
 def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
@@ -20,7 +20,7 @@ def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
     if options.hosts is not None or options.store is not None:
         raise LaunchError("--hostfile says what --hosts and --store say; leave these out")
     found = hostfile.read(path)
-    hostfile.check(path, found, run)
+    hostfile.check(path, found, run, options.spare_hosts)
     options.hosts = len(found)
     if options.host_rank is None:
         options.host_rank = hostfile.own_rank(path, found)
@@ -28,7 +28,9 @@ def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
         embedded = run.fault_tolerance.store == EMBEDDED
         if embedded and not options.port:
             raise LaunchError(f"--port is missing; it is a free port of {found[0].name}, for the control store")
-        options.store = f"{found[0].name}:{options.port}" if embedded else None
+        options.store = addresses.joined(found[0].address or found[0].name, options.port) if embedded else None
+        if options.address is None and 0 <= options.host_rank < len(found):
+            options.address = found[options.host_rank].address
 
 
 def from_surroundings(options: argparse.Namespace) -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
 from tests import support
@@ -59,3 +61,15 @@ def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
     assert not run.events("restart") and not run.events("fault")
     over = support.ft("leave", run.directory, 0)
     assert over.returncode == 2 and "is over" in over.stderr
+
+
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_an_operator_stops_a_run_that_saves_nothing(tmp_path, data_dir, rejoin):
+    run = support.start(tmp_path / "run", data_dir, steps=100_000, groups=2, rejoin={"enabled": rejoin})
+    support.wait_for_step(run, 2)
+    asked = support.ft("stop", run.directory)
+    assert asked.returncode == 0, asked.stderr
+    said = run.finish()
+    (stop,) = run.events("stop")
+    assert run.process.returncode == stop["exit_code"] == 128 + signal.SIGTERM, said
+    assert "stopped by SIGTERM after step" in stop["reason"] and not run.events("restart")

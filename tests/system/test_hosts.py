@@ -1,18 +1,24 @@
-"""Three hosts in network namespaces, one group each: links cut, cut one way, flapping. The right host leaves, named."""
+"""Three hosts in network namespaces, one group each: links cut, cut one way, flapping. The right host leaves, named; a spare
+host, where there is one, takes its place."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import time
 
 import pytest
 
 from megatron_ft.faults import checkers
+from megatron_ft.launch import addresses
 from megatron_ft.runtime import history
 from tests import netlab, support
 
 STEPS, GROUPS = 40, 3
+LONG = 100
+"""Steps of a run in which a host is lost and another takes its place."""
 PATIENT_S = 8.0
 """A heartbeat timeout that is longer than the kernel needs to bring an unplugged link up again."""
 
@@ -25,10 +31,10 @@ def lab():
     lab.close()
 
 
-def job(run_dir, data_dir, **changes) -> list:
+def job(run_dir, data_dir, steps=STEPS, **changes) -> list:
     """What is launched, wherever; ``changes`` are settings."""
     config = support.write_config(run_dir.with_suffix(".json"), **changes)
-    own = ["--data", data_dir, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    own = ["--data", data_dir, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     return ["--groups", GROUPS, "--config", config, "--run-dir", run_dir, support.SCRIPT, "--", *own]
 
 
@@ -154,3 +160,168 @@ def test_a_link_that_is_back_as_soon_as_it_is_missed_never_costs_another_host(la
     out = run.events("view")[-1]["live"] == [0, 1]
     check(run, [0, 1] if out else [0, 1, 2], failure_free)
     assert {group for view in run.events("view") for group in view["lost"]} <= {"2"}
+
+
+# --- with a spare host ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_failure_free(tmp_path_factory, data_dir) -> list[dict]:
+    """The history of the long job on one host, to which nothing happens."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    done = support.ft("launch", *job(run_dir, data_dir, LONG, detector={"straggler_factor": 0}))
+    assert done.returncode == 0, done.stderr
+    return history.read(run_dir)
+
+
+class Spared:
+    """Three hosts and, as host 3, a spare one. ``address``: by which a host is reached in this run."""
+
+    def __init__(self, lab, directory, data_dir) -> None:
+        self.lab, self.directory, self.data_dir = lab, directory, data_dir
+        self.agents: list[subprocess.Popen] = []
+
+    def start(self, address, said: bool = False) -> None:
+        """``said``: the hosts are told which address is theirs."""
+        what = job(self.directory / "run", self.data_dir, LONG, rejoin={}, detector={"straggler_factor": 0})
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        for host in self.lab.hosts:
+            where = ["--hosts", GROUPS + 1, "--spare-hosts", 1, "--host-rank", host]
+            where += ["--store", addresses.joined(address(0), 29500)]
+            where += ["--address", address(host)] if said else []
+            output = (self.directory / f"agent{host}.log").open("w")
+            options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": support.ROOT, "env": env}
+            command = self.lab.inside(host, support.command("launch", *where, *what))
+            self.agents.append(subprocess.Popen(command, **options))
+
+    @property
+    def run(self) -> support.Run:
+        return support.Run(self.directory / "run", self.agents[0])
+
+    def said(self, host: int) -> str:
+        return (self.directory / f"agent{host}.log").read_text()
+
+    def await_back(self, group: int, times: int = 1) -> None:
+        support.wait_for(lambda: self.joined(group) >= times, self.run)
+
+    def joined(self, group: int) -> int:
+        return sum(group in view["joined"] for view in self.run.events("view"))
+
+    def check(self, reference) -> None:
+        """All its groups have got to the end, and so did each step, once, with all microbatches and the right loss."""
+        said = "\n".join(f"== host {host}\n{self.said(host)}" for host in self.lab.hosts)
+        assert self.agents[0].wait(timeout=support.TIMEOUT_S) == 0, said + self.run.logs()
+        found = checkers.check_history(self.run.history, GROUPS * support.PER_GROUP, reference)
+        assert not found, "\n".join([*found, said, *map(str, self.run.history)])
+        assert [line["step"] for line in self.run.events("step")] == list(range(LONG))
+        assert [line["group"] for line in self.run.events("survivor")] == list(range(GROUPS)), said
+
+    def taken_over(self) -> list[tuple[str, list[int]]]:
+        return [(line["host"], line["groups"]) for line in self.run.events("host") if line["what"] == "took over"]
+
+
+@pytest.fixture
+def spared(tmp_path, data_dir):
+    netlab.require()
+    lab = netlab.Lab(GROUPS + 1)
+    job = Spared(lab, tmp_path, data_dir)
+    yield job
+    for host in lab.hosts:
+        lab.kill_all(host)
+    for agent in job.agents:
+        agent.wait()
+    lab.close()
+
+
+def name(address: str) -> str:
+    return f"{os.uname().nodename}({address})"
+
+
+def test_a_rank_that_is_killed_comes_back_on_its_host_although_there_is_a_spare_one(spared, long_failure_free):
+    spared.start(spared.lab.address)
+    support.wait_for_step(spared.run, 3)
+    ranks = json.loads((spared.run.directory / "ranks.json").read_text())
+    os.kill(next(rank["pid"] for rank in ranks if rank["group"] == 2), signal.SIGKILL)
+    spared.await_back(2)
+    spared.check(long_failure_free)
+    assert not spared.taken_over() and spared.run.events("restart")[-1]["host"] == name(spared.lab.address(2))
+
+
+def test_a_link_that_is_cut_for_good_gives_its_group_to_the_spare_host(spared, long_failure_free):
+    lab = spared.lab
+    spared.start(lab.address)
+    support.wait_for_step(spared.run, 3)
+    lab.cut(2)
+    spared.await_back(2)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.address(3)), [2])]
+    why = next(view["lost"]["2"] for view in spared.run.events("view") if view["lost"])
+    assert f"has heard nothing of host {name(lab.address(2))}" in why, why
+    assert spared.agents[2].wait(timeout=support.TIMEOUT_S) == 0, spared.said(2)
+
+
+def test_a_host_whose_link_is_healed_is_a_spare_for_the_one_that_replaced_it(spared, long_failure_free):
+    lab = spared.lab
+    spared.start(lab.address)
+    support.wait_for_step(spared.run, 3)
+    lab.cut(2)
+    spared.await_back(2)
+    lab.plug_in(2)
+    support.wait_for(lambda: f"groups 2 are on host {name(lab.address(3))} now" in spared.said(2), spared.run)
+    # It is heard again by all: whoever is silent is no spare.
+    support.wait_for(lambda: not any(about == name(lab.address(2)) for _, about in silences(spared.run)), spared.run)
+    lab.cut(3)
+    spared.await_back(2, times=2)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.address(3)), [2]), (name(lab.address(2)), [2])]
+
+
+def test_a_frozen_host_is_replaced_and_is_a_spare_when_it_wakes(spared, long_failure_free):
+    """Its kernel still answers for it: no connection ends."""
+    lab = spared.lab
+    spared.start(lab.address)
+    support.wait_for_step(spared.run, 3)
+    lab.freeze(1)
+    spared.await_back(1)
+    lab.thaw(1)
+    support.wait_for(lambda: f"groups 1 are on host {name(lab.address(3))} now" in spared.said(1), spared.run)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.address(3)), [1])]
+
+
+def test_a_host_without_power_is_replaced(spared, long_failure_free):
+    lab = spared.lab
+    spared.start(lab.address)
+    support.wait_for_step(spared.run, 3)
+    lab.power_off(1)
+    spared.await_back(1)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.address(3)), [1])]
+
+
+def test_over_ipv6_a_link_is_cut_and_the_spare_host_takes_over(spared, long_failure_free):
+    lab = spared.lab
+    lab.add_ipv6()
+    spared.start(lab.address6)
+    support.wait_for_step(spared.run, 3)
+    lab.cut(2)
+    spared.await_back(2)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.address6(3)), [2])]
+    assert spared.run.directory.joinpath("config.json").read_text().count(f'"[{lab.address6(0)}]:29500"') == 1
+
+
+def test_of_two_interfaces_the_run_uses_the_one_it_is_told(spared, long_failure_free):
+    """The other may be lost on all hosts. The link that carries the run is then cut on one."""
+    lab = spared.lab
+    lab.add_network()
+    spared.start(lab.second_address, said=True)
+    support.wait_for_step(spared.run, 3)
+    for host in lab.hosts:
+        lab.cut(host)
+    support.wait_for_step(spared.run, 15)
+    assert len(spared.run.events("view")) == 1 and not spared.run.events("silence")
+    lab.cut_second(1)
+    spared.await_back(1)
+    spared.check(long_failure_free)
+    assert spared.taken_over() == [(name(lab.second_address(3)), [1])]

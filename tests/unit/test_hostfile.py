@@ -33,6 +33,12 @@ def test_this_host_is_found_by_its_name(tmp_path):
         ("a slots=4\nb 4\n", 2, 4, ["line 2", "'b 4'", "NAME slots=RANKS"]),
         ("a slots=4\na slots=4\n", 2, 4, ["names a twice"]),
         ("a slots=4\nb slots=4\n", 3, 4, ["8 slots on 2 hosts", "3 groups of 4 ranks are 12", "an entry missing"]),
+        ("a slots=4 cores=2\n", 1, 4, ["line 1", "'a slots=4 cores=2'"]),
+        ("a slots=4 slots=4\n", 1, 4, ["line 1"]),
+        ("-oProxyCommand=x slots=4\n", 1, 4, ["line 1"]),
+        ("a port=70000\n", 1, 4, ["line 1"]),
+        ("a address=b\n", 1, 4, ["line 1"]),
+        ("a\nb slots=4\n", 2, 4, ["a has no slots and others have"]),
         ("a slots=6\nb slots=2\n", 1, 8, ["a has slots=6", "put 4 there"]),
     ],
 )
@@ -42,6 +48,35 @@ def test_what_does_not_fit_is_told(tmp_path, text, groups, ranks, words):
         hostfile.check(path, hostfile.read(path), run)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_line_may_say_how_ssh_gets_there_and_by_what_the_others_do(tmp_path):
+    text = "me@a.b slots=2 port=2222\nfd99::1 address=fd98::1 slots=2 # x\nc  slots=2"
+    found = hostfile.read(written(tmp_path, text))
+    assert found[0] == hostfile.Host("a.b", 2, "me", 2222) and found[0].login == "me@a.b"
+    assert found[1:] == [hostfile.Host("fd99::1", 2, address="fd98::1"), hostfile.Host("c", 2)]
+
+
+def test_names_alone_are_hosts_with_equal_parts(tmp_path):
+    path = written(tmp_path, "a\nb\nc\n")
+    hostfile.check(path, hostfile.read(path), config.resolve({}, groups=4, ranks_per_group=1), spares=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "spares", "words"),
+    [
+        ("a slots=2\nb slots=2\nc slots=2\n", 0, "6 slots on 3 hosts, 2 groups of 2 ranks are 4"),
+        ("a slots=2\nb slots=2\nc slots=1\n", 1, "c is to be a spare and has slots=1"),
+        ("a slots=2\nb slots=2\n", 2, "has 2 hosts and --spare-hosts is 2"),
+        ("a slots=2\nb slots=2\n", 1, "2 slots on 1 hosts without the 1 spare"),
+    ],
+)
+def test_spare_hosts_begin_with_nothing_and_have_room_for_any_others_part(tmp_path, text, spares, words):
+    path, run = written(tmp_path, text), config.resolve({}, groups=2, ranks_per_group=2)
+    with pytest.raises(LaunchError, match=words):
+        hostfile.check(path, hostfile.read(path), run, spares)
+    path = written(tmp_path, "a slots=2\nb slots=2\nc slots=3\n")
+    hostfile.check(path, hostfile.read(path), run, 1)
 
 
 def test_hosts_may_have_different_numbers_of_groups(tmp_path):

@@ -24,7 +24,7 @@ ALLOWED = {
     "sim": {"core", "faults", "planner"},
     "planner": {"core"},
     "report": {"core", "runtime", "faults"},
-    "launch": {"core", "runtime"},
+    "launch": {"core", "runtime", "__version__"},
     "burnin": {"faults", "launch", "runtime"},
     "doctor": {"core", "launch", "runtime", "__version__"},
     "cli": {"data", "faults", "planner", "launch", "report", "doctor", "sim", "burnin", "__version__"},
