@@ -11,14 +11,18 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import math
 import random
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 from megatron_ft.errors import StoreError
 from megatron_ft.runtime.store.port import RETRY_PAUSE_S, StoreGone, StoreSilent
+
+Endpoints = tuple[tuple[str, int], ...]
 
 Verifier = Callable[[Callable[[str, dict[str, Any]], dict[str, Any]]], None]
 
@@ -26,22 +30,52 @@ _TRANSIENT = frozenset({1, 4, 8, 10, 13, 14})
 """gRPC's cancelled, deadline exceeded, exhausted, aborted, internal, unavailable: another node or moment may do better."""
 _ATTEMPT_S = 2.0
 """A node that has not answered for this long is left for another one; an election takes 1 to 2 s."""
+_LEARN_S = 10.0
+"""So old what is known of the nodes may be, where they change: two of three would have to be replaced in that time."""
 
 
 class Refused(StoreError):
     """etcd understood the request and will not carry it out."""
 
 
-class Gateway:
-    """One client with one open connection, for any thread. ``timeout_s`` bounds a call over all nodes together."""
+class _Nodes:
+    """Where the nodes are, and when (monotonic) one of them has said so."""
 
-    def __init__(self, endpoints: tuple[tuple[str, int], ...], timeout_s: float, verify: Verifier | None = None) -> None:
-        self.endpoints, self.timeout_s = endpoints, timeout_s
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints, self.learned = endpoints, -math.inf
+
+
+_KNOWN: dict[Endpoints, _Nodes] = {}
+"""By where they were at first. All clients of a process share it: one that asks seldom knows what others have heard."""
+
+
+class Gateway:
+    """One client with one open connection, for any thread. ``timeout_s`` bounds a call over all nodes together.
+
+    ``learns``: the nodes may be replaced by others, so they are asked now and then who they are.
+    """
+
+    def __init__(
+        self, endpoints: Endpoints, timeout_s: float, verify: Verifier | None = None, learns: bool = False
+    ) -> None:
+        self.timeout_s, self.learns = timeout_s, learns
         self.name = "etcd://" + ",".join(f"{host}:{port}" for host, port in endpoints)
+        self._first = endpoints
+        self._nodes = _KNOWN.setdefault(endpoints, _Nodes(endpoints)) if learns else _Nodes(endpoints)
         self._verify = verify
         self._at = random.randrange(len(endpoints))
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that are known now."""
+        return self._nodes.endpoints
+
+    def learn(self) -> None:
+        """Ask who the nodes are. Raises what :meth:`call` raises."""
+        self._nodes.learned = -math.inf
+        self.call("/v3/cluster/member/list", {})
 
     def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One request, to whichever node answers it. Raises ``StoreGone`` when all refuse, else ``StoreSilent``."""
@@ -83,7 +117,7 @@ class Gateway:
         On a connection of its own; who asks looks at the key itself afterwards.
         """
         deadline = time.monotonic() + timeout_s
-        stream = http.client.HTTPConnection(*self.endpoints[self._at], timeout=min(_ATTEMPT_S, timeout_s))
+        stream = http.client.HTTPConnection(*self._here(), timeout=min(_ATTEMPT_S, timeout_s))
         wanted = {"key": encoded(key), "start_revision": str(revision), "filters": ["NODELETE"]}
         try:
             stream.request("POST", "/v3/watch", json.dumps({"create_request": wanted}))
@@ -106,7 +140,7 @@ class Gateway:
         time.sleep(min(RETRY_PAUSE_S[0], timeout_s))  # a node that ends every watch at once must not be asked in a loop
 
     def clone(self) -> Gateway:
-        return Gateway(self.endpoints, self.timeout_s, self._verify)
+        return Gateway(self._first, self.timeout_s, self._verify, self.learns)
 
     def close(self) -> None:
         """Of a gateway that only this thread uses."""
@@ -116,7 +150,7 @@ class Gateway:
 
     def _ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if self._connection is None:
-            connection = http.client.HTTPConnection(*self.endpoints[self._at], timeout=timeout_s)
+            connection = http.client.HTTPConnection(*self._here(), timeout=timeout_s)
             try:
                 connection.connect()
                 if self._verify is not None:
@@ -128,15 +162,23 @@ class Gateway:
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
+        if self.learns and time.monotonic() - self._nodes.learned > _LEARN_S:
+            found = _endpoints(_post(self._connection, "/v3/cluster/member/list", {}))
+            self._nodes.endpoints, self._nodes.learned = found or self._nodes.endpoints, time.monotonic()
         return _post(self._connection, path, body)
 
     def _next(self) -> None:
         """Leave this node: its connection may still hold a late answer to another question."""
         self.close()
-        self._at = (self._at + 1) % len(self.endpoints)
+        self._at += 1
+
+    def _here(self) -> tuple[str, int]:
+        """The node whose turn it is."""
+        endpoints = self.endpoints
+        return endpoints[self._at % len(endpoints)]
 
     def _where(self) -> str:
-        host, port = self.endpoints[self._at]
+        host, port = self._here()
         return f"{host}:{port}"
 
     def _silent(self, silent_s: float, last: str) -> StoreSilent:
@@ -165,6 +207,13 @@ def _post(connection: http.client.HTTPConnection, path: str, body: dict[str, Any
     if answer.get("code") in _TRANSIENT:
         raise _Transient(message)
     raise Refused(f"etcd does not carry out {path}: {message}; is this etcd 3.4 or newer, without authentication?")
+
+
+def _endpoints(answer: dict[str, Any]) -> Endpoints:
+    """Of all nodes that serve: one that has not started says no address, one that only learns answers nobody."""
+    serving = [member for member in answer["members"] if not member.get("isLearner")]
+    urls = [urllib.parse.urlsplit(url) for member in serving for url in member.get("clientURLs", ())[:1]]
+    return tuple((url.hostname, url.port) for url in urls if url.hostname and url.port)
 
 
 def encoded(text: str | bytes) -> str:
