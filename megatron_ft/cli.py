@@ -182,7 +182,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
     hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: 1)")
     hosts.add_argument("--host-rank", type=int, metavar="K", help="this one; host 0 has the control store")
-    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there; or etcd, etcd://...")
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
     hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
     hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
@@ -211,6 +211,7 @@ def _launch(options: argparse.Namespace) -> int:
     from megatron_ft.launch import forkserver, resume, which_host
 
     run = resume.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
+    run = which_host.with_store(options, run)
     options.target = None
     if options.hostfile is not None:
         which_host.from_hostfile(options, run)
@@ -223,6 +224,7 @@ def _launch(options: argparse.Namespace) -> int:
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return _join_as(options, running, 0)
+    which_host.check_store(options, run)
     job = resume.WholeJob(run, options.hosts or 1)
     while True:
         forks = None
@@ -383,15 +385,15 @@ def _add_supervise(parser: argparse.ArgumentParser) -> None:
 
 def _supervise(options: argparse.Namespace) -> int:
     from megatron_ft.errors import LaunchError
-    from megatron_ft.launch import resume, supervisor
+    from megatron_ft.launch import resume, supervisor, which_host
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:
         raise LaunchError("what is to be launched is missing; write: megatron-ft supervise [OPTIONS] launch --groups N ...")
     asked = _parser().parse_args(command)
+    run = which_host.with_store(asked, resume.config(asked.config, asked.groups, asked.ranks_per_group))
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
         raise LaunchError("Slurm says which hosts there are: leave --hosts, --host-rank, --store, --hostfile, --job-id out")
-    run = resume.config(asked.config, asked.groups, asked.ranks_per_group)
     return supervisor.Supervisor(
         supervisor.Options(
             launch=command[1:],
