@@ -9,7 +9,7 @@ import pytest
 from megatron_ft import config
 from megatron_ft.doctor import local as doctor
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.launch import etcd_binary, which_host
+from megatron_ft.launch import etcd_binary, hosts, record, which_host
 from megatron_ft.runtime.store import control
 
 THREE = "etcd://node1:2379,10.0.0.2:2379,[::1]:2379"
@@ -74,9 +74,9 @@ def fake_etcd(directory, script: str):
     return program
 
 
-def launch(run, store=None, hosts=3, rank=0):
+def launch(run, store=None, count=3, rank=0):
     """The check of a launch, after its options have been read."""
-    options = argparse.Namespace(store=store, hosts=hosts, host_rank=rank)
+    options = argparse.Namespace(store=store, hosts=count, host_rank=rank)
     which_host.check_store(options, which_host.with_store(options, run))
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_cannot_start_its_own_says_so_before_anything_is_started(tmp_
     run = config.resolve({"fault_tolerance": {"store": "etcd"}}, groups=6)
     with pytest.raises(LaunchError, match=said):
         launch(run)
-    launch(run, hosts=4, rank=3)  # keeps no member
+    launch(run, count=4, rank=3)  # keeps no member
     launch(config.resolve({}, groups=6))  # needs none
 
 
@@ -110,10 +110,10 @@ def test_another_etcd_may_be_named(tmp_path, monkeypatch):
         etcd_binary.find()
 
 
-@pytest.mark.parametrize("hosts", [None, 1, 2])
-def test_fewer_than_three_hosts_have_no_store_of_their_own(hosts):
+@pytest.mark.parametrize("count", [None, 1, 2])
+def test_fewer_than_three_hosts_have_no_store_of_their_own(count):
     with pytest.raises(LaunchError, match=r"there are \d hosts \(spare ones do not count\); its 3 members need"):
-        launch(config.resolve({"fault_tolerance": {"store": "etcd"}}, groups=2), hosts=hosts)
+        launch(config.resolve({"fault_tolerance": {"store": "etcd"}}, groups=2), count=count)
 
 
 def test_the_command_line_says_which_store_for_one_launch():
@@ -133,3 +133,18 @@ def test_what_the_environment_says_of_etcd_and_proxies_is_not_for_the_runs_own(m
     found = etcd_binary.environment()
     assert "ETCD_DATA_DIR" not in found and "https_proxy" not in found
     assert found["ETCD_UNSUPPORTED_ARCH"] == "arm64" and "PATH" in found
+
+
+def test_hosts_of_a_run_with_its_own_need_neither_an_address_of_the_store_nor_a_name(tmp_path, monkeypatch):
+    fake_etcd(tmp_path, 'echo "etcd Version: 3.4.23"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    run = config.resolve({"fault_tolerance": {"store": "etcd"}}, groups=3)
+    run_dir = tmp_path / "run"
+    first = hosts.place(3, 0, "127.0.0.1", None, 0, None, run, run_dir)
+    assert (first.store, first.address, first.late) == ("etcd", "127.0.0.1", False)
+    (run_dir / record.ETCD).mkdir(parents=True)
+    (run_dir / record.ETCD / "0.json").write_text('{"address": "127.0.0.1"}')
+    assert hosts.place(3, 1, None, None, 0, None, run, run_dir).address == "127.0.0.1", "on the way to host 0"
+    assert hosts.place(3, 2, None, "127.0.0.1:29400", 0, None, run, run_dir).store == "etcd", "it says where host 0 is"
+    with pytest.raises(LaunchError, match="there are 2 hosts"):
+        hosts.place(2, 0, "127.0.0.1", None, 0, None, run, run_dir)
