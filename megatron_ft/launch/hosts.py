@@ -40,6 +40,7 @@ _ONLY_JOB = "only"
 _LOOK_S = 0.2
 _LINGER_S = 0.5
 """So long a member of the store is there for the others after it has seen that all have left; they look that often, too."""
+_NO_USE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Hosts:
         self._keeper: Keeper | None = None
         self._members: members.Members | None = None
         self._said_left = False
+        self._away_since: float | None = None
         if config.fault_tolerance.store == OWN_ETCD:
             first = (where.rank, where.hosts, where.address, run_dir, MEET_TIMEOUT_S)
             self._members = members.Members(*first, store=where.store if where.late else None)
@@ -383,6 +385,10 @@ class Hosts:
                 if not self._said_left:
                     self._boot.set(f"left/{self.place.rank}", True)
                     self._said_left = True
-            return all(self._boot.get(f"left/{rank}") is not None for rank in others)
+            left = all(self._boot.get(f"left/{rank}") is not None for rank in others)
+            self._away_since = None
+            return left
         except StoreError:
-            return False
+            self._away_since = self._away_since or time.monotonic()
+            # A part of a store that has no majority is of no use to anybody; who has another part thinks so, too.
+            return self._members is not None and time.monotonic() - self._away_since > _NO_USE_S
