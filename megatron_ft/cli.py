@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +184,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
     hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: 1)")
     hosts.add_argument("--host-rank", type=int, metavar="K", help="this one; host 0 has the control store")
-    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
+    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there; or etcd, etcd://...")
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
     hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
     hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
@@ -219,11 +217,13 @@ def _launch(options: argparse.Namespace) -> int:
     from megatron_ft.launch import forkserver, resume, which_host
 
     run = resume.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
+    run = which_host.with_store(options, run)
     options.target = None
     if options.ssh:
         from megatron_ft.launch import everywhere
+        from megatron_ft.report import follow
 
-        return everywhere.launch(everywhere.asked(options, run), lambda: _displayed(options.groups, options.run_dir))
+        return everywhere.launch(everywhere.asked(options, run), lambda: follow.shown(options.groups, options.run_dir))
     if options.hostfile is not None:
         which_host.from_hostfile(options, run)
     elif options.hosts is None and options.host_rank is None and options.store is None:
@@ -235,6 +235,7 @@ def _launch(options: argparse.Namespace) -> int:
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return _join_as(options, running, 0)
+    which_host.check_store(options, run)
     job = resume.WholeJob(run, options.hosts or 1)
     while True:
         forks = None
@@ -296,7 +297,7 @@ def _join_as(options: argparse.Namespace, running: join.Running, groups: int) ->
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
     from megatron_ft.launch.agent import Agent, LaunchOptions
-    from megatron_ft.report import tracker
+    from megatron_ft.report import follow, tracker
 
     tracker.check_trackers(options.track)
     agent = Agent(
@@ -318,32 +319,8 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
-    with _displayed(options.groups, options.run_dir):
+    with follow.shown(options.groups, options.run_dir):
         return agent.run()
-
-
-@contextlib.contextmanager
-def _displayed(groups: int, run_dir: Path) -> Iterator[None]:
-    """The run is shown meanwhile."""
-    from megatron_ft.report import follow
-
-    done = threading.Event()
-
-    def display() -> None:
-        try:
-            with follow.ProgressView(groups) as view:
-                for event in follow.follow(run_dir, done.is_set):
-                    view.update(event)
-        except OSError:
-            return  # a terminal that goes away must not end the run
-
-    watching = threading.Thread(target=display, name="megatron_ft-display", daemon=True)
-    watching.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watching.join(timeout=5.0)
 
 
 def _add_inject(parser: argparse.ArgumentParser) -> None:
@@ -404,14 +381,16 @@ def _add_supervise(parser: argparse.ArgumentParser) -> None:
 
 
 def _of_job(options: argparse.Namespace) -> argparse.Namespace:
-    """What is to be launched on the hosts of a job; ``words``: as it was written."""
+    """What is to be launched on the hosts of a job; ``words``: as it was written, ``settings``: what they come to."""
     from megatron_ft.errors import LaunchError
+    from megatron_ft.launch import resume, which_host
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:
         name = options.command
         raise LaunchError(f"what is to be launched is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
     asked = _parser().parse_args(command)
+    asked.settings = which_host.with_store(asked, resume.config(asked.config, asked.groups, asked.ranks_per_group))
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
         raise LaunchError("Slurm says which hosts there are: leave --hosts, --host-rank, --store, --hostfile, --job-id out")
     asked.words = command[1:]
@@ -419,10 +398,10 @@ def _of_job(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _supervise(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import resume, supervisor
+    from megatron_ft.launch import supervisor
 
     asked = _of_job(options)
-    run = resume.config(asked.config, asked.groups, asked.ranks_per_group)
+    run = asked.settings
     if options.array:
         from megatron_ft.launch import array
 

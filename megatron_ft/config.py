@@ -29,7 +29,8 @@ from megatron_ft.checks import (
 from megatron_ft.core import replication
 from megatron_ft.errors import ConfigError
 
-EMBEDDED, ETCD = "embedded", "etcd://"
+EMBEDDED, OWN_ETCD, ETCD = "embedded", "etcd", "etcd://"
+"""What ``store`` may be, the last with addresses."""
 STACKED_QUOTA, DROP, RESTART = "stacked_quota", "drop", "restart"
 """What ``policy`` may be."""
 
@@ -160,8 +161,8 @@ class FaultToleranceConfig:
     failure_domains: tuple[str, ...] | tuple[int, ...] | str = field(default=AUTO, metadata={"read": _auto_or_domains})
     """The rack, switch, ... of each group: the hosts of a shard are spread over them. Auto: none known."""
     store: str = EMBEDDED
-    """Where groups agree: ``embedded``, in a process of the run; ``etcd://host:port,host:port,host:port``, in an etcd that
-    is there already and survives the loss of any minority of its nodes."""
+    """Where groups agree: ``embedded``, in a process of the run on host 0; ``etcd``, in one that the run starts on its first
+    three hosts, any of which may be lost; ``etcd://host:port,host:port,host:port``, in one that is there already."""
     min_groups: int = 1
     bucket_mb: float | str = field(default=AUTO, metadata={"read": auto_or_positive})
     """Largest size of a gradient bucket, in MiB of fp32; a bucket finished before a failure is not reduced again. Auto: an
@@ -478,9 +479,9 @@ def _typed(name: str, value: Any, default: Any) -> Any:
 
 
 def _embedded_or_etcd(name: str, value: str) -> None:
-    if value == EMBEDDED:
+    if value in (EMBEDDED, OWN_ETCD):
         return
-    rule = f'it must be "{EMBEDDED}" or "{ETCD}HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd'
+    rule = f'it must be "{EMBEDDED}", "{OWN_ETCD}" or "{ETCD}HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd'
     endpoints = value.removeprefix(ETCD).split(",")
     if not value.startswith(ETCD):
         raise ConfigError(f"{name} is {value!r}; {rule}")

@@ -32,6 +32,10 @@ class Lab(Network):
         """The command, run on that host."""
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
+    def pids(self, host: int) -> list[int]:
+        """Of all that runs there."""
+        return [int(pid) for pid in ip("netns", "pids", self.namespace(host)).split()]
+
     def deafen(self, host: int, to: int) -> None:
         """What ``to`` sends does not reach ``host``: one way of one link, at once."""
         ip("-n", self.namespace(to), "route", "add", "blackhole", f"{self.address(host)}/32")

@@ -26,7 +26,7 @@ from megatron_ft.burnin import plan, verdict
 from megatron_ft.burnin.verdict import Case
 from megatron_ft.config import EMBEDDED
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import resume, slurm
+from megatron_ft.launch import slurm
 from megatron_ft.runtime import history
 
 _LOOK_S = 0.2
@@ -50,7 +50,7 @@ class Options:
 
 def run(options: argparse.Namespace, asked: argparse.Namespace) -> int:
     """``asked``: what is to be launched. Raises ``FTError``."""
-    settings = resume.config(asked.config, asked.groups, asked.ranks_per_group).fault_tolerance
+    settings = asked.settings.fault_tolerance
     burn_in = BurnIn(
         Options(
             launch=asked.words,

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from megatron_ft.core.pairs import rate
 from megatron_ft.doctor import disk
+from megatron_ft.launch import etcd_binary
 
 OK, WARN, MISSING, BROKEN = "ok", "warn", "missing", "broken"
 COLOURS = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
@@ -274,22 +274,14 @@ def _apex() -> Finding:
 
 
 def _etcd() -> list[Finding]:
-    """A node can be started here; runs use whatever etcd their config names."""
-    use = 'only needed to run nodes here for "store": "etcd://..."'
-    found = shutil.which("etcd")
-    if found is None:
-        return [Finding("etcd", MISSING, use, "as root: apt-get install etcd-server")]
+    """A node can be started here: by a run with a store of its own on several hosts."""
+    use = 'only needed for "store": "etcd", with which a run starts its own'
     try:
-        done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_IMPORT_DEADLINE_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [Finding("etcd", BROKEN, str(error), "reinstall: apt-get install etcd-server")]
-    version = re.search(r"etcd Version: (\d+)\.(\d+)\S*", done.stdout)
-    if done.returncode or version is None:
-        trouble = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-        return [Finding("etcd", BROKEN, trouble, "reinstall: apt-get install etcd-server")]
-    if (int(version[1]), int(version[2])) < (3, 4):
-        return [Finding("etcd", BROKEN, f"{version[0]} has no /v3 gateway; {use}", "etcd 3.4 or newer")]
-    return [Finding("etcd", OK, version[0].removeprefix("etcd Version: "))]
+        return [Finding("etcd", OK, etcd_binary.find()[1])]
+    except etcd_binary.EtcdMissing as error:
+        return [Finding("etcd", MISSING, f"{error}; {use}", etcd_binary.INSTALL)]
+    except etcd_binary.EtcdUnusable as error:
+        return [Finding("etcd", BROKEN, f"{error}; {use}", error.remedy)]
 
 
 def _directory(directory: Path) -> Finding:

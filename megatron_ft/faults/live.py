@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config import ETCD
+from megatron_ft.config import ETCD, OWN_ETCD
 from megatron_ft.errors import LaunchError
 from megatron_ft.runtime import history
 
@@ -57,10 +57,11 @@ class Growing:
 
 
 def uses_etcd(run_dir: Path) -> bool:
-    """Whether the run has no control store of its own."""
+    """Whether the run's control store is not one process of its host 0."""
     try:
         config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        return config["fault_tolerance"]["store"].startswith(ETCD)
+        setting = config["fault_tolerance"]["store"]
+        return setting == OWN_ETCD or setting.startswith(ETCD)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

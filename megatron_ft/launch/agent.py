@@ -303,8 +303,8 @@ class Agent:
                 rank.process.kill()
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
-        """The control store ends with host 0's agent: it stays until the others have left, or none of them is heard."""
-        if not self._leads or not self._hosts.beats.begun:
+        """The control store ends with its hosts' agents: they stay until the others have left, or none of them is heard."""
+        if not self._hosts.serves or not self._hosts.beats.begun:
             return
         while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(monitor.LOOK_EVERY_S)):
@@ -461,7 +461,8 @@ class Agent:
         ended = [(rank.log, death) for rank, death in self._exits]
         code, reason = record.why(steps[-1] if steps else None, self._signalled, ended, self._idles)
         reason += record.what_is_saved(lines) if self._config.fault_tolerance.checkpoint.directory else ""
-        if self._leads:
+        told = any(line["event"] == "stop" for line in lines)
+        if self._leads or self._hosts.speaks and not self._voice.away and not told:
             self._note("stop", reason=reason, exit_code=code)
         print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
         return code

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.config import RunConfig
+from megatron_ft.config import EMBEDDED, RunConfig
 from megatron_ft.core import ready, restarts, supervision
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launch import addresses, ask, far, hostfile, ssh
@@ -420,7 +420,7 @@ def asked(options: argparse.Namespace, run: RunConfig) -> Options:
         run=run,
         hosts=found,
         spares=options.spare_hosts,
-        launch=_same_for_all(options),
+        launch=_same_for_all(options, run.fault_tolerance.store),
         directory=directory,
         run_dir=Path(os.path.normpath(os.path.join(directory, options.run_dir))),
         script=options.script,
@@ -430,10 +430,12 @@ def asked(options: argparse.Namespace, run: RunConfig) -> Options:
     )
 
 
-def _same_for_all(options: argparse.Namespace) -> list[str]:
+def _same_for_all(options: argparse.Namespace, store: str) -> list[str]:
     """Those of the options of ``launch`` that are for every host alike, as words."""
     said = [f"--groups={options.groups}", f"--config={options.config}", f"--run-dir={options.run_dir}"]
     said += [f"--port={options.port}", f"--resume={options.resume}"]
+    if store != EMBEDDED:
+        said.append(f"--store={store}")
     if options.ranks_per_group is not None:
         said.append(f"--ranks-per-group={options.ranks_per_group}")
     for name in ("failure_domains", "track", "preload"):

@@ -1,7 +1,8 @@
 """The hosts of one run: how its agents find each other, and what each knows of the others.
 
-Host 0 has the control store (``.keeper``), unless it is etcd. Every other agent reads there which run it is, compares the
-settings, and leaves its own address and groups. Nobody starts a rank before all are there.
+Host 0 has the control store (``.keeper``), unless it is etcd: that of the first three hosts (``.members``), or the user's.
+Every other agent reads there which run it is, compares the settings, and leaves its own address and groups. Nobody starts a
+rank before all are there.
 
 Hosts may come later (``launch.join``), with numbers from the number of the first ones on. Such a host says to all agents who
 it is and what it runs (``core.detector.Housed``); that is how a rank gets from one host to another, too.
@@ -18,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config import AUTO, ETCD, RunConfig
+from megatron_ft.config import AUTO, ETCD, OWN_ETCD, RunConfig
 from megatron_ft.core import detector, spares
 from megatron_ft.core.checkpoints import partner
 from megatron_ft.core.links import are_partners
 from megatron_ft.errors import LaunchError, StoreError
-from megatron_ft.launch import addresses
+from megatron_ft.launch import addresses, etcd_binary, founding, members
 from megatron_ft.launch.addresses import local_address, own_address
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.heartbeat import Beats, Change
@@ -39,6 +40,9 @@ _BOOT = "boot"
 _ONLY_JOB = "only"
 _LOOK_S = 0.2
 _HOSTS, _ALL_HOSTS, _LEFT = "hosts", "all hosts", "left"
+_LINGER_S = 0.5
+"""So long a member of the store is there for the others after it has seen that all have left; they look that often, too."""
+_NO_USE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ def place(
     etcd = setting if setting.startswith(ETCD) else None
     if hosts < 1 or not 0 <= rank < hosts:
         raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
+    if setting == OWN_ETCD:
+        etcd_binary.check(hosts, rank)
     if etcd and store_address is not None:
         raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
     if hosts == 1 and store_address is None and job is None:
@@ -91,6 +97,12 @@ def place(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
             f"equal part of one: use another number of hosts"
         )
+    if setting == OWN_ETCD:
+        where = None if store_address is None else addresses.split(store_address)
+        near = where[0] if where is not None else target
+        if near is None and rank and address is None:
+            near = founding.first_address(run_dir, MEET_TIMEOUT_S)
+        return Place(hosts, rank, address or own_address(near), OWN_ETCD, job or _ONLY_JOB)
     if etcd:
         if job is None:
             raise LaunchError(
@@ -157,10 +169,14 @@ class Hosts:
     def __init__(self, where: Place, config: RunConfig, least_s: float, run_dir: Path, run_id: str | None = None) -> None:
         self.place, self._config, self._least_s = where, config, least_s
         self._keeper: Keeper | None = None
-        self.store_address = where.store
-        if where.rank == 0 and not where.store.startswith(ETCD):
+        self._members: members.Members | None = None
+        self._said_left = False
+        self._away_since: float | None = None
+        if config.fault_tolerance.store == OWN_ETCD:
+            first = (where.rank, where.hosts, where.address, run_dir, MEET_TIMEOUT_S)
+            self._members = members.Members(*first, store=where.store if where.late else None)
+        elif where.rank == 0 and not where.store.startswith(ETCD):
             self._keeper = Keeper(where.address, int(where.store.rpartition(":")[2]), run_dir)
-            self.store_address = self._keeper.address
         self._boot = self._boot_store(MEET_TIMEOUT_S)
         if where.rank == 0:
             settings = config.to_json()
@@ -188,13 +204,35 @@ class Hosts:
         """Of all hosts."""
         return [part for host, ranks in self._ranks.items() for part in spares.parts_of(host, ranks)]
 
+    @property
+    def store_address(self) -> str:
+        """For who needs it now; the run's own etcd moves."""
+        if self._members is not None:
+            return self._members.address
+        return self.place.store if self._keeper is None else self._keeper.address
+
+    @property
+    def serves(self) -> bool:
+        """Whether others need this host until they have left."""
+        return self.place.rank == 0 or self._members is not None and self._members.keeping
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this host says how the run has ended, with host 0 lost: it has stayed for the others, and all before it
+        are lost."""
+        before = {rank for rank in self._ranks if rank < self.place.rank}
+        return self.serves and before <= self.beats.silent()
+
     def look_after_store(self) -> None:
-        """To be called now and then: if this host has the store, somebody must keep it."""
-        if self._keeper is not None:
-            self._keeper.look()
+        """To be called now and then: if this host has the store, or a part of it, somebody must keep it."""
+        for kept in (self._keeper, self._members):
+            if kept is not None:
+                kept.look()
 
     def pids(self) -> set[int]:
         """Of the processes that are started and waited for here."""
+        if self._members is not None:
+            return self._members.pids()
         return set() if self._keeper is None else {self._keeper.pid}
 
     def _boot_store(self, timeout_s: float) -> store.ControlStore:
@@ -303,6 +341,11 @@ class Hosts:
         }
         partners = [rank for rank in cards if are_partners(rank, self.place.rank, self.place.hosts)]
         self.beats.add({rank: (cards[rank]["address"], cards[rank]["port"]) for rank in partners})
+        if self._members is not None:
+            self._members.watch(
+                lambda: {change.rank: change.silent_s for change in self.beats.silences()},
+                lambda: {rank: card["address"] for rank, card in self._cards.items()},
+            )
 
     def signal(self, change: Change, incarnation: int = 0) -> detector.Silent:
         """What the beats say, for everybody; ``incarnation``: of a group that this host has a part of."""
@@ -328,18 +371,33 @@ class Hosts:
         """This host's part in the run is over, and the store's, if it is here."""
         self.beats.close()
         try:
-            if self.beats.begun:
+            if self.beats.begun and not self._said_left:
                 self._boot.add(_LEFT, str(self.place.rank), True)
         except StoreError:
             pass  # the store's host has left first
         finally:
-            if self._keeper is not None:
-                self._keeper.close()
+            if self._said_left:
+                time.sleep(_LINGER_S)
+            for kept in (self._keeper, self._members):
+                if kept is not None:
+                    kept.close()
 
     def all_left(self) -> bool:
-        """Whether every other host has left (asked by the store's host). One that cannot be asked for has not."""
-        others = {str(rank) for rank in self._ranks.keys() - {self.place.rank}}
+        """Whether every other host has left (asked by who keeps the store). One that cannot be asked for has not.
+
+        Who keeps a part of it leaves with those that keep the others: each says so first, and waits for none that is lost.
+        """
+        others = self._ranks.keys() - {self.place.rank}
         try:
-            return others <= self._boot.members(_LEFT).keys()
+            if self._members is not None:
+                others -= self.beats.silent()
+                if not self._said_left:
+                    self._boot.add(_LEFT, str(self.place.rank), True)
+                    self._said_left = True
+            left = {str(rank) for rank in others} <= self._boot.members(_LEFT).keys()
+            self._away_since = None
+            return left
         except StoreError:
-            return False
+            self._away_since = self._away_since or time.monotonic()
+            # A part of a store that has no majority is of no use to anybody; who has another part thinks so, too.
+            return self._members is not None and time.monotonic() - self._away_since > _NO_USE_S

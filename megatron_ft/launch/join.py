@@ -17,17 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config import EMBEDDED, RunConfig
+from megatron_ft.config import EMBEDDED, OWN_ETCD, RunConfig
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
 from megatron_ft.launch.addresses import local_address
 from megatron_ft.launch.ask import STORE_KEY
 from megatron_ft.launch.hosts import MEET_TIMEOUT_S, Place, announced_store, boot_store
 from megatron_ft.launch.spare import start_key
 from megatron_ft.runtime import history
+from megatron_ft.runtime import store as store_module
 from megatron_ft.runtime.store import ControlStore
 from megatron_ft.types import GroupId
 
-_STORE_TIMEOUT_S = 5.0
+_STORE_TIMEOUT_S, _PROBE_S = 5.0, 2.0
 _LOOK_S = 0.2
 _ONLY_JOB = Place().job
 FIRST = 1
@@ -109,6 +110,8 @@ def without_spares(hosts: int, rank: int, spares: int) -> tuple[int, bool]:
 def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunConfig) -> Running:
     """The run that host 0 is about to begin, once its groups may be joined. Raises ``LaunchError`` if it does not."""
     setting = config.fault_tolerance.store
+    if setting == OWN_ETCD:
+        return _await_started(_await_own(run_dir, job or _ONLY_JOB))
     address = setting if setting != EMBEDDED else store
     if address is None:
         if job is None:
@@ -119,7 +122,35 @@ def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunC
     boot.close()
     if run is None:
         raise LaunchError(f"store {address}: host 0 has begun no run within {MEET_TIMEOUT_S:g} s; start it")
-    running = find(run_dir, MEET_TIMEOUT_S, run["run_id"])
+    return _await_started(find(run_dir, MEET_TIMEOUT_S, run["run_id"]))
+
+
+def _await_own(run_dir: Path, job: str) -> Running:
+    """That of a launch with an etcd of its own, which is known from the run directory only. What an earlier launch has left
+    there has no store that answers."""
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    while True:
+        why = "the run there is that of another launch"
+        try:
+            running = find(run_dir)
+            if running.job == job and running.store.startswith(store_module.OWN_ETCD):
+                boot = boot_store(running.store, job, _PROBE_S)
+                run = boot.get("run")
+                boot.close()
+                if run is not None and run["run_id"] == running.run_id:
+                    return running
+        except (LaunchError, StoreError) as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"host 0 has begun no run in {run_dir} within {MEET_TIMEOUT_S:g} s ({why}); start it, with the same "
+                f"--job-id and a run directory that all hosts see"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _await_started(running: Running) -> Running:
+    """Once its groups may be joined."""
     run_store = ControlStore(running.store, running.run_id, _STORE_TIMEOUT_S)
     for rank in range(running.hosts):
         run_store.wait(f"host/{rank}", MEET_TIMEOUT_S)  # who has not come by then is named by the hosts that wait for it

@@ -20,21 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_ft.launch import addresses, lifeline, record
+from megatron_ft.launch import addresses, kept, lifeline, record
 from megatron_ft.runtime import history, store
-
-RESTARTS, WITHIN_S = 5, 60.0
-"""So often in that time a store is started again at once; the next time waits until that time has passed."""
-STOPPED_S = 10.0
-"""A stopped store (SIGSTOP, a debugger) is waited for; after that long another takes its place."""
-_LOOK_S = 0.1
-_MOST_S = 0.25
-"""What one look adds to a time at most: while the keeper was stopped itself, it has seen nothing."""
 
 
 class Keeper:
@@ -53,8 +44,8 @@ class Keeper:
         """Start another keeper if this one has died: somebody has killed it, it does not end by itself."""
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
-            why = _ended_with(os.waitstatus_to_exitcode(status))
-            _say(f"the keeper of the control store (pid {self.pid}) {why}, and took the store along; another is started")
+            why = kept.ended_with(os.waitstatus_to_exitcode(status))
+            kept.say(f"the keeper of the control store (pid {self.pid}) {why}, and took the store along; another is started")
             self.pid = self._start()
 
     def close(self) -> None:
@@ -91,19 +82,13 @@ def _keep(listener: socket.socket, run_dir: Path, agent: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it is waited for
     # The server asks the name server who every client is: one that does not answer costs a second, not ten.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    deaths: deque[float] = deque(maxlen=RESTARTS)
-    while True:
-        pid = _fork_store(listener)
-        _write(run_dir, pid, listener)
-        if deaths:
-            _note(run_dir, "restarted", pid)
-        why = _await_end(pid)
-        wait_s = deaths[0] + WITHIN_S - time.monotonic() if len(deaths) == RESTARTS else 0.0
-        deaths.append(time.monotonic())
-        when = f"in {wait_s:.0f} s, it ended {RESTARTS + 1} times within {WITHIN_S:g} s" if wait_s > 0 else "at once"
-        _note(run_dir, "died", pid, f"{why}; started again {when}")
-        _say(f"the control store (pid {pid}) {why}; training goes on without it, it is started again {when}")
-        time.sleep(max(0.0, wait_s))
+    kept.keep(
+        lambda: _fork_store(listener),
+        "the control store",
+        lambda pid: _write(run_dir, pid, listener),
+        lambda what, pid, detail: _note(run_dir, what, pid, detail),
+    )
+    raise AssertionError("a store is kept until the agent ends")
 
 
 def _fork_store(listener: socket.socket) -> int:
@@ -123,27 +108,6 @@ def _serve(listener: socket.socket, keeper: int) -> NoReturn:
     raise AssertionError("a store serves until it is killed")
 
 
-def _await_end(pid: int) -> str:
-    """Wait until it has ended; kill it when it has been stopped for too long. Returns what became of it."""
-    stopped_s, looked = 0.0, time.monotonic()
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return _ended_with(os.waitstatus_to_exitcode(status))
-        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
-        looked, before = time.monotonic(), looked
-        stopped_s = stopped_s + min(looked - before, _MOST_S) if _is_stopped(pid) else 0.0
-        if stopped_s > STOPPED_S:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return f"was stopped for {STOPPED_S:g} s and is ended"
-
-
-def _is_stopped(pid: int) -> bool:
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")  # not waited for, so it is there
-    return text.rpartition(")")[2].split()[0] == "T"
-
-
 def _write(run_dir: Path, pid: int, listener: socket.socket) -> None:
     address = addresses.joined(*listener.getsockname()[:2])
     entry = {"pid": pid, "host": socket.gethostname(), "address": address, "started": round(time.time(), 6)}
@@ -151,18 +115,9 @@ def _write(run_dir: Path, pid: int, listener: socket.socket) -> None:
         record.replace(run_dir / record.STORE, entry)
 
 
-def _note(run_dir: Path, what: str, pid: int, detail: str = "") -> None:
+def _note(run_dir: Path, what: str, pid: int, detail: str) -> None:
     with contextlib.suppress(OSError):
         history.append(run_dir, "store", what=what, pid=pid, host=socket.gethostname(), detail=detail)
-
-
-def _ended_with(code: int) -> str:
-    return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that went away
-        print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
 
 
 # --- both processes ---------------------------------------------------------------------------------------------------

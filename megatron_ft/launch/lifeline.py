@@ -9,10 +9,10 @@ import signal
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def end_with(parent: int | None) -> None:
-    """The kernel ends this process with its parent, from here on. ``parent``: who started it, where that is known: it may
-    have died before the call."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
+    """The kernel ends this process with its parent, from here on, by that signal. ``parent``: who started it, where that is
+    known: it may have died before the call."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

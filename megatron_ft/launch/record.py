@@ -19,13 +19,16 @@ from megatron_ft.types import Exit
 RANKS = "ranks"
 """Each host writes its own list there, and all of them to ``ranks.json``."""
 STORE = "store.json"
+ETCD = "etcd"
+"""Where the hosts of a run with an etcd of its own find each other, and say what runs of it."""
 EARLIER = "earlier"
 """Where the records of the starts before go, each to a directory of its own: 0001, 0002, ..."""
 NOTHING, UNFINISHED, ANY = "nothing", "unfinished", "any"
 """What may be put there."""
 _END_S = 2.0
 """So long the processes of a run whose agent was killed may take to end."""
-_ALL = ("config.json", "ranks.json", STORE, RANKS, "history.jsonl", "timeline", "logs", "faults", "tensorboard", "wandb")
+_ALL = ("config.json", "ranks.json", STORE, ETCD, RANKS, "history.jsonl", "timeline", "logs", "faults")
+_ALL += ("tensorboard", "wandb")
 
 
 def prepare(path: Path, overwrite: bool, aside: str = NOTHING) -> Path:

@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.config import FaultToleranceConfig, RunConfig
-from megatron_ft.core import restarts, supervision
+from megatron_ft.config import OWN_ETCD, FaultToleranceConfig, RunConfig
+from megatron_ft.core import quorum, restarts, supervision
 from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
-from megatron_ft.launch import ask, join, slurm
+from megatron_ft.launch import ask, etcd_binary, join, slurm
 from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.launch.slurm_notes import Notes
 from megatron_ft.runtime import history
@@ -76,6 +76,8 @@ class Supervisor:
             raise LaunchError(
                 f"--spare-hosts is {options.spares} and the job has {len(self._nodes)} nodes; at least one must not be spare"
             )
+        if options.run.fault_tolerance.store == OWN_ETCD:
+            etcd_binary.check(len(self._nodes) - options.spares, None)
         self._job = supervision.Job({node: supervision.Node() for node in self._nodes})
         self._steps: dict[str, _Step] = {}
         self._listed: Mapping[str, str] | None = {}
@@ -287,8 +289,10 @@ class Supervisor:
             role = {"role": "agent" if rank < len(nodes) - self._options.spares else "reserve", "host": rank}
             steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch], **role)
         self._job = supervision.begun(self._job, steps)
-        names = f"{nodes[0]} has the control store"
-        _say(f"job {self._slurm.id}: {len(nodes)} nodes, {self._options.spares} of them in reserve; {names}")
+        own = self._options.run.fault_tolerance.store == OWN_ETCD
+        names = f"{' '.join(nodes[: quorum.SIZE])} have" if own else f"{nodes[0]} has"
+        spare = f"{self._options.spares} of them in reserve"
+        _say(f"job {self._slurm.id}: {len(nodes)} nodes, {spare}; {names} the control store")
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
 
     def _domains(self, nodes: Sequence[str]) -> list[str]:

@@ -8,10 +8,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
-from megatron_ft.config import EMBEDDED, RunConfig
+from megatron_ft.config import EMBEDDED, ETCD, OWN_ETCD, RunConfig
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import addresses, hostfile, surroundings
+from megatron_ft.launch import addresses, etcd_binary, hostfile, surroundings
+
+
+def with_store(options: argparse.Namespace, run: RunConfig) -> RunConfig:
+    """The run with the store of ``--store etcd`` or ``--store etcd://...``, which then is no address any more. Raises
+    ``ConfigError``."""
+    if options.store != OWN_ETCD and not (options.store or "").startswith(ETCD):
+        return run
+    settings = replace(run.fault_tolerance, store=options.store)
+    settings.check()
+    options.store = None
+    return replace(run, fault_tolerance=settings)
 
 
 def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
@@ -31,6 +43,8 @@ def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
         options.store = addresses.joined(found[0].address or found[0].name, options.port) if embedded else None
         if options.address is None and 0 <= options.host_rank < len(found):
             options.address = found[options.host_rank].address
+        other = found[0 if options.host_rank else 1]
+        options.target = other.address or other.name
 
 
 def from_surroundings(options: argparse.Namespace) -> None:
@@ -44,3 +58,9 @@ def from_surroundings(options: argparse.Namespace) -> None:
     options.job_id = options.job_id or found.job or None
     for name in surroundings.FOR_ITS_OWN_RANKS:
         os.environ.pop(name, None)
+
+
+def check_store(options: argparse.Namespace, run: RunConfig) -> None:
+    """Whether the run can have the store it asks for: before anything is started. Raises ``LaunchError``."""
+    if run.fault_tolerance.store == OWN_ETCD:
+        etcd_binary.check(options.hosts or 1, options.host_rank or 0)

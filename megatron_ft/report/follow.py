@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +31,28 @@ def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
             return
         if not events:
             time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def shown(groups: int, run_dir: Path) -> Iterator[None]:
+    """The run is shown meanwhile."""
+    done = threading.Event()
+
+    def show() -> None:
+        try:
+            with ProgressView(groups) as view:
+                for event in follow(run_dir, done.is_set):
+                    view.update(event)
+        except OSError:
+            return  # a terminal that goes away must not end the run
+
+    watching = threading.Thread(target=show, name="megatron_ft-display", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join(timeout=5.0)
 
 
 class ProgressView:

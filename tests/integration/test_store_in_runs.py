@@ -17,6 +17,7 @@ import pytest
 
 from megatron_ft.faults import inject
 from megatron_ft.launch import keeper
+from megatron_ft.launch.kept import RESTARTS, STOPPED_S
 from megatron_ft.launch.record import STORE
 from megatron_ft.runtime import history
 from megatron_ft.runtime.points import Hold
@@ -127,7 +128,7 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     run.strike(hold)
     run.check(reference)
     died, restarted = run.events("store")
-    assert died["detail"].startswith(f"was stopped for {keeper.STOPPED_S:g} s and is ended")
+    assert died["detail"].startswith(f"was stopped for {STOPPED_S:g} s and is ended")
     assert run.events("recovery")[0]["t"] > restarted["t"] > died["t"]
 
 
@@ -192,7 +193,7 @@ def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_r
     killed = 0
     await_((tmp_path / STORE).exists, "there is a store")
     address = kept.address.rpartition(":")
-    for count in range(1, keeper.RESTARTS + 1):
+    for count in range(1, RESTARTS + 1):
         asked = ControlStore(kept.address, "run", DEADLINE_S)
         patient(lambda asked=asked: asked.set("key", 1), patience_s=DEADLINE_S)
         killed = store_of(tmp_path)
@@ -201,7 +202,7 @@ def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_r
         await_(lambda killed=killed: store_of(tmp_path) != killed, "and says so")
         assert patient(lambda asked=asked: asked.get("key"), patience_s=DEADLINE_S) is None
     os.kill(store_of(tmp_path), signal.SIGKILL)
-    await_(lambda: len(history.read(tmp_path)) == 2 * keeper.RESTARTS + 1, "its last death is told")
+    await_(lambda: len(history.read(tmp_path)) == 2 * RESTARTS + 1, "its last death is told")
     details = [line["detail"] for line in history.read(tmp_path) if line["what"] == "died"]
     assert details[0] == "ended with SIGKILL; started again at once"
     assert re.fullmatch(r"ended with SIGKILL; started again in \d\d s, it ended 6 times within 60 s", details[-1])

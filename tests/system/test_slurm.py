@@ -9,6 +9,7 @@ import pytest
 from megatron_ft.runtime import history
 from tests import slurm, support
 from tests.slurm import GROUPS, STEPS, comes_back_on, lose, pid_of
+from tests.stores import etcd_missing
 from tools import proc
 
 pytestmark = pytest.mark.system
@@ -48,6 +49,18 @@ def test_a_node_without_power_is_replaced_by_the_spare_one_and_named(cluster, su
     why = next(view["lost"]["1"] for view in job.events("view") if "1" in view["lost"])
     assert "host n3" in why, why
     assert [line["what"] for line in job.events("host")] == ["spare", "took over"]
+
+
+@pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())
+def test_the_node_of_host_0_is_replaced_like_any_other_with_an_etcd_of_the_runs_own(cluster, submit, failure_free):
+    job = submit(STORE="etcd")
+    job.await_step(5)
+    lose(cluster, "n2")
+    comes_back_on(job, 0, "n1")
+    job.await_end("COMPLETED")
+    job.check(failure_free)
+    assert "n2 n3 n4 have the control store" in (job.directory / "batch.log").read_text()
+    assert "host n2" in next(view["lost"]["0"] for view in job.events("view") if "0" in view["lost"])
 
 
 def test_a_frozen_node_is_replaced_and_named(cluster, submit, failure_free):

@@ -23,9 +23,12 @@ NOTICES = "notice"
 """Log of everything that may end an epoch: deaths seen by agents, epochs broken at some group."""
 
 ETCD = "etcd://"
+OWN_ETCD = "etcd+own://"
+"""One that the run has started: hosts that are lost are replaced in it, so clients ask it who its nodes are."""
 
 Address = tuple[str, int] | str
-"""``(host, port)`` or ``"host:port"`` of an embedded store, or ``"etcd://host:port,host:port,..."``."""
+"""``(host, port)`` or ``"host:port"`` of an embedded store, or ``"etcd://host:port,host:port,..."``;
+``"etcd+own://..."`` is the run's own."""
 
 
 class _Memory:
@@ -248,8 +251,9 @@ class ControlStore:
 def open_store(address: Address, timeout_s: float, verify: Callable[..., None] | None = None) -> Store:
     """The client that the address asks for."""
     if isinstance(address, str):
-        if address.startswith(ETCD):
-            return EtcdStore(_endpoints(address.removeprefix(ETCD)), timeout_s, verify)
+        for scheme in (ETCD, OWN_ETCD):
+            if address.startswith(scheme):
+                return EtcdStore(_endpoints(address.removeprefix(scheme)), timeout_s, verify, scheme == OWN_ETCD)
         address = _endpoints(address)[0]
     return TcpStore(address, timeout_s, verify)
 

@@ -10,19 +10,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ft.runtime.store.gateway import Gateway, Verifier, decoded, encoded
+from megatron_ft.runtime.store.gateway import Endpoints, Gateway, Verifier, decoded, encoded
 from megatron_ft.runtime.store.port import Verify
 from megatron_ft.runtime.store.torch_etcd import TorchEtcdStore
 
 
 class EtcdStore:
-    """The port over etcd's transactions, watches and leases. ``timeout_s`` bounds the silence of all nodes together."""
+    """The port over etcd's transactions, watches and leases. ``timeout_s`` bounds the silence of all nodes together.
+    ``learns``: whether its nodes may be replaced by others (:class:`.gateway.Gateway`)."""
 
     def __init__(
-        self, endpoints: tuple[tuple[str, int], ...], timeout_s: float, verify: Verify | None = None
+        self, endpoints: Endpoints, timeout_s: float, verify: Verify | None = None, learns: bool = False
     ) -> None:
-        self._verify = verify
-        self._gateway = Gateway(endpoints, timeout_s, _verifier(verify))
+        self._endpoints, self._verify = endpoints, verify
+        self._gateway = Gateway(endpoints, timeout_s, _verifier(verify), learns)
         self._torch: TorchEtcdStore | None = None
         self._leases: dict[str, str] = {}
         self.name = self._gateway.name
@@ -88,7 +89,7 @@ class EtcdStore:
         return dist.PrefixStore(prefix, self._torch)
 
     def clone(self) -> EtcdStore:
-        return EtcdStore(self._gateway.endpoints, self._gateway.timeout_s, self._verify)
+        return EtcdStore(self._endpoints, self._gateway.timeout_s, self._verify, self._gateway.learns)
 
     def close(self) -> None:
         self._gateway.close()

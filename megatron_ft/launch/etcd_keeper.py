@@ -1,0 +1,166 @@
+"""Keeps one member of the run's own etcd running, as a process of its own: ``launch.members`` starts it. No torch here.
+
+A member that dies is started again at once, on what it has on disk. Its directory is of no use to anybody once the agent has
+ended: whoever starts later is another run, or another member. So it goes with the keeper, however the agent has ended.
+
+Failures it assumes: etcd dies or is stopped, any number of times (``launch.kept``); it has been removed from its cluster,
+or its directory is gone, and then it must never run again; the agent dies, and then all ends; the keeper is killed, and its
+etcd dies with it (the agent starts another keeper).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ft.launch import etcd_binary, kept, lifeline, record
+from megatron_ft.runtime import history
+
+LOG = "etcd.log"
+"""Beside the data, since the run directory may be slower than a member can wait."""
+_DATA = "data"
+_REMOVED = 0
+"""What etcd ends with when its cluster has removed it."""
+_TAIL_BYTES = 4096
+
+
+def arguments(name: str, directory: Path, client: str, peer: str, cluster: str, joins: bool) -> list[str]:
+    """Of etcd; ``client`` and ``peer`` are URLs, ``cluster`` all members, ``joins``: they are there already.
+
+    The checks of changes are ours (``core.quorum``): etcd would not let a member be added while another is lost.
+    """
+    options = {
+        "--name": name,
+        "--data-dir": str(directory / _DATA),
+        "--listen-client-urls": client,
+        "--advertise-client-urls": client,
+        "--listen-peer-urls": peer,
+        "--initial-advertise-peer-urls": peer,
+        "--initial-cluster": cluster,
+        "--initial-cluster-state": "existing" if joins else "new",
+        "--strict-reconfig-check": "false",
+        "--pre-vote": "true",
+        "--auto-compaction-retention": "1h",
+        "--logger": "zap",
+        "--log-level": "warn",
+    }
+    return [f"{name}={value}" for name, value in options.items()]
+
+
+def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, begun: bool, runs: list[int]) -> None:
+    """Until etcd must not run again. ``entry``: where it says what runs, as the last of ``runs`` does; ``begun``: it has run
+    already, and must have its data."""
+    name = _value(command, "--name")
+
+    def start() -> int:
+        nonlocal begun
+        if begun and not (directory / _DATA / "member").is_dir():
+            kept.say(f"what member {name} of the control store had in {directory} is gone: it is not started again")
+            raise SystemExit(1)  # the same member with an empty memory would vote twice
+        begun = True
+        return _start(command, directory)
+
+    def started(pid: int) -> None:
+        runs[:] = [pid]
+        said = {"pid": pid, "host": socket.gethostname(), "address": _value(command, "--listen-client-urls")}
+        with contextlib.suppress(OSError):  # a full disk is no reason to have no store
+            record.replace(entry, {**said, "name": name, "started": round(time.time(), 6)})
+
+    def note(what: str, pid: int, detail: str) -> None:
+        with contextlib.suppress(OSError):
+            fields = {"what": what, "pid": pid, "host": socket.gethostname(), "detail": detail, "member": name}
+            history.append(run_dir, "store", **fields)
+
+    kept.keep(
+        start,
+        f"member {name} of the control store",
+        started,
+        note,
+        over=lambda code: code == _REMOVED,
+        last_words=lambda: _last_words(directory / LOG),
+    )
+    kept.say(f"member {name} of the control store has been removed: another host has one in its place")
+
+
+def _start(command: Sequence[str], directory: Path) -> int:
+    keeper = os.getpid()
+    log = os.open(directory / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            lifeline.end_with(keeper)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.execve(command[0], command, etcd_binary.environment())
+        finally:
+            os._exit(127)
+    os.close(log)
+    return pid
+
+
+def _last_words(log: Path) -> str:
+    """The last error that etcd has logged; in zap's JSON."""
+    try:
+        text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+    for line in reversed(text.splitlines()):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if said.get("level") in ("fatal", "panic", "error"):
+            return f" ({said.get('msg', '')}: {said.get('error', '')})".replace(": )", ")")
+    return ""
+
+
+def _value(command: Sequence[str], option: str) -> str:
+    return next(word.partition("=")[2] for word in command if word.startswith(f"{option}="))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Keep a member of a run's own etcd.")
+    parser.add_argument("--agent", type=int, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--directory", type=Path, required=True, help="deleted at the end")
+    parser.add_argument("--entry", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="the member has run already")
+    parser.add_argument("command", nargs="+", help="etcd and its options, after --")
+    options = parser.parse_args()
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for the agent
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it is waited for
+    runs: list[int] = []
+    try:
+        lifeline.end_with(options.agent, signal.SIGTERM)
+        keep(options.command, options.directory, options.run_dir, options.entry, options.again, runs)
+        return 0
+    finally:
+        for pid in runs:
+            with contextlib.suppress(ChildProcessError):
+                if not os.waitpid(pid, os.WNOHANG)[0]:
+                    os.kill(pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+                    os.waitpid(pid, 0)
+        shutil.rmtree(options.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            options.entry.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The etcd that a run starts by itself: its members die, its hosts lose their power, spare ones take their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_ft.core import quorum
+from megatron_ft.launch import etcd_keeper, record
+from megatron_ft.launch.members import Members
+from megatron_ft.runtime.store import ControlStore, patient
+from tests.stores import DEADLINE_S, await_, etcd_missing
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())]
+
+SILENCE_S = 10.0
+
+
+class Host:
+    """What an agent does for its member, on an address of its own; ``silent`` is what it has not heard of for long."""
+
+    def __init__(self, rank: int, run_dir: Path, silent: dict[int, float], store: str | None = None) -> None:
+        self.rank, self.address = rank, f"127.0.0.{rank + 1}"
+        self.members = Members(rank, quorum.SIZE, self.address, run_dir, DEADLINE_S, store)
+        self.members.watch(lambda: dict(silent), lambda: {host: f"127.0.0.{host + 1}" for host in range(8)})
+
+    @property
+    def entry(self) -> dict | None:
+        """Which process is its member."""
+        own = self.members._own
+        path = self.members._run_dir / record.ETCD / f"{own.name}.member"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+class Launch:
+    """Three hosts that found the store, and others that come to it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.silent = run_dir, {}
+        self.hosts: dict[int, Host] = {}
+        self._over = threading.Event()
+        self._founding = [threading.Thread(target=self._found, args=(rank,)) for rank in range(quorum.SIZE)]
+        for thread in self._founding:
+            thread.start()
+        await_(lambda: len(self.hosts) == quorum.SIZE, "all hosts have met")
+        self.store = ControlStore(self.hosts[0].members.address, "run", SILENCE_S)
+        patient(lambda: self.store.get("any"), patience_s=DEADLINE_S)
+        (run_dir / "config.json").write_text(json.dumps({"store_address": self.hosts[0].members.address}))
+
+    def _found(self, rank: int) -> None:
+        self.hosts[rank] = Host(rank, self.run_dir, self.silent)
+        self._over.wait()  # a keeper ends with the thread that has started it
+
+    def come(self, rank: int) -> None:
+        self.hosts[rank] = Host(rank, self.run_dir, self.silent, self.announced)
+
+    @property
+    def announced(self) -> str:
+        """Where who comes from outside looks for the store."""
+        return json.loads((self.run_dir / "config.json").read_text())["store_address"]
+
+    def lose(self, rank: int) -> None:
+        """As if its power were cut, after the patience of everybody."""
+        lost = self.hosts.pop(rank)
+        lost.members.close()
+        self.silent[rank] = 1000.0
+
+    def look(self) -> None:
+        for host in self.hosts.values():
+            host.members.look()
+
+    def await_(self, condition, what: str) -> None:
+        def looked() -> bool:
+            self.look()
+            return condition()
+
+        await_(looked, what, every_s=0.05)
+
+    def votes(self) -> set[str]:
+        """The members that are there, with a vote."""
+        gateway = self.hosts[max(self.hosts)].members._gateway
+        listed = gateway.call("/v3/cluster/member/list", {})["members"]
+        return {raw.get("name", "?") for raw in listed if not raw.get("isLearner")}
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.members.close()
+        self._over.set()
+        for thread in self._founding:
+            thread.join()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+    assert not list(tmp_path.glob(f"{record.ETCD}/*.member")), "what runs has said so"
+
+
+def directories(launch: Launch) -> list[Path]:
+    return [host.members._own.directory for host in launch.hosts.values() if host.members._own is not None]
+
+
+def test_what_is_lost_one_after_the_other_is_replaced_and_old_clients_find_the_new_members(launch):
+    """In the end none of the members is there that the client has been told of."""
+    launch.store.begin()
+    launch.store.set("key", 1)
+    were = directories(launch)
+    for lost, comes in ((0, 3), (1, 4), (2, 5)):
+        launch.lose(lost)
+        launch.come(comes)
+        launch.await_(lambda comes=comes: launch.hosts[comes].members._voter, f"host {comes} has a vote")
+        assert launch.votes() == {f"h{rank}" if rank < quorum.SIZE else f"h{rank}.1" for rank in launch.hosts}
+        assert patient(lambda: launch.store.get("key"), patience_s=DEADLINE_S) == 1
+        launch.store._client._gateway.learn()  # as every client does now and then
+    launch.store.set("key", 2)
+    late = ControlStore(launch.announced, "run", SILENCE_S)
+    assert late.get("key") == 2, "who comes later finds the new members in the run directory"
+    assert not any(directory.exists() for directory in were)
+
+
+def test_one_learner_at_a_time_however_many_hosts_could_replace_the_lost_one(launch):
+    for comes in (3, 4):
+        launch.come(comes)
+    launch.lose(2)
+    launch.await_(lambda: any(launch.hosts[rank].members._voter for rank in (3, 4)), "one of them has a vote")
+    launch.await_(lambda: all(host.members._to_start is None for host in launch.hosts.values()), "all is done")
+    assert len(launch.votes()) == quorum.SIZE
+
+
+def test_a_member_that_is_killed_is_started_again_on_what_it_had(launch):
+    launch.store.begin()
+    for rank in (0, 1, 2):
+        before = launch.hosts[rank].entry
+        os.kill(before["pid"], signal.SIGKILL)
+        launch.await_(lambda rank=rank, before=before: (launch.hosts[rank].entry or before) != before, "another runs")
+        patient(lambda rank=rank: launch.store.set("key", rank), patience_s=DEADLINE_S)
+    launch.store.check_begun()
+    launch.await_(lambda: launch.votes() == {"h0", "h1", "h2"}, "all are there")
+
+
+def test_a_keeper_that_is_killed_is_started_again_and_its_member_goes_on(launch):
+    own = launch.hosts[1].members._own
+    before = launch.hosts[1].entry
+    os.kill(own.pid, signal.SIGKILL)
+    launch.await_(lambda: own.look() and (launch.hosts[1].entry or before)["pid"] != before["pid"], "another runs")
+    launch.lose(0)
+    patient(lambda: launch.store.set("key", 1), patience_s=DEADLINE_S)
+
+
+def test_a_host_that_only_seemed_lost_finds_itself_removed_and_may_come_again(launch):
+    launch.come(3)
+    launch.silent[0] = 1000.0
+    launch.await_(lambda: launch.hosts[3].members._voter, "host 3 has a vote")
+    launch.await_(lambda: not launch.hosts[0].members.keeping, "host 0 has none")
+    del launch.silent[0]
+    launch.lose(1)
+    launch.await_(lambda: launch.hosts[0].members._voter, "host 0 has a vote again")
+    assert launch.votes() == {"h0.1", "h2", "h3.1"}
+
+
+def test_a_member_whose_directory_is_gone_is_replaced_by_its_own_host(launch):
+    """Started on an empty one it would vote twice."""
+    own = launch.hosts[2].members._own
+    pid = launch.hosts[2].entry["pid"]
+    shutil.rmtree(own.directory / "data")
+    os.kill(pid, signal.SIGKILL)
+    launch.await_(lambda: launch.hosts[2].members._voter and launch.hosts[2].members._own is not own, "it has a new one")
+    assert launch.votes() == {"h0", "h1", "h2.1"}
+
+
+def test_what_etcd_says_last_is_told(tmp_path):
+    (tmp_path / "log").write_text('{"level":"warn","msg":"a"}\n{"level":"fatal","msg":"discovery failed","error":"b"}\n!\n')
+    assert etcd_keeper._last_words(tmp_path / "log") == " (discovery failed: b)"
+    assert etcd_keeper._last_words(tmp_path / "none") == ""
