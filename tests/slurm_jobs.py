@@ -14,17 +14,18 @@ from tests import support
 from tests.stores import await_
 from tools.slurm_lab import Lab
 
-STEPS, GROUPS = 100, 3
+STEPS, GROUPS = 40, 3
 OWN = ["--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
 DEADLINE_S, LOOK_S = 180.0, 0.2
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"}
 _GATE = """
+import itertools
 import time
 from pathlib import Path
 from megatron_ft.runtime.session import Session
-make = Session.train_step
+make, made = Session.train_step, itertools.count()
 def train_step(self, *arguments, **options):
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 2.5 * (next(made) > 4)
     while not Path({gate!r}).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return make(self, *arguments, **options)
@@ -48,8 +49,8 @@ def failure_free(tmp_path_factory, data_dir) -> list[dict]:
 
 
 class Submitted:
-    """One job, or array, in a lab. Its steps take a second longer until :meth:`go`: it does not end before its test has seen
-    what it waits for."""
+    """One job, or array, in a lab. Its steps take longer until :meth:`go`: it does not end before its test has seen what it
+    waits for."""
 
     def __init__(self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], **variables: str) -> None:
         self.lab, self.directory, self.run_dir = lab, directory, directory / "run"

@@ -45,7 +45,6 @@ class Place:
     first: int
     last: int
     count: int
-    job: str
     restarts: int
     node: str
 
@@ -65,7 +64,6 @@ def place(environ: Mapping[str, str]) -> Place:
         first=numbers["MIN"],
         last=numbers["MAX"],
         count=numbers["COUNT"],
-        job=environ["SLURM_JOB_ID"],
         restarts=int(environ.get("SLURM_RESTART_COUNT", 0)),
         node=environ.get("SLURMD_NODENAME", ""),
     )
@@ -233,7 +231,8 @@ class Element:
         if bad:
             refused = slurm.drain(self._where.node, f"megatron_ft: {why}")
             _say(f"node {self._where.node}: {why}; " + (f"not drained: {refused}" if refused else "drained"))
-        refused = slurm.requeue(self._where.job)
+        # Not by its job's own number: one of the elements has that of the whole array.
+        refused = slurm.requeue(f"{self._where.array}_{self._where.element}")
         told = f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"
         _say(f"{why}: element {self._where.element} is {told}")
         return REQUEUED

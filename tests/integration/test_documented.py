@@ -21,8 +21,6 @@ from tests.documented import Command
 COMMANDS = documented.commands()
 RUN = (
     "megatron-ft prepare --out data/sotu",
-    "megatron-ft launch --groups 4 --ranks-per-group 1 --config examples/pretrain_gpt/ds_config.json",
-    "megatron-ft report runs/a",
     "megatron-ft plan --preset llama3-16k",
     "megatron-ft inject runs/any examples/fault_injection/two_lost.json --groups 4 --dry-run",
     "megatron-ft inject runs/any --mix 8 --seed 3 --groups 8 --dry-run",

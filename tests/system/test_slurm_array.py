@@ -27,11 +27,11 @@ class Array(Submitted):
         batch = ["--array=0-3", f"--output={directory}/element.%a.log", *options, SCRIPT]
         super().__init__(lab, directory, data_dir, batch)
 
-    def elements(self) -> dict[int, tuple[str, str, str]]:
-        """Job id, state and node of each."""
-        asked = ["squeue", "--noheader", "--array", "--states=all", "--jobs", self.id, "--format", "%K %A %T %N"]
+    def elements(self) -> dict[int, tuple[str, str]]:
+        """State and node of each."""
+        asked = ["squeue", "--noheader", "--array", "--states=all", "--jobs", self.id, "--format", "%K %T %N"]
         rows = (line.split() for line in self.lab.run(asked).stdout.splitlines())
-        return {int(row[0]): (row[1], row[2], row[3] if len(row) > 3 else "") for row in rows}
+        return {int(row[0]): (row[1], "".join(row[2:])) for row in rows}
 
     def hosts(self) -> list[int]:
         """The elements that have begun the run, by group; the one in reserve last. They come in any order."""
@@ -39,13 +39,13 @@ class Array(Submitted):
         return [*begun, *({0, 1, 2, 3} - set(begun))]
 
     def node(self, element: int) -> str:
-        return self.elements()[element][2]
+        return self.elements()[element][1]
 
     def start_now(self, element: int) -> None:
         """One that was requeued; Slurm would wait for two minutes. A node refuses a job in the second in which it was
         killed there."""
-        self.await_(lambda: self.elements()[element][1] == "PENDING", f"element {element} is requeued")
-        self.lab.run(["scontrol", "update", f"jobid={self.elements()[element][0]}", "StartTime=now+3"], check=True)
+        self.await_(lambda: self.elements()[element][0] == "PENDING", f"element {element} is requeued")
+        self.lab.run(["scontrol", "update", f"jobid={self.id}_{element}", "StartTime=now+3"], check=True)
 
     def beat(self, element: int) -> Beat:
         return Board(self.run_dir / "array" / self.id).last(element)

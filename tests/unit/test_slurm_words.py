@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ft import config
-from megatron_ft.launch import slurm
+from megatron_ft.errors import LaunchError
+from megatron_ft.launch import array, slurm
 from megatron_ft.launch.supervisor import Options, Supervisor, _Lease, limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
@@ -103,3 +104,29 @@ def test_a_second_supervisor_takes_over_from_a_silent_one_which_does_not_come_ba
     assert held(again) == [False]
     store.silent.add("supervisor/2")
     assert held(again, second, first) == [True, False, False] and again.number == 3
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n2"}
+ARRAY |= {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in {"ID": 1, "MIN": 0, "MAX": 4, "COUNT": 5}.items()}
+
+
+def test_an_element_knows_its_place_and_how_many_are_at_work():
+    where = array.place({**ARRAY, "SLURM_RESTART_COUNT": "2"})
+    assert where == array.Place(array="7", element=1, first=0, last=4, count=5, restarts=2, node="n2")
+    settings = config.FaultToleranceConfig()
+    assert array.limits(settings, where, 1, 3).hosts == 4 and array.limits(settings, where, 1, 3).whole is None
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [({"SLURM_ARRAY_JOB_ID": None}, "not an element"), ({"SLURM_JOB_NUM_NODES": "2"}, "this element has 2 nodes")],
+)
+def test_what_is_no_element_is_refused(change, words):
+    environment = {name: value for name, value in (ARRAY | change).items() if value is not None}
+    with pytest.raises(LaunchError, match=words):
+        array.place(environment)
+
+
+def test_an_array_of_spares_is_refused():
+    with pytest.raises(LaunchError, match="--spare-hosts is 5 and the array has 5 elements"):
+        array.limits(config.FaultToleranceConfig(), array.place(ARRAY), 5, 3)
