@@ -26,7 +26,7 @@ def test_a_line_for_every_policy_fastest_first(capsys):
 
 def test_what_never_gets_to_its_end_is_shown_as_given_up(capsys):
     """Its trials have no mean, and no spread."""
-    hopeless = [*SMALL, "--system-mtbf-s", 5, "--policy", "restart", "--jobs", 1, "--trials", 2]
+    hopeless = [*SMALL, "--system-mtbf-s", 20, "--policy", "restart", "--jobs", 1, "--trials", 2]
     code, shown, _ = run(capsys, *hopeless)
     assert code == 0 and "given up at" in shown
 
