@@ -24,6 +24,7 @@ RUN = (
     "megatron-ft plan --preset llama3-16k",
     "megatron-ft inject runs/any examples/fault_injection/two_lost.json --groups 4 --dry-run",
     "megatron-ft inject runs/any --mix 8 --seed 3 --groups 8 --dry-run",
+    "python examples/reproduce_recover/reproduce.py --quick",
     "megatron-ft doctor",
     "cp slurm/site.env.example slurm/site.env",
 )

@@ -24,6 +24,13 @@ def test_a_line_for_every_policy_fastest_first(capsys):
     assert rows[0] == "stacked_quota" and "+ rejoin" in shown
 
 
+def test_what_never_gets_to_its_end_is_shown_as_given_up(capsys):
+    """Its trials have no mean, and no spread."""
+    hopeless = [*SMALL, "--system-mtbf-s", 20, "--policy", "restart", "--jobs", 1, "--trials", 2]
+    code, shown, _ = run(capsys, *hopeless)
+    assert code == 0 and "given up at" in shown
+
+
 def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
     common = (*SMALL, "--policy", "spare,stacked_quota", "--json", "--seed", 3)
     first, second = run(capsys, *common, "--jobs", 1), run(capsys, *common, "--jobs", 2)

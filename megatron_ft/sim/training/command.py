@@ -182,7 +182,7 @@ def table(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> T
 def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Result]) -> list[str]:
     finished = all(result.finished for result in results)
     time_s = mean(result.time_s for result in results)
-    spread = f"\n±{pstdev(result.overhead for result in results):.3f}" if len(results) > 1 else ""
+    spread = f"\n±{pstdev(result.overhead for result in results):.3f}" if finished and len(results) > 1 else ""
     planned = evaluate(cluster, policy, _hosted(policy, setting)).relative_time
     counts = [mean(getattr(r, name) for r in results) for name in ("failures", "wipe_outs", "planned_restarts")]
     return [
