@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # torch's own log lines would come after the test runner's last one. Before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from megatron_ft.data import prepare
 from tests import support
+
+# A deadline is a timed assertion: it would say how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from megatron_ft.runtime.store import ControlStore, StoreConflict, StoreLostMemo
 from megatron_ft.types import Exit
 from tests.stores import DEADLINE_S, await_
 
-SLOW_IS_FINE = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+SLOW_IS_FINE = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def at_once(*calls: Callable[[], object]) -> list:

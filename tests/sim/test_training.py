@@ -42,7 +42,7 @@ def overhead(setting: Setting, policy: str, trials: int = 3) -> float:
     mix=st.booleans(),
     racks=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_second_is_accounted_for(policy, seed, renewal, in_restart, finds, living, mix, racks):
     failures = Failures(renewal=renewal, of_the_living=living, mix=mix, rack_share=racks, frail_share=0.2, frail_weight=5.0)
     finds = "everybody" if policy in ("spare", "replication") else finds

@@ -104,7 +104,7 @@ states = st.recursive(
 
 
 @given(states, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_the_state_it_comes_back_to_the_bit(tmp_path_factory, state, parts):
     directory = tmp_path_factory.mktemp("checkpoints")
     written = [
@@ -281,7 +281,7 @@ def two_saved(tmp_path_factory):
 
 
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_flipped_bit_anywhere_is_ever_loaded(tmp_path_factory, two_saved, name, where, bit):
     directory = tmp_path_factory.mktemp("checkpoints") / "copy"
     shutil.copytree(two_saved, directory)

@@ -91,7 +91,7 @@ def test_an_address_is_written_and_read(host, port):
     assert addresses.split(addresses.joined(host, port)) == (host, port)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=12))
 def test_whatever_is_given_for_an_address_is_told_apart(text):
     found = addresses.split(text)

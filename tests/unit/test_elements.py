@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core import restarts
@@ -111,7 +111,6 @@ def test_who_waits_in_vain_at_its_time_limit_goes_alone():
     assert act(Own(Beat(3, told="time")), [], {}, 0.0, LIMITS) == GiveBack("time")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_every_history_comes_to_one_end(seed):
     """A world of five elements whose agents and nodes die at random; then nothing more dies, and all end with 0."""

@@ -102,7 +102,7 @@ def play(stages: int, slices: int, work: Growing) -> list[list[Pass]]:
     return done
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     stages=st.integers(1, 4),
     slices=st.integers(1, 2),

@@ -48,7 +48,7 @@ def best(supply, allowed, weights, kept: dict[tuple[int, int], int]) -> tuple[fl
 
 
 @given(problems())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_other_way_is_more_level_or_moves_less(problem):
     supply, allowed, weights, edges, kept = problem
     rows, columns = (np.array([edge[i] for edge in edges], dtype=np.int64) for i in (0, 1))

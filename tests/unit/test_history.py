@@ -26,7 +26,7 @@ def test_only_the_writer_writes(tmp_path):
 
 
 @given(died_after=st.integers(0, 4), committed=st.integers(0, 4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_takeover_neither_loses_nor_repeats_a_step(tmp_path_factory, died_after, committed):
     """The writer wrote ``died_after`` steps; its successor knows of ``committed``, one less or more, and goes on."""
     run_dir = tmp_path_factory.mktemp("run")

@@ -10,7 +10,7 @@ from megatron_ft.core.scheduler import plan_step
 
 
 @given(st.integers(2, 9), st.integers(1, 6), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_it_is_the_largest_load_of_the_plan(groups, per_shard, data):
     offsets = data.draw(st.sets(st.integers(1, groups - 1), max_size=3))
     placement = data.draw(st.sampled_from([None, cyclic(groups, (0, *sorted(offsets)))]))
@@ -28,7 +28,7 @@ def test_at_the_published_sizes_too(make, share):
 
 
 @given(st.integers(2, 9), st.integers(1, 6), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_memory_changes_no_answer(groups, per_shard, data):
     """Whatever was lost, joined or both between two questions."""
     offsets = data.draw(st.sets(st.integers(1, groups - 1), max_size=3))

@@ -16,7 +16,7 @@ def samples_of(step, shard, index, **shape):
 
 
 @given(n=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example(n=1, seed=0, epoch=0)
 @example(n=2, seed=0, epoch=0)
 def test_it_is_a_bijection(n, seed, epoch):
@@ -26,7 +26,7 @@ def test_it_is_a_bijection(n, seed, epoch):
 
 
 @given(n=st.integers(1, 2**62), seed=SEEDS, data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_arrays_and_scalars_agree(n, seed, data):
     positions = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
     order = Permutation(n, seed)
@@ -67,7 +67,7 @@ def test_the_order_looks_random():
     num_samples=st.integers(1, 120),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(groups=2, microbatches_per_group=2, samples_per_microbatch=9, num_samples=4, seed=0)  # three epochs in one
 def test_every_sample_comes_once_per_data_epoch(seed, **shape):
     """All microbatches of the steps that cover three data epochs, in the order of their ids."""

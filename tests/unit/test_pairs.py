@@ -13,7 +13,7 @@ from megatron_ft.core import alike, pairs
 from megatron_ft.core.pairs import CLOSED, CUT, LATE, LOST, REFUSED, SLOW, Way, judge
 
 RTT_S, BYTES_S = 0.0005, 1e9
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 NAMES = {host: f"n{host}" for host in range(100)}
 
 

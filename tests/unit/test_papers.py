@@ -52,7 +52,7 @@ def after_losses(policy: str, job: Job, live: list[int], lost: int) -> list[Plan
 
 @pytest.mark.parametrize("policy", ["stacked_quota", "spare", "recover", "replication"])
 @given(st.integers(2, 9), st.integers(1, 5), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_gradient_is_the_sum_divided_by_B_always(policy, N, G, data):
     """ReCoVer, invariant: B = W_init * G_init microbatches, SUM divided by B, whoever is left; so nothing changes."""
     job = Job(shards=N, per_shard=G, buckets=1, steps=1)

@@ -226,7 +226,7 @@ clusters = st.builds(
 
 
 @given(clusters, st.sampled_from(POLICIES))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_bounds(cluster, policy):
     found = evaluate(cluster, policy)
     assert found.relative_time >= 1 and found.slowdown >= 1 - 1e-9 and found.mean_stacks >= 1 - 1e-9
@@ -237,7 +237,7 @@ def test_bounds(cluster, policy):
 
 
 @given(clusters, st.sampled_from(POLICIES), st.floats(1.05, 10))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_makes_it_worse_never_makes_it_faster(cluster, policy, factor):
     """More failures, longer restarts, later detection. (Insured periods depend on the run itself: 1% of freedom.)"""
     before = evaluate(cluster, policy).relative_time * 0.99
@@ -247,7 +247,7 @@ def test_what_makes_it_worse_never_makes_it_faster(cluster, policy, factor):
 
 
 @given(clusters)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_best_is_the_fastest_but_for_a_tenth_of_a_percent(cluster):
     plan = recommend(cluster)
     assert plan.best.relative_time <= plan.estimates[0].relative_time * 1.001

@@ -209,7 +209,7 @@ def test_the_thread_ends_with_it_and_samples_are_loaded_all_the_same():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_history_of_asking_gets_the_right_samples_within_the_bound(data):
     """Groups of 2 shards; a step is taken or left at any moment, with microbatches of other shards asked for too."""
     prefetcher, dataset = Prefetcher(), Dataset()

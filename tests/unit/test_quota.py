@@ -76,7 +76,7 @@ def fewest_moves(placement, per_shard: int, live, limit: int, home: dict[tuple[i
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_plans_are_exact_hosted_level_and_still(case):
     placement, per_shard, live = case
     plan = plan_step(3, placement.groups, per_shard, live, placement)
@@ -91,7 +91,7 @@ def test_plans_are_exact_hosted_level_and_still(case):
 
 
 @given(cases(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_few_microbatches_leave_their_place_in_the_previous_plan(case, data):
     placement, per_shard, live = case
     previous = plan_step(3, placement.groups, per_shard, live, placement)
@@ -113,7 +113,7 @@ def test_few_microbatches_leave_their_place_in_the_previous_plan(case, data):
 
 
 @given(cases(), st.booleans(), st.integers(0, 2), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_slow_groups_get_less(case, restricted, more, data):
     """The time of the slowest group is the least possible, whoever hosts what, if each straggler keeps a microbatch."""
     placement, per_shard, live = case
@@ -138,7 +138,7 @@ def test_slow_groups_get_less(case, restricted, more, data):
 
 
 @given(cases(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_a_slow_group_gives_away_goes_to_hosts_of_its_shard(case, data):
     """As much as in that time is possible at all is computed by hosts (an independent maximum flow says how much)."""
     placement, per_shard, live = case
@@ -173,7 +173,7 @@ def test_the_example_of_the_documentation():
 
 
 @given(cases(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_patch_is_level_and_as_much_of_it_as_possible_is_hosted(case, data):
     placement, per_shard, live = case
     plan = plan_step(1, placement.groups, per_shard, live, placement)
@@ -197,7 +197,7 @@ def test_a_patch_is_level_and_as_much_of_it_as_possible_is_hosted(case, data):
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_fetched_is_what_the_stack_lacks(case):
     placement, per_shard, live = case
     plan = plan_step(0, placement.groups, per_shard, live, placement)

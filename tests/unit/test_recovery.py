@@ -27,7 +27,7 @@ from tests.world import World
     patience=st.integers(1, 3),
     collectors=st.sampled_from((1, 2, 8)),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8)
 @example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1)
 def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
@@ -45,7 +45,7 @@ def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
     joins=st.integers(0, 3),
     step=st.integers(0, 3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_microbatch_kills_two_groups_at_most(seed, groups, kills, joins, step):
     """Whatever else happens: when its second victim is known, all that would have to compute it stop."""
     world = World(Job(groups, 2, 2, 4), seed)

@@ -69,7 +69,7 @@ def check_outcome(outcome, orders, live):
     assert moved == set(outcome.moves) and len(moved) == len(outcome.moves)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(states())
 def test_the_outcome_is_the_best_that_exhaustive_search_finds(state):
     orders, live, S = state
@@ -110,7 +110,7 @@ def test_the_assignment_is_as_good_as_a_min_cost_flow():
     assert compared > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states(), st.permutations(range(7)))
 def test_whole_failure_sequences_stay_exact(state, deaths):
     orders, _, _ = state
@@ -126,7 +126,7 @@ def test_whole_failure_sequences_stay_exact(state, deaths):
     raise AssertionError("nobody is left, yet no wipe-out")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states(), st.integers(0, 9), st.integers(1, 4))
 def test_the_plan_has_every_microbatch_of_the_step_once(state, step, per_shard):
     orders, live, S = state
@@ -141,7 +141,7 @@ def test_the_plan_has_every_microbatch_of_the_step_once(state, step, per_shard):
     assert outcome.reason in plan.reason
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(states())
 def test_survivors_patch_only_what_they_have_not_computed(state):
     orders, live, S = state

@@ -21,7 +21,7 @@ def placements(draw):
 
 
 @given(placements(), st.randoms(use_true_random=False))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_every_loss_is_decided_as_rectlr_does(placement, shuffle):
     """SPARe, ReCtlr: phase, S, how many entries move, how many shards are patched; until the wipe-out."""
     stacks, order = Stacks(placement), list(range(placement.groups))
@@ -51,7 +51,7 @@ def check(stacks, placement):
 
 
 @given(placements(), st.randoms(use_true_random=False), st.lists(st.integers(1, 4), min_size=24, max_size=24))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_shard_is_patched_once_in_a_step_however_many_are_lost_in_it(placement, shuffle, bursts):
     """What has been patched in this step, or stood among the first S when it began, is there already."""
     stacks, order = Stacks(placement), list(range(placement.groups))

@@ -79,7 +79,7 @@ def test_differences_of_offsets_are_distinct_at_the_published_sizes(groups, larg
 
 
 @given(groups=st.integers(2, 2000), seed=st.integers(0, 10**6), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_seed_gives_a_golomb_ruler_that_starts_at_0(groups, seed, data):
     """SPARe section 4: shifts and multiples by units keep the property."""
     redundancy = data.draw(st.integers(1, max(1, int((groups / 3) ** 0.5))))
@@ -95,7 +95,7 @@ def test_is_golomb_is_what_its_definition_says(groups, data):
 
 
 @given(st.integers(1, 130))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_largest_redundancy_is_to_be_had_and_one_more_is_not(groups):
     largest = largest_redundancy(groups)
     assert differences_are_distinct(groups, golomb_offsets(groups, largest)) and largest * (largest - 1) <= groups - 1
@@ -156,7 +156,7 @@ def test_an_impossible_redundancy_is_named_with_the_rule_and_the_remedy(groups, 
 
 
 @given(placements())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_group_hosts_r_shards_and_every_shard_has_r_hosts_own_first(placement):
     """SPARe section 4, stacking: the stack of a group begins with its own shard."""
     for i in range(placement.groups):
@@ -168,14 +168,14 @@ def test_every_group_hosts_r_shards_and_every_shard_has_r_hosts_own_first(placem
 
 
 @given(placements())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_is_host_agrees_with_the_stacks(placement):
     everywhere = range(placement.groups)
     assert all(placement.is_host(g, s) == (s in placement.stacks[g]) for g in everywhere for s in everywhere)
 
 
 @given(placements(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_shard_is_served_by_exactly_its_live_hosts(placement, data):
     """Also by groups that came on top of the first N: they host what their number mod N does."""
     live = data.draw(st.sets(st.integers(0, 2 * placement.groups)))
@@ -197,7 +197,7 @@ def test_cyclic_rotation_is_the_published_rule(groups, data):
 
 
 @given(placements(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_unhosted_and_wipe_out_agree_with_brute_force(placement, data):
     """SPARe section 4: a wipe-out is a shard without surviving host."""
     live = data.draw(st.sets(st.integers(0, placement.groups + 2)))
@@ -207,7 +207,7 @@ def test_unhosted_and_wipe_out_agree_with_brute_force(placement, data):
 
 
 @given(placements())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_shared_hosts_agrees_with_counting(placement):
     assert shared_hosts(placement) == shared_by_counting(placement)
 
@@ -284,7 +284,7 @@ def test_a_join_prefetches_the_stack_and_names_what_is_hosted_again():
 
 
 @given(placements(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_leave_and_join_agree_with_unhosted_before_and_after(placement, data):
     live = data.draw(st.sets(st.integers(0, placement.groups - 1), min_size=1))
     group = data.draw(st.sampled_from(sorted(live)))
@@ -331,7 +331,7 @@ def test_no_two_hosts_in_one_domain_and_at_most_one_shared_host(domains, redunda
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_hosts_are_spread_as_evenly_as_any_placement_can(sizes, redundancy, shuffle):
     """A domain of n groups has n * r of the N * r places: floor(n r / N) or ceil(n r / N) for each shard."""
     domains = racks(*sizes)

@@ -28,7 +28,7 @@ def planned(any_plan):
     return sorted(m for own in any_plan.assignment.values() for m in own)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(clusters, st.data())
 def test_B_is_constant_under_any_sequence_of_failures(cluster, data):
     """ReCoVer, invariant: every step aggregates B = W_init * G_init microbatches; here each id exactly once."""

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
@@ -52,14 +52,12 @@ def faults(draw) -> Fault:
     return Fault(kind=kind, **values, **{when: draw(st.integers(0, 10**6) if when == "step" else TIMES)})
 
 
-@settings(deadline=None)
 @given(st.lists(faults(), max_size=5), st.integers())
 def test_what_is_written_is_what_is_read(found, seed):
     mine = Schedule(tuple(found), seed)
     assert Schedule.from_json(json.loads(json.dumps(mine.to_json()))) == mine
 
 
-@settings(deadline=None)
 @given(faults())
 def test_every_fault_can_be_said_in_words(fault):
     assert fault.when() and fault.whom()
@@ -164,7 +162,6 @@ def test_the_same_schedule_has_the_same_keys_and_another_one_others():
 # --- the mix ----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(), st.integers(1, 50))
 def test_the_same_seed_draws_the_same_possible_schedule(count, seed, groups):
     drawn = mix.draw(count, seed, groups)

@@ -71,7 +71,7 @@ def saids(draw):
     )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(saids(), knowns)
 @example(Said(JOB, "pretrain", "CANCELLED by 0", id="5", exit="0:9"), Known(code=0, cancelled="n3", batch="n1"))
 def test_every_word_of_slurms_is_explained_and_nothing_else_is_said_than_the_record_says(said, known):
