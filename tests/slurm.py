@@ -41,7 +41,7 @@ def lab(nodes: int, scope: str = "module", **shape: Any):
 
 def own_arguments(steps: int) -> list[object]:
     """Of the training script."""
-    return ["--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    return ["--steps", steps, "--seed", 1, *support.SMALL]
 
 
 def config(path: Path, directory: Path) -> Path:

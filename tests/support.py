@@ -17,6 +17,8 @@ from megatron_ft.runtime import history, points
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt" / "train.py"
 GROUPS, PER_GROUP, STEPS = 4, 4, 8
+SMALL = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 3e-4)
+"""A model for runs of a hundred steps: at a larger learning rate the rounding of sums in another order adds up to 1e-5."""
 TIMEOUT_S = 120.0
 
 

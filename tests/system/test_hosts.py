@@ -34,7 +34,7 @@ def lab():
 def job(run_dir, data_dir, steps=STEPS, **changes) -> list:
     """What is launched, wherever; ``changes`` are settings."""
     config = support.write_config(run_dir.with_suffix(".json"), **changes)
-    own = ["--data", data_dir, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    own = ["--data", data_dir, "--steps", steps, "--seed", 1, *support.SMALL]
     return ["--groups", GROUPS, "--config", config, "--run-dir", run_dir, support.SCRIPT, "--", *own]
 
 

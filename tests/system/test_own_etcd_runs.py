@@ -24,7 +24,7 @@ def settings(path):
 
 
 def script(data_dir, steps: int) -> list[object]:
-    own = ["--data", data_dir, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    own = ["--data", data_dir, "--steps", steps, "--seed", 1, *support.SMALL]
     own += ["--lr", 1e-4]  # at which one rounding in another order stays one
     return [support.SCRIPT, "--", *own]
 

@@ -34,7 +34,7 @@ def lab(tmp_path):
 
 
 def own(data_dir: Path, steps: int = STEPS) -> list:
-    return ["--data", data_dir, "--steps", steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    return ["--data", data_dir, "--steps", steps, "--seed", 1, *support.SMALL]
 
 
 @pytest.fixture(scope="module")
