@@ -238,7 +238,10 @@ class Agent:
         """Pass on which hosts are silent, or are heard again. While ranks start, hosts are busy as never again."""
         if self._hosts.beats.least_s == _STARTING_S and any(line["event"] == "step" for line in self._tail.new()):
             self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
-        for change in self._hosts.beats.changes():
+        changes = self._hosts.beats.changes()
+        if changes or self._hosts.beats.silent():
+            self._voice.stir()  # a notice may be on its way for long, or lost, where links are cut
+        for change in changes:
             parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
             silent = self._hosts.signal(change, *parts)  # of one group at most
             if not self._ended():
