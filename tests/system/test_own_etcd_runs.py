@@ -3,6 +3,7 @@ power, host 0 first: nobody is left who could close their connections, or say a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -73,7 +74,8 @@ class Launch:
         self.lost.add(host)
         self.lab.cut(host)
         for pid in self.lab.pids(host):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(pid, signal.SIGKILL)
 
     def codes(self) -> set[int]:
         """Of all whose host is there."""
