@@ -77,6 +77,7 @@ class Lab:
         self._net.up()
         self._hosts = [self._start(rank, "-") for rank in range(MEMBERS)]
         self._address = [process.stdout.readline().split()[1] for process in self._hosts][0]
+        _await(lambda: len(list((directory / record.ETCD).glob("*.member"))) == MEMBERS)
         path = directory / "config.json"
         path.write_text(json.dumps({"store_address": self._address}))
 
