@@ -179,7 +179,9 @@ def test_an_agent_that_lives_is_not_started_twice_and_ends_when_told(agent, tmp_
     ask("end", state=str(first), patience_s=30.0)
     await_(lambda: said(first)["code"] is not None, "it has ended")
     assert said(first)["code"] == 128 + signal.SIGTERM
-    assert agent(FOREVER, "b", before=[first]) == tmp_path / "b.json"
+    second = agent(FOREVER, "b", before=[first])
+    assert second == tmp_path / "b.json"
+    await_(lambda: said(second)["pid"], "it runs, and can be ended")
 
 
 def test_one_that_does_not_listen_is_killed(agent, tmp_path):
