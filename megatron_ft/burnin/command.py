@@ -152,8 +152,8 @@ class BurnIn:
 
     def _step(self, case: Case) -> None:
         """All processes of our newest step there."""
-        steps, node = slurm.steps(self._slurm.id) or {}, case.victim.node
-        named = sorted((its.split("/"), number) for its, number in steps.items() if its.startswith("mft/"))
+        steps, node = slurm.steps(self._slurm.id) or (), case.victim.node
+        named = sorted((step.name.split("/"), step.id) for step in steps if step.name.startswith("mft/"))
         own = [number for (_, _, its, _), number in named if its == node]
         if not own:
             raise LaunchError(f"Slurm lists no step of ours on {node}")
