@@ -104,12 +104,3 @@ def test_a_controller_that_restarts_costs_nothing(cluster, submit, failure_free)
     job.await_end("COMPLETED")
     job.check(failure_free)
     assert not job.events("fault") and len(job.events("view")) == 1
-
-
-def test_at_the_time_limit_the_run_saves_and_goes_on_in_the_requeued_job(cluster, submit, failure_free):
-    job = submit("--time=10", STOP_BEFORE_S="580")
-    job.await_(lambda: job.events("stop") and job.state() == "PENDING", "it is requeued")
-    cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now", "TimeLimit=100"], check=True)
-    job.await_end("COMPLETED")
-    job.check(failure_free)
-    assert (job.run_dir / "earlier" / "0001").exists() and job.events("resume")

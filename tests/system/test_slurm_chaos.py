@@ -66,3 +66,13 @@ def test_a_job_that_was_stopped_goes_on_when_it_is_submitted_again(submit, failu
     second.await_end()
     second.check(failure_free)
     assert second.events("resume")[0]["step"] >= 6, "what had been made was saved"
+
+
+def test_at_the_time_limit_the_run_saves_and_goes_on_in_the_requeued_job(cluster, submit, failure_free):
+    job = submit("pretrain.sbatch", SBATCH_TIMELIMIT="10", STOP_BEFORE_S="580")
+    job.await_(lambda: job.events("stop") and job.states() == {"PENDING"}, "it is requeued")
+    job.go()
+    cluster.run(["scontrol", "update", f"jobid={job.id}", "StartTime=now", "TimeLimit=100"], check=True)
+    job.await_end()
+    job.check(failure_free)
+    assert (job.run_dir / "earlier" / "0001").exists() and job.events("resume")
