@@ -81,6 +81,7 @@ class Supervisor:
         self._job = supervision.Job({node: supervision.Node() for node in self._nodes})
         self._steps: dict[str, _Step] = {}
         self._listed: Mapping[str, str] | None = {}
+        self._untold = ""
         self._ends_at: float | None = None
         self._asked_at = self._beat_at = -float("inf")
         self._second, self._seconds = "", 0
@@ -146,6 +147,8 @@ class Supervisor:
             code = self._do(action)
             if code is not None:
                 return code
+        if self._untold and self._over is None:  # it has not begun yet, or its store is away
+            self._stop_run(self._untold)
         self._look_after_second()
         return None
 
@@ -325,11 +328,15 @@ class Supervisor:
         self._job = supervision.Job(nodes, attempt)
 
     def _stop_run(self, why: str) -> None:
-        _say(f"{why}; the run is told to save and to stop")
+        again, self._untold = bool(self._untold), ""
+        if not again:
+            _say(f"{why}; the run is told to save and to stop")
         try:
             ask.stop(self._options.run_dir, why)
         except FTError as error:
-            _say(f"the run cannot be told to stop: {error}")
+            self._untold = why
+            if not again:
+                _say(f"the run cannot be told to stop yet: {error}")
 
     def _requeue(self, why: str) -> int:
         if slurm.ending(self._slurm.id):  # a requeued job would come back, although somebody has cancelled it
