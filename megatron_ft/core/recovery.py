@@ -317,10 +317,11 @@ def _news(state: GroupState) -> bool:
 def _parting(state: GroupState) -> str:
     """The reason to end an epoch because somebody has left, when this group has nothing else to do than to reduce.
 
-    Not at the step's boundary: the last buckets of the step before are on their way to others just then.
+    Not at the step's boundary: the last buckets of the step before are on their way to others just then. Nor before a step
+    that others have decided is committed here, too: who has finished would propose the same members again, for ever.
     """
-    left = state.left
-    return "; ".join(left.values()) if left and not state.todo and not state.needs_transfer else ""
+    busy = state.todo or state.needs_transfer or state.ahead is not None
+    return "; ".join(state.left.values()) if state.left and not busy else ""
 
 
 def _entry(state: GroupState) -> str:

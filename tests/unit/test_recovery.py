@@ -29,6 +29,7 @@ from tests.world import World
 )
 @settings(max_examples=500)
 @example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8)
+@example(seed=240, groups=3, per_shard=3, buckets=1, steps=3, kills=1, joins=1, cuts=1, leaves=2, patience=2, collectors=1)
 @example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1)
 def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
     seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience, collectors
