@@ -101,7 +101,7 @@ def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
 def test_a_pipeline_comes_back(tmp_path, data_dir):
     """The optimizer's state is in parts at the ranks of the group (ZeRO-1)."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    options = {"steps": 40, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
+    options = {"steps": 80, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
     alone = deepspeed_kills.start(tmp_path / "alone", data_dir, **options)
     alone.check()
     holds = [Hold(1, 4, "forward", position=1), Hold(0, 8, "begin"), Hold(1, None, "warm", incarnation=1)]
