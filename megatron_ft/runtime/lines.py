@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from megatron_ft.runtime import sockets
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.connect import wait_for
 from megatron_ft.runtime.environment import RankEnvironment
@@ -118,7 +119,7 @@ def _call(agreement: Agreement, env: RankEnvironment, peer: int, interrupted: Ca
     if not wait_for(lambda: agreement.get(name) is not None, interrupted):
         raise Lost(f"rank {peer} of this group was gone before it could be reached")
     address, port = agreement.get(name)
-    return socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
+    return sockets.keep(socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S))
 
 
 def _accept(

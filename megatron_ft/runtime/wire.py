@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from megatron_ft.runtime import sockets
+
 _HEAD, _SUM = struct.Struct("=4sI"), struct.Struct("=I")
 _MAGIC = b"mft1"
 _PIECE = 2**20
@@ -38,12 +40,13 @@ def token(run_id: str) -> str:
 
 def listen(address: str) -> socket.socket:
     """On a port that the system chooses."""
-    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return sockets.keep(socket.create_server((address, 0), family=family))
 
 
 def call(address: str, port: int, run_id: str, words: Mapping[str, Any]) -> socket.socket:
     """Connect and introduce this rank."""
-    end = socket.create_connection((address, port), timeout=CALL_TIMEOUT_S)
+    end = sockets.keep(socket.create_connection((address, port), timeout=CALL_TIMEOUT_S))
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     say(end, {"token": token(run_id), **words})
     return end

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ft.runtime import communicator as communicator_module
-from megatron_ft.runtime import transfer
+from megatron_ft.runtime import transfer, wire
 from megatron_ft.runtime.communicator import Broken, Communicator, Work
 
 
@@ -233,3 +237,54 @@ def test_what_cannot_travel_is_named():
 
     with pytest.raises(EngineError, match=r"state\.optimizer\.hook is a function"):
         transfer.flatten({"optimizer": {"hook": len.__class__ and (lambda: None)}})
+
+
+def test_an_abort_cuts_no_connection_that_others_made_while_it_was_built(tmp_path):
+    """Who follows this rank calls after a loss, when the next communicator is being built, too."""
+    store = dist.HashStore()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = wire.listen("127.0.0.1")
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(str(tmp_path / "loader"))
+    unix.listen()
+    with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
+        first = pool.submit(Communicator, dist.PrefixStore("p", store), 0, range(2), 0, 60.0)
+        while not store.num_keys():  # it looks for the other one
+            assert not first.done()
+        caller = subprocess.Popen(CALLER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        ends.callback(caller.kill)
+        caller.stdin.write(f"{listener.getsockname()[1]} {tmp_path / 'loader'}\n")
+        caller.stdin.flush()
+        accepted = [ends.enter_context(end.accept()[0]) for end in (listener, unix)]
+        called = ends.enter_context(wire.call("127.0.0.1", ours.getsockname()[1], "run", {}))
+        accepted.append(ends.enter_context(ours.accept()[0]))
+        outers = [Communicator(dist.PrefixStore("p", store), 1, range(2), 0, 60.0), first.result()]
+        for outer in outers:
+            outer.abort()
+        caller.stdin.write("say\n")
+        caller.stdin.flush()
+        assert [end.recv(5, socket.MSG_WAITALL) for end in accepted[:2]] == [b"hello", b"hello"]
+        called.sendall(b"hello")
+        assert wire.hear(accepted[2])["token"] and accepted[2].recv(5, socket.MSG_WAITALL) == b"hello"
+        for outer in outers:
+            with pytest.raises(Broken):
+                outer.all_reduce(torch.ones(1)).wait()
+    for end in (listener, ours, unix):
+        end.close()
+
+
+CALLER = [
+    sys.executable,
+    "-c",
+    """
+import socket
+port, path = input().split()
+tcp, unix = socket.create_connection(("127.0.0.1", int(port))), socket.socket(socket.AF_UNIX)
+unix.connect(path)
+input()
+for end in (tcp, unix):
+    end.sendall(b"hello")
+input()
+""",
+]
+"""Another process; the ends that this one accepts are another thread's."""

@@ -180,6 +180,7 @@ class _Client:
         timeout = timedelta(seconds=timeout_s)
         self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._own = self._appeared()
+        sockets.keep(self, self._own)
 
     def get(self, key: str) -> str | None:
         return self.store.get(key).decode() if self.store.check([key]) else None
