@@ -111,6 +111,7 @@ class Following:
                 if guest is not self._guest:
                     return
                 epoch = view.epoch
+                self.see(view)
                 if self.has_seat(view):
                     self._rank.take_seat(view, agreement)
                     self.view = view
@@ -160,12 +161,23 @@ class Following:
         if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
             guest.give_up(verdict.group, verdict.reason)
 
+    def see(self, view: View) -> None:
+        """Any thread: a donor that this view has gone on without may be on a host that is cut off, and says nothing more."""
+        guest = self._guest
+        for group, incarnation in self.donors.items() if guest is not None else ():
+            if not _is_member(view, group, incarnation):
+                guest.give_up(group, f"group {group}: view {view.epoch} has gone on without it")
+
     def end(self) -> None:
         """This rank needs its donors no more."""
         guest, self._guest = self._guest, None
         if guest is not None:
             self.bytes += guest.received
             guest.close()
+
+
+def _is_member(view: View, group: int, incarnation: int) -> bool:
+    return group in view.live and view.incarnations.get(group, 0) == incarnation
 
 
 class Return:
@@ -175,6 +187,7 @@ class Return:
         self._following, self._crew, self._hear = following, crew, hear
         self._env, self._agreement = following.env, following.agreement
         self._margin = _MARGIN[0]
+        self._epoch, self._view = self._env.epoch, None
 
     def seat(self) -> View:
         """The view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
@@ -189,12 +202,14 @@ class Return:
 
     def _find_donors(self) -> list[Donor]:
         """A few live groups, those after this one first, that stand at the same step, or nearly."""
+        while (view := self._agreement.view(self._epoch)) is not None:
+            self._view, self._epoch = view, view.epoch + 1
         me, groups = self._env.group, self._env.config.room
         found: list[Donor] = []
         for group in ((me + number) % groups for number in range(1, groups)):
             said = self._agreement.get(address_key(group, 0))
-            if said is None:
-                continue
+            if said is None or (self._view is not None and not _is_member(self._view, group, said[2])):
+                continue  # a host that is gone would let it wait for an answer
             answer = look_up(Donor(group, said[2], said[0], said[1]), self._env.run_id, 0, "")
             if answer is not None:
                 answer[1].close()
@@ -218,7 +233,7 @@ class Return:
             view = self._following.view
             if view is not None and self._following.has_seat(view):
                 return view
-            if view is not None and not all(g in view.live and view.incarnations.get(g, 0) == n for g, n in names):
+            if view is not None and not all(_is_member(view, *name) for name in names):
                 return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
             if self._following.ready:
                 if self._crew.make_step() != DONE:

@@ -20,7 +20,7 @@ class RankEnvironment:
 
     ``store``: of the control store, ``host:port`` or ``etcd://...``; ``address``: of this host, by which other hosts' ranks
     reach it. ``incarnation`` numbers the starts of the group, from 0. ``copies``: of the agents that may have copies of
-    checkpoints in memory, address and port.
+    checkpoints in memory, address and port. ``epoch``: of the newest view that the agent knows.
     """
 
     run_id: str
@@ -32,6 +32,7 @@ class RankEnvironment:
     config: RunConfig
     incarnation: int = 0
     copies: tuple[tuple[str, int], ...] = ()
+    epoch: int = 0
 
     @property
     def seat(self) -> str:
@@ -48,6 +49,7 @@ class RankEnvironment:
             f"{_PREFIX}GROUP": str(self.group),
             f"{_PREFIX}POSITION": str(self.position),
             f"{_PREFIX}INCARNATION": str(self.incarnation),
+            f"{_PREFIX}EPOCH": str(self.epoch),
             f"{_PREFIX}STORE": self.store,
             f"{_PREFIX}ADDRESS": self.address,
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
@@ -75,6 +77,7 @@ class RankEnvironment:
             config=RunConfig.from_json(json.loads(env[f"{_PREFIX}CONFIG"])),
             incarnation=int(env[f"{_PREFIX}INCARNATION"]),
             copies=tuple(map(tuple, json.loads(env[f"{_PREFIX}COPIES"]))),
+            epoch=int(env[f"{_PREFIX}EPOCH"]),
         )
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from torch import nn
 
 from megatron_ft.config import RunConfig
 from megatron_ft.engines.torch_native import TorchNativeEngine
-from megatron_ft.runtime import guest, wire
+from megatron_ft.runtime import comeback, guest, wire
 from megatron_ft.runtime.donor import Donor
 from megatron_ft.runtime.environment import RankEnvironment
 from megatron_ft.runtime.guest import Gone, Guest
-from megatron_ft.types import Microbatch
+from megatron_ft.types import Microbatch, View
 
 RUN = "a run"
 
@@ -138,6 +139,66 @@ def test_a_donor_that_is_given_up_is_not_waited_for(trainers):
     follower.give_up(1, "it is frozen")
     with pytest.raises(Gone, match="it is frozen"):
         follower.await_state(never)
+
+
+class Store:
+    """What a rank that comes back asks the control store."""
+
+    def __init__(self, donors: list[guest.Donor]) -> None:
+        self.views: dict[int, View] = {}
+        self._places = {comeback.address_key(one.group, 0): [one.address, one.port, one.incarnation] for one in donors}
+
+    def clone(self) -> Store:
+        return self
+
+    def get(self, key: str) -> list | None:
+        return self._places.get(key)
+
+    def view(self, epoch: int) -> View | None:
+        return self.views.get(epoch)
+
+
+def following(store: Store, epoch: int = 0) -> comeback.Following:
+    """Of group 3, which knows the view of that epoch."""
+    rank = SimpleNamespace(engine=engine(1), inner=None, lost_because="", points=SimpleNamespace(reach=lambda *_: None))
+    env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
+    return comeback.Following(rank, env, store)
+
+
+@pytest.mark.parametrize("seat", [False, True])
+def test_a_donor_that_the_others_have_gone_on_without_is_not_waited_for(trainers, seat):
+    """Its host is cut off: no connection ends, and nobody there can say that it is dead. Found while this rank looks for its
+    seat, or told with a view after that."""
+    donors = trainers(2)
+    store = Store([trainer.place for trainer in donors])
+    follower = following(store)
+    assert follower.begin([(0, 0), (1, 0)], at=3, epoch=7) == comeback.DONE
+    donors[0].train(3)
+    without = View(8, (0, 2), "group 1 is cut off")
+    if seat:
+        follower.see(without)
+    else:
+        store.views[8] = without
+    assert follower.take_state() == comeback.ASTRAY
+    assert follower.astray == "group 1: view 8 has gone on without it"
+    follower.end()
+
+
+def test_only_members_of_the_newest_view_are_asked_to_be_donors(trainers):
+    """The host of any other may be gone, and would let who comes back wait for an answer."""
+    donors = trainers(2)
+    gone = wire.listen("127.0.0.1")  # nobody answers there
+    gone.settimeout(0.0)
+    lost = guest.Donor(2, 0, "127.0.0.1", gone.getsockname()[1])
+    store = Store([donors[0].place, donors[1].place, lost])
+    store.views = {4: View(4, (0, 1, 2), ""), 5: View(5, (0, 1, 2), "", incarnations={2: 1}), 6: View(6, (0, 1), "")}
+    for last in (6, 5):
+        store.views = {epoch: view for epoch, view in store.views.items() if epoch <= last}
+        found = comeback.Return(following(store, epoch=4), None, never)._find_donors()
+        assert [donor.group for donor in found] == [0, 1]
+    with pytest.raises(BlockingIOError):
+        gone.accept()
+    gone.close()
 
 
 def test_what_the_donor_has_not_made_itself_cannot_be_followed(trainers):
