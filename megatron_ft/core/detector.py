@@ -57,8 +57,9 @@ class GivenUp:
 @dataclass(frozen=True)
 class Silent:
     """The agent of host ``by`` hears nothing of host ``about``; ``heard`` takes it back. Both with their groups: hosts have
-    whole groups, or both have a part of one and the same, or of two. ``incarnation``: of the group that both have a part of,
-    the one that ``by`` has started last: whatever comes late, no newer one is accused."""
+    whole groups, or both have a part of one and the same, or of two. Whatever comes late, ``core.places`` and these tell of
+    what: ``incarnation``: of the group that both have a part of, the one that ``by`` has started last; ``since``: of groups
+    that have come from another host, the start of which on ``by`` knows them to be where they are."""
 
     by: str
     about: str
@@ -67,6 +68,7 @@ class Silent:
     silent_s: float
     heard: bool = False
     incarnation: int = 0
+    since: tuple[tuple[GroupId, int], ...] = ()
 
     @property
     def units(self) -> tuple[Unit, Unit]:

@@ -183,7 +183,7 @@ class Agent:
 
     def _start_rank(self, group: int, position: int, incarnation: int) -> Rank:
         where = (self._hosts.store_address, self._hosts.place.address)
-        own = (self._run_dir, self._config, incarnation, self._hosts.copies)
+        own = (self._run_dir, self._config, incarnation, self._hosts.copies, self._returns.seats.view.epoch)
         env = RankEnvironment(self._run_id, group, position, *where, *own)
         return self._starter.start(env)
 
@@ -400,8 +400,6 @@ class Agent:
     def _take_over(self, new: Sequence[tuple[int, int]], last: int) -> None:
         """Ranks that this host runs from now on; ``last``: the start of their group that is over."""
         me = self._hosts.place.rank
-        for correction in self._spare.moves({group for group, _ in new}):
-            self._tell(correction)
         self._hosts.take(me, new, last + 1)
         self._starter.house(self._hosts.ranks)
         self._tell(detector.Housed(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))

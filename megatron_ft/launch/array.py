@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ft.config import FaultToleranceConfig
-from megatron_ft.core import elements, restarts
+from megatron_ft.core import elements
 from megatron_ft.errors import FTError, LaunchError
-from megatron_ft.launch import ask, join, lifeline, slurm
+from megatron_ft.launch import ask, join, lifeline, record, resume, slurm
 from megatron_ft.launch.board import Board
 from megatron_ft.launch.supervisor import REQUEUED
 from megatron_ft.runtime import history
@@ -143,8 +143,7 @@ class Element:
     def _outcome(self, made: Sequence[elements.Decision]) -> int | None:
         """The exit code of the newest run, as its record has it."""
         for line in self._tail.new():
-            if line["event"] in ("start", "end", "stop"):
-                self._said = {"start": None, "end": 0}.get(line["event"], line.get("exit_code"))
+            self._said = record.outcome(line, self._said)
         if not made:
             return self._said
         try:
@@ -255,5 +254,4 @@ def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: 
         raise LaunchError(
             f"--spare-hosts is {spares} and the array has {where.count} elements; at least one must not be spare"
         )
-    whole = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
-    return elements.Limits(where.count - spares, per_node, whole)
+    return elements.Limits(where.count - spares, per_node, resume.whole_job(settings))

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.config import EMBEDDED, RunConfig
-from megatron_ft.core import ready, restarts, supervision
+from megatron_ft.core import ready, supervision
 from megatron_ft.errors import FTError, LaunchError
-from megatron_ft.launch import addresses, ask, far, hostfile, ssh
+from megatron_ft.launch import addresses, ask, far, hostfile, record, resume, ssh
 from megatron_ft.launch.hostfile import Host
 from megatron_ft.runtime import history
 
@@ -97,8 +97,7 @@ class Everywhere:
         self._addresses: dict[str, str] = {}
         self._agents = options.run_dir / AGENTS
         self._name = f"ssh-{uuid.uuid4().hex[:8]}"
-        settings = options.run.fault_tolerance
-        whole = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
+        whole = resume.whole_job(options.run.fault_tolerance)
         self._limits = supervision.Limits(per_node=options.per_host, grace_s=_GRACE_S, whole=whole)
         self._job = supervision.Job({name: supervision.Node() for name in self._hosts})
         self._steps: dict[str, _Step] = {}
@@ -230,12 +229,8 @@ class Everywhere:
 
     def _read_record(self) -> None:
         for line in self._tail.new():
-            if line["event"] == "start":
-                self._begun, self._over = True, None
-            elif line["event"] == "end":
-                self._over = 0
-            elif line["event"] == "stop":
-                self._over = line["exit_code"]
+            self._begun |= line["event"] == "start"
+            self._over = record.outcome(line, self._over)
 
     def _running(self) -> frozenset[str]:
         return frozenset(name for name, step in self._steps.items() if self._runs(step))

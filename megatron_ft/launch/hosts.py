@@ -301,7 +301,7 @@ class Hosts:
         said = [self.signal(replace(change, heard=True)) for change in silences]
         self.take(housed.host, housed.ranks, housed.incarnation)
         say = [self.signal(change) for change in silences]
-        pairs = [(a, b) for a, b in zip(said, say, strict=True) if a.units != b.units]
+        pairs = [(a, b) for a, b in zip(said, say, strict=True) if (a.units, a.since) != (b.units, b.since)]
         return [signal for pair in pairs for signal in pair]
 
     @property
@@ -352,7 +352,12 @@ class Hosts:
         mine, other = self.place.rank, change.rank
         groups = (tuple(sorted(self.groups(rank))) for rank in (mine, other))
         names = (self._names[mine], self._names[other])
-        return detector.Silent(*names, *groups, change.silent_s, change.heard, incarnation)
+        named = self.groups(mine) | self.groups(other)
+        since: dict[GroupId, int] = {}
+        for (group, _), start in self._since.items():
+            if group in named:
+                since[group] = max(start, since.get(group, 0))
+        return detector.Silent(*names, *groups, change.silent_s, change.heard, incarnation, tuple(sorted(since.items())))
 
     def shared(self) -> set[GroupId]:
         """Groups of this host that have ranks on others, too."""

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,11 @@ def why(
     if death.code == 0:
         return 1, f"the script ended by itself {where}, before its session.steps() did; output in {log}"
     return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {log}"
+
+
+def outcome(line: Mapping[str, Any], before: int | None) -> int | None:
+    """A run's exit code after that line of its record, None while it goes on; ``before``: after the line before."""
+    return {"start": None, "end": 0, "stop": line.get("exit_code")}.get(line["event"], before)
 
 
 def what_is_saved(lines: Sequence[dict[str, Any]]) -> str:

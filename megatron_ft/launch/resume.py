@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft import config as config_module
-from megatron_ft.config import RunConfig
+from megatron_ft.config import FaultToleranceConfig, RunConfig
 from megatron_ft.core import restarts
 from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError, RunStopped
 
@@ -91,6 +91,11 @@ def _check(run: RunConfig, found: Found) -> None:
             f"checkpoint.directory"
         )
     resume.check(run, found.path, _meta(found), but=_KNOWN_BY_SCRIPT)
+
+
+def whole_job(settings: FaultToleranceConfig) -> restarts.Limits | None:
+    """How often the whole job may be started again; None: never, there is nothing to go on from."""
+    return restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
 
 
 class Directory:

@@ -7,8 +7,6 @@ the store, under the key of the start that is to be made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import replace
 
 from megatron_ft.core import detector, restarts, spares
 from megatron_ft.core.links import Unit
@@ -50,18 +48,6 @@ class Spare:
                     self._unwanted.add(exit_.group)
             case _ if isinstance(verdict := detector.judge(signal), Leaves):
                 self._unwanted.add(verdict.group)
-
-    def moves(self, groups: Collection[GroupId]) -> list[detector.Silent]:
-        """What has to be taken back before ``groups`` are started here: that the hosts which had them, and do not now, are
-        not heard. Who said so may be gone."""
-        moved, corrected = set(groups), []
-        for said in self._silences.values():
-            by, about = (tuple(group for group in unit if group not in moved) for unit in said.units)
-            if (by, about) != said.units:
-                corrected.append(replace(said, heard=True))
-            if (by, about) != said.units and by and about:
-                corrected.append(replace(said, groups_by=by, groups_about=about))
-        return corrected
 
     def look(self) -> list[tuple[spares.Part, int]]:
         """Parts that are this host's now, each with the incarnation that was the last elsewhere."""

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.config import OWN_ETCD, FaultToleranceConfig, RunConfig
-from megatron_ft.core import quorum, restarts, supervision
+from megatron_ft.core import quorum, supervision
 from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
-from megatron_ft.launch import ask, etcd_binary, join, slurm
+from megatron_ft.launch import ask, etcd_binary, join, record, resume, slurm
 from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.launch.slurm_notes import Notes
 from megatron_ft.runtime import history
@@ -170,12 +170,7 @@ class Supervisor:
     def _read_record(self) -> None:
         for line in self._tail.new():
             self._notes.hear(line)
-            if line["event"] == "start":
-                self._over = None
-            elif line["event"] == "end":
-                self._over = 0
-            elif line["event"] == "stop":
-                self._over = line["exit_code"]
+            self._over = record.outcome(line, self._over)
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
@@ -390,5 +385,4 @@ def _say(line: str) -> None:
 
 def limits(settings: FaultToleranceConfig, per_node: int, stop_before_s: float) -> supervision.Limits:
     """From the options of a job."""
-    whole = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
-    return supervision.Limits(per_node=per_node, stop_before_s=stop_before_s, whole=whole)
+    return supervision.Limits(per_node=per_node, stop_before_s=stop_before_s, whole=resume.whole_job(settings))

@@ -105,7 +105,7 @@ class Agreement:
 
     def announce(self, signal: detector.Signal) -> None:
         """Tell every group, once, however often it has to be tried."""
-        by = detector.once(signal) or uuid.uuid4().hex
+        by = uuid.uuid4().hex
         if not isinstance(signal, detector.Agreed):  # who has forgotten the view is asked, not told
             self._said.append((signal, by))
         self._ask(lambda: watcher.announce(self._store, signal, by))

@@ -149,8 +149,6 @@ class Rank:
 
     def hear(self, verdict: detector.Verdict) -> None:
         """Unblock the training thread if it waits for somebody who is gone."""
-        if isinstance(verdict, detector.Over):
-            return
         self.following.hear(verdict)
         with self._lock:
             if isinstance(verdict, Missed) and verdict.heard:
@@ -267,6 +265,7 @@ class Rank:
     def prepare(self, view: View, step: int) -> None:
         """Begin to build the communicator of ``view``, beside whatever has to be computed before it is needed."""
         self.points.reach("connect", step)
+        self.following.see(view)
         self._connector.begin(view)
 
     def connect(self, view: View, step: int, interrupted: Callable[[], bool]) -> bool:

@@ -282,7 +282,7 @@ class Session:
                 print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
                 self.leave(verdict.why)
             return
-        if isinstance(verdict, Saves | Stops | detector.Agreed):  # no step waits for these
+        if isinstance(verdict, Saves | Stops | detector.Agreed | detector.Over):  # no step waits for these
             self._part.hear(verdict)
             return
         self._census.hear(verdict)

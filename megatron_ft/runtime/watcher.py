@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from megatron_ft.core import detector
+from megatron_ft.core import detector, places
 from megatron_ft.errors import StoreError
 from megatron_ft.runtime.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.runtime.store.port import RETRY_PAUSE_S
@@ -52,6 +52,7 @@ class Watcher:
         self._stopped = threading.Event()
         self._away = False
         self._index, self._memory = 0, store.memory
+        self._places = places.Places()
         self._thread = threading.Thread(target=self._listen, name="megatron_ft-watcher", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +86,9 @@ class Watcher:
         # Rebuilt meanwhile: what was read belongs to another log.
         if not self._follow_memory() and entry is not None and not self._stopped.is_set():
             self._index += 1
-            self._heard(detector.judge(detector.from_json(entry)))
+            self._places, verdicts = places.hear(self._places, detector.from_json(entry))
+            for verdict in verdicts:
+                self._heard(verdict)
 
     def _follow_memory(self) -> bool:
         """Whether the store was rebuilt since the last look; its log then begins again."""
@@ -116,4 +119,4 @@ def announce(store: ControlStore, signal: detector.Signal, by: str | None = None
 
     Who may have to try again passes the same ``by`` each time (any unique string): the notice is then there once.
     """
-    store.append(NOTICES, detector.to_json(signal), by or detector.once(signal))
+    store.append(NOTICES, detector.to_json(signal), detector.once(signal) or by)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -408,15 +408,3 @@ def test_a_host_that_has_given_up_a_group_itself_takes_none(spare):
     store, hosts, look_around = spare
     store.log += [dead(1), detector.Refused(1, 1, 0), detector.Refused(2, 7, 3)]
     assert look_around() == []
-
-
-def test_what_was_said_of_a_lost_host_is_taken_back_before_its_groups_are_started_elsewhere(clock):
-    """Also by those that are gone; what remains true of its other groups is said again."""
-    returns, voice = agent(clock)
-    made = Spare(Hosts(), voice, returns)
-    silent = detector.Silent("a", "b", (0,), (1, 5), 1.0)
-    healed = detector.Silent("c", "b", (2,), (1, 5), 1.0)
-    for said in (silent, healed, replace(healed, heard=True)):
-        made.hear(said)
-    assert made.moves([1]) == [replace(silent, heard=True), replace(silent, groups_about=(5,))]
-    assert made.moves([1, 5]) == [replace(silent, heard=True)] and made.moves([7]) == []

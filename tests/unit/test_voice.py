@@ -12,7 +12,7 @@ from megatron_ft.types import View
 from tests.stores import await_
 
 FIRST = first_view(2)
-RESETS = [detector.Reset(0, group, "reset") for group in range(2)]
+RESETS = [detector.Reset(epoch, 0, "reset") for epoch in range(2)]
 
 
 class Place:
