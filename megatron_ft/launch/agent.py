@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Collection, Sequence
@@ -25,6 +24,7 @@ from megatron_ft.core.saving import Stops
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.launch import copies, forkserver, hosts, join, monitor, ranks, record, resume, returns, voice
 from megatron_ft.launch.ask import STORE_KEY
+from megatron_ft.launch.console import say
 from megatron_ft.launch.ranks import Rank
 from megatron_ft.launch.spare import Spare, start_key
 from megatron_ft.launch.tracking import Tracking
@@ -245,7 +245,7 @@ class Agent:
             parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
             silent = self._hosts.signal(change, *parts)  # of one group at most
             if not self._ended():
-                print(f"megatron_ft: {detector.judge(silent).reason}", file=sys.stderr, flush=True)
+                say(detector.judge(silent).reason)
                 self._tell(silent)
                 self._note("silence", **vars(silent))
 
@@ -422,7 +422,7 @@ class Agent:
     def _give_up_to(self, other: str, moved: Collection[tuple[int, int]]) -> None:
         """Another host runs these now: this one was taken for lost, or had failed with them too often."""
         groups = sorted({group for group, _ in moved})
-        print(f"megatron_ft: groups {' '.join(map(str, groups))} are on host {other} now", file=sys.stderr, flush=True)
+        say(f"groups {' '.join(map(str, groups))} are on host {other} now")
         for rank in self._living():
             if (rank.group, rank.position) in moved:
                 rank.drop()
@@ -465,7 +465,7 @@ class Agent:
         told = any(line["event"] == "stop" for line in lines)
         if self._leads or self._hosts.speaks and not self._voice.away and not told:
             self._note("stop", reason=reason, exit_code=code)
-        print(f"megatron_ft: {reason}", file=sys.stderr, flush=True)
+        say(reason)
         return code
 
     # --- record ------------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class Agent:
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:
-            print(f"megatron_ft: run record not written, training goes on: {error}", file=sys.stderr, flush=True)
+            say(f"run record not written, training goes on: {error}")
         self._complained = True
 
     def _write_config(self) -> None:

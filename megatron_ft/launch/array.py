@@ -24,6 +24,7 @@ from megatron_ft.core import elements
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launch import ask, join, lifeline, record, resume, slurm
 from megatron_ft.launch.board import Board
+from megatron_ft.launch.console import say
 from megatron_ft.launch.supervisor import REQUEUED
 from megatron_ft.runtime import history
 
@@ -94,7 +95,7 @@ class Element:
         signal.signal(signal.SIGUSR1, self._told)
         signal.signal(signal.SIGTERM, self._terminated)
         known = f"the run has {self._limits.hosts} of them at work and {self._spares} in reserve"
-        _say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
+        say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
         while True:
             try:
                 code = self._look()
@@ -102,7 +103,7 @@ class Element:
             except OSError as error:
                 code = None
                 if str(error) != self._complained:
-                    _say(f"{self._run_dir} cannot be used, the agent goes on: {error}")
+                    say(f"{self._run_dir} cannot be used, the agent goes on: {error}")
                 self._complained = str(error)
             if code is not None:
                 return code
@@ -162,9 +163,9 @@ class Element:
         try:
             ask.stop(self._run_dir, told)
             self._asked = True
-            _say(f"{told}; the run is told to save and to stop")
+            say(f"{told}; the run is told to save and to stop")
         except FTError as error:
-            _say(f"the run cannot be told to stop yet: {error}")
+            say(f"the run cannot be told to stop yet: {error}")
 
     # --- here ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class Element:
             case elements.GiveBack(why=why, bad=bad):
                 return self._give_back(why, bad)
             case elements.Over(code=code, why=why):
-                _say(f"{why} (exit code {code})")
+                say(f"{why} (exit code {code})")
                 return code
         return None
 
@@ -197,7 +198,7 @@ class Element:
         try:
             return ["--address", slurm.numeric_address(self._where.node)] if self._where.node else []
         except LaunchError as error:
-            _say(f"the agent finds its address itself: {error}")
+            say(f"the agent finds its address itself: {error}")
             return []
 
     def _begin(self, run: int, command: Sequence[str]) -> None:
@@ -229,11 +230,11 @@ class Element:
     def _give_back(self, why: str, bad: bool) -> int:
         if bad:
             refused = slurm.drain(self._where.node, f"megatron_ft: {why}")
-            _say(f"node {self._where.node}: {why}; " + (f"not drained: {refused}" if refused else "drained"))
+            say(f"node {self._where.node}: {why}; " + (f"not drained: {refused}" if refused else "drained"))
         # Not by its job's own number: one of the elements has that of the whole array.
         refused = slurm.requeue(f"{self._where.array}_{self._where.element}")
         told = f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"
-        _say(f"{why}: element {self._where.element} is {told}")
+        say(f"{why}: element {self._where.element} is {told}")
         return REQUEUED
 
     def _told(self, number: int, _frame: object) -> None:
@@ -242,10 +243,6 @@ class Element:
 
     def _terminated(self, number: int, _frame: object) -> None:
         self._ending = True
-
-
-def _say(line: str) -> None:
-    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
 
 
 def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: int) -> elements.Limits:

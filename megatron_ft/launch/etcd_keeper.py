@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.launch import etcd_binary, kept, lifeline, record
+from megatron_ft.launch.console import say
 from megatron_ft.runtime import history
 
 LOG = "etcd.log"
@@ -64,7 +65,7 @@ def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, be
     def start() -> int:
         nonlocal begun
         if begun and not (directory / _DATA / "member").is_dir():
-            kept.say(f"what member {name} of the control store had in {directory} is gone: it is not started again")
+            say(f"what member {name} of the control store had in {directory} is gone: it is not started again")
             raise SystemExit(1)  # the same member with an empty memory would vote twice
         begun = True
         return _start(command, directory)
@@ -88,7 +89,7 @@ def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, be
         over=lambda code: code == _REMOVED,
         last_words=lambda: _last_words(directory / LOG),
     )
-    kept.say(f"member {name} of the control store has been removed: another host has one in its place")
+    say(f"member {name} of the control store has been removed: another host has one in its place")
 
 
 def _start(command: Sequence[str], directory: Path) -> int:

@@ -27,6 +27,7 @@ from megatron_ft.config import EMBEDDED, RunConfig
 from megatron_ft.core import ready, supervision
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launch import addresses, ask, far, hostfile, record, resume, ssh
+from megatron_ft.launch.console import say, show
 from megatron_ft.launch.hostfile import Host
 from megatron_ft.runtime import history
 
@@ -179,7 +180,7 @@ class Everywhere:
             ended = {name: code for name in self._hosts if (code := self._code(name)) is not None}
             if ended or self._told:
                 why = [f"the agent on {name} has ended with exit code {code}" for name, code in ended.items()]
-                _say(f"the run has not begun: {(why or self._told)[0]}; all agents are ended")
+                say(f"the run has not begun: {(why or self._told)[0]}; all agents are ended")
                 self._end_agents(wait=True)
                 self._logs.show(last=True)
                 return max(ended.values(), default=0) or 130
@@ -189,7 +190,7 @@ class Everywhere:
         """With what the agent of that host has ended, or 1 if it could not even be started."""
         step = self._steps[self._job.nodes[name].step]
         if step.asked is not None and step.asked.done() and step.asked.result().said is None:
-            _say(f"{name} {step.asked.result().why}")
+            say(f"{name} {step.asked.result().why}")
             return 1
         said = far.read(step.state)
         return None if said is None else said["code"]
@@ -201,7 +202,7 @@ class Everywhere:
         while True:
             self._logs.show()
             if len(self._told) > 1 and not self._ended:
-                _say("told again: all agents are ended")
+                say("told again: all agents are ended")
                 self._end_agents()
             running = self._running()
             self._read_record()  # after that: whoever has ended by then has written its last line
@@ -270,30 +271,30 @@ class Everywhere:
     def _do(self, action: supervision.Action) -> int | None:
         match action:
             case supervision.StartSpare(node=name, number=number):
-                _say(f"the agent on {name} has ended, for the {number}. time; {name} gets another one, as a spare")
+                say(f"the agent on {name} has ended, for the {number}. time; {name} gets another one, as a spare")
                 own = ["join", str(self._options.run_dir), "--spare", "--address", self._addresses[name]]
                 self._job = supervision.started(self._job, name, self._start_on(name, number, own))
                 self._note("spare agent", host=name, failures=number)
             case supervision.Drain(node=name, why=why):
-                _say(f"{name} gets no further agent: {why}")
+                say(f"{name} gets no further agent: {why}")
                 self._note("given up", host=name, reason=why)
             case supervision.StopRun(why=why):
                 self._stop_run(why)
             case supervision.CancelSteps():
                 self._end_agents()
             case supervision.StartAll(attempt=attempt):
-                _say(f"no group is left: the whole job is started again, for the {attempt}. time")
+                say(f"no group is left: the whole job is started again, for the {attempt}. time")
                 well = [name for name, node in self._job.nodes.items() if node.failures < self._limits.per_node]
                 bad = self._not_ready([self._hosts[name] for name in well])
                 for name, why in bad.items():
-                    _say(f"{name} {why}")
+                    say(f"{name} {why}")
                 self._start_all(attempt, [name for name in well if name not in bad])
             case supervision.Requeue(why=why):
                 code = 130 if self._over is None else self._over  # who writes it may have been ended first
-                _say(f"{why} (exit code {code})")
+                say(f"{why} (exit code {code})")
                 return code
             case supervision.Finish(code=code, why=why):
-                _say(f"{why} (exit code {code})")
+                say(f"{why} (exit code {code})")
                 return code
         return None
 
@@ -308,7 +309,7 @@ class Everywhere:
             steps[name] = self._start_on(name, 0, ["launch", *where, *self._options.launch], attempt)
         self._job = supervision.begun(self._job, steps)
         if names:
-            _say(f"{len(names)} hosts, {spares} of them in reserve; {names[0]} has the control store unless that is etcd")
+            say(f"{len(names)} hosts, {spares} of them in reserve; {names[0]} has the control store unless that is etcd")
 
     def _start_on(self, name: str, number: int, arguments: Sequence[str], attempt: int | None = None) -> str:
         """Ask a host for an agent; its name, by which it is known from now on."""
@@ -347,11 +348,11 @@ class Everywhere:
         self._ssh.ask(host, far.request("end", state=str(step.state), patience_s=_END_S))
 
     def _stop_run(self, why: str) -> None:
-        _say(f"{why}: the run is told to save and to stop; told again, all agents are ended")
+        say(f"{why}: the run is told to save and to stop; told again, all agents are ended")
         try:
             ask.stop(self._options.run_dir, why)
         except FTError as error:
-            _say(f"the run cannot be told to stop ({error}); all agents are ended")
+            say(f"the run cannot be told to stop ({error}); all agents are ended")
             self._end_agents()
 
     def _log(self, name: str) -> Path:
@@ -362,7 +363,7 @@ class Everywhere:
             history.append(self._options.run_dir, "ssh", what=what, **fields)
         except OSError as error:
             if not self._complained:
-                _say(f"run record not written: {error}")
+                say(f"run record not written: {error}")
             self._complained = True
 
 
@@ -383,16 +384,7 @@ class _Logs:
                 self._at[name] += len(data)
                 *lines, self._rest[name] = (self._rest[name] + data).split(b"\n")
                 for line in [*lines, *([self._rest[name]] if last and self._rest[name] else [])]:
-                    _print(f"{name}: {line.decode(errors='replace')}")
-
-
-def _say(line: str) -> None:
-    _print(f"megatron_ft: {line}")
-
-
-def _print(line: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that has gone away
-        print(line, file=sys.stderr, flush=True)
+                    show(f"{name}: {line.decode(errors='replace')}")
 
 
 def _here() -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_ft.launch import addresses, kept, lifeline, record
+from megatron_ft.launch.console import say
 from megatron_ft.runtime import history, store
 
 
@@ -45,7 +46,7 @@ class Keeper:
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
             why = kept.ended_with(os.waitstatus_to_exitcode(status))
-            kept.say(f"the keeper of the control store (pid {self.pid}) {why}, and took the store along; another is started")
+            say(f"the keeper of the control store (pid {self.pid}) {why}, and took the store along; another is started")
             self.pid = self._start()
 
     def close(self) -> None:

@@ -5,14 +5,14 @@ Failures it assumes: the process dies or is stopped, any number of times. One th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+
+from megatron_ft.launch.console import say
 
 RESTARTS, WITHIN_S = 5, 60.0
 """So often in that time it is started again at once; the next time waits until that time has passed."""
@@ -72,11 +72,6 @@ def await_end(pid: int) -> tuple[int, str]:
 
 def ended_with(code: int) -> str:
     return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that went away
-        print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
 
 
 def _is_stopped(pid: int) -> bool:

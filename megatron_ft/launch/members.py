@@ -29,6 +29,7 @@ from megatron_ft.core import quorum
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.launch import addresses, etcd_binary, etcd_keeper, founding, kept, record
 from megatron_ft.launch.ask import STORE_KEY
+from megatron_ft.launch.console import say
 from megatron_ft.runtime import history
 from megatron_ft.runtime.store import OWN_ETCD
 from megatron_ft.runtime.store.gateway import Endpoints, Gateway
@@ -77,7 +78,7 @@ class _Own:
             return True
         if self._keeper.returncode >= 0:
             return False  # it has said why
-        kept.say(
+        say(
             f"the keeper of member {self.name} of the control store (pid {self._keeper.pid}) "
             f"{kept.ended_with(self._keeper.returncode)}, and took it along; another is started"
         )
@@ -261,7 +262,7 @@ class Members:
         """It has a vote."""
         self._voter, self._vacant = True, False
         self._note("added", own.name)
-        kept.say(f"this host has a member of the control store now, {own.name}")
+        say(f"this host has a member of the control store now, {own.name}")
         self._gateway.learn()
         self._write_address()
 
@@ -313,7 +314,7 @@ class Members:
 
     def _say(self, line: str) -> None:
         if line != self._told:
-            kept.say(line)
+            say(line)
         self._told = line
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ft.launch import bootstrap, forkserver, monitor
+from megatron_ft.launch.console import say
 from megatron_ft.runtime import pulse, watchdog
 from megatron_ft.runtime.environment import RankEnvironment, seat
 from megatron_ft.runtime.points import start_of
@@ -116,7 +117,7 @@ class Starter:
             try:
                 return self._forks.start(self._command, env, output)
             except forkserver.NotForked as error:
-                print(f"megatron_ft: {error}; every rank imports torch by itself", file=sys.stderr, flush=True)
+                say(f"{error}; every rank imports torch by itself")
                 self.end_forks()
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_ft.launch.bootstrap", *self._command],

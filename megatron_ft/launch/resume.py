@@ -11,7 +11,6 @@ config that has changed since. What cannot be gone on from is said before anythi
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from megatron_ft import config as config_module
 from megatron_ft.config import FaultToleranceConfig, RunConfig
 from megatron_ft.core import restarts
 from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError, RunStopped
+from megatron_ft.launch.console import say
 
 if TYPE_CHECKING:
     from megatron_ft.core.checkpoints import Found
@@ -126,11 +126,11 @@ class Directory:
                 f"is what a later start goes on from; name another directory, or move its step-* directories away"
             )
         memory_gb = run.fault_tolerance.checkpoint.memory_gb
-        found = checkpoint.newest(place, _say, Shelf(place, memory_gb * GB).find if memory_gb else nowhere)
+        found = checkpoint.newest(place, say, Shelf(place, memory_gb * GB).find if memory_gb else nowhere)
         if found is None:
             return None
         _check(run, found)
-        _say(f"the run goes on from {found.path}, before step {found.step}")
+        say(f"the run goes on from {found.path}, before step {found.step}")
         return resume.Origin.of(found)
 
     def release(self) -> None:
@@ -167,12 +167,12 @@ class WholeJob:
         loss = restarts.Loss(self._state.incarnation, "died", "every group was taken down")
         self._state = restarts.lost(self._state, loss, time.monotonic(), self._limits)
         if self._state.never:
-            _say(f"the whole job is not started again: {self._state.never}")
+            say(f"the whole job is not started again: {self._state.never}")
             return False
         time.sleep(max(0.0, self._state.due - time.monotonic()))
         self._state = restarts.started(self._state, time.monotonic())
         why = "no group is left" if code == WIPED_OUT else "a group is lost"
-        _say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
+        say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
         return True
 
     def _newest(self) -> str:
@@ -181,7 +181,3 @@ class WholeJob:
             return max((name for name in os.listdir(self._directory or ".") if name.startswith("step-")), default="")
         except OSError:
             return ""
-
-
-def _say(line: str) -> None:
-    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ from megatron_ft.config import OWN_ETCD, FaultToleranceConfig, RunConfig
 from megatron_ft.core import quorum, supervision
 from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
 from megatron_ft.launch import ask, etcd_binary, join, record, resume, slurm
+from megatron_ft.launch.console import say
 from megatron_ft.launch.hosts import ranks_of
 from megatron_ft.launch.slurm_notes import Notes
 from megatron_ft.runtime import history
@@ -90,7 +91,7 @@ class Supervisor:
         self._over_since: float | None = None
         self._tail = history.Tail(options.run_dir)
         self._lease: _Lease | None = None
-        self._notes = Notes(options.run_dir, self._slurm, _say)
+        self._notes = Notes(options.run_dir, self._slurm, say)
 
     def run(self) -> int:
         """Until the job is over; returns its exit code."""
@@ -101,7 +102,7 @@ class Supervisor:
             self._notes.hear(line)
         self._ask_slurm()
         if any(line["event"] == "end" for line in before):
-            _say("the run has got to its end already")
+            say("the run has got to its end already")
             return 0
         running = self._found()
         if running:
@@ -216,7 +217,7 @@ class Supervisor:
             before = self._lease.held
             self._lease.look()
             if self._lease.held and not before and self._lease.number > 1:
-                _say(f"the supervisor is lost; this one, on {self._slurm.here}, goes on in its place")
+                say(f"the supervisor is lost; this one, on {self._slurm.here}, goes on in its place")
                 self._notes.note("takes over", node=self._slurm.here)
         except (LaunchError, StoreError):
             return self._acts
@@ -244,7 +245,7 @@ class Supervisor:
                 self._notes.note("spare step", node=node, failures=number)
             case supervision.Drain(node=node, why=why):
                 refused = slurm.drain(node, why)
-                _say(f"node {node} gets no further agent: {why}" + (f"; not drained: {refused}" if refused else "; drained"))
+                say(f"node {node} gets no further agent: {why}" + (f"; not drained: {refused}" if refused else "; drained"))
                 self._notes.note("drained" if not refused else "not drained", node=node, reason=refused or why)
             case supervision.StopRun(why=why):
                 self._stop_run(why)
@@ -255,12 +256,12 @@ class Supervisor:
                         self._notes.cancelled(name, self._listed[name])
                 self._asked_at = -float("inf")
             case supervision.StartAll(attempt=attempt):
-                _say(f"no group is left: the whole job is started again, for the {attempt}. time")
+                say(f"no group is left: the whole job is started again, for the {attempt}. time")
                 self._start_all(attempt)
             case supervision.Requeue(why=why):
                 return self._requeue(why)
             case supervision.Finish(code=code, why=why):
-                _say(f"{why} (exit code {code})")
+                say(f"{why} (exit code {code})")
                 if not self._options.waits:
                     self._notes.note("ends", exit_code=code, reason=why)
                 slurm.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
@@ -290,7 +291,7 @@ class Supervisor:
         own = self._options.run.fault_tolerance.store == OWN_ETCD
         names = f"{' '.join(nodes[: quorum.SIZE])} have" if own else f"{nodes[0]} has"
         spare = f"{self._options.spares} of them in reserve"
-        _say(f"job {self._slurm.id}: {len(nodes)} nodes, {spare}; {names} the control store")
+        say(f"job {self._slurm.id}: {len(nodes)} nodes, {spare}; {names} the control store")
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
 
     def _domains(self, nodes: Sequence[str]) -> list[str]:
@@ -309,7 +310,7 @@ class Supervisor:
         try:
             srun = slurm.start_step(self._slurm, node, name, [sys.executable, "-m", "megatron_ft.cli", *command], log)
         except OSError as error:
-            _say(f"no agent on {node}: {error}")
+            say(f"no agent on {node}: {error}")
             return ""
         self._steps[name] = _Step(srun)
         self._notes.asked(name, node=node, **role)
@@ -325,21 +326,21 @@ class Supervisor:
     def _stop_run(self, why: str) -> None:
         again, self._untold = bool(self._untold), ""
         if not again:
-            _say(f"{why}; the run is told to save and to stop")
+            say(f"{why}; the run is told to save and to stop")
         try:
             ask.stop(self._options.run_dir, why)
         except FTError as error:
             self._untold = why
             if not again:
-                _say(f"the run cannot be told to stop yet: {error}")
+                say(f"the run cannot be told to stop yet: {error}")
 
     def _requeue(self, why: str) -> int:
         if slurm.ending(self._slurm.id):  # a requeued job would come back, although somebody has cancelled it
-            _say(f"{why}: the job is cancelled, and not requeued; submit it again to go on")
+            say(f"{why}: the job is cancelled, and not requeued; submit it again to go on")
             self._notes.note("not requeued", reason="the job is cancelled")
             return RunStopped.exit_code
         refused = slurm.requeue(self._slurm.id)
-        _say(f"{why}: the job is " + (f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"))
+        say(f"{why}: the job is " + (f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"))
         self._notes.note("requeued" if not refused else "not requeued", reason=refused or why)
         return REQUEUED
 
@@ -377,10 +378,6 @@ class _Lease:
 def _name(attempt: int, node: str, number: int) -> str:
     """Of a step; what a second supervisor knows of it."""
     return f"mft/{attempt}/{node}/{number}"
-
-
-def _say(line: str) -> None:
-    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
 
 
 def limits(settings: FaultToleranceConfig, per_node: int, stop_before_s: float) -> supervision.Limits:

@@ -11,7 +11,6 @@ Failures it assumes: the store is gone or silent for a while, or comes back empt
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from megatron_ft.core import detector
 from megatron_ft.errors import StoreError
+from megatron_ft.launch.console import say
 from megatron_ft.runtime import watcher
 from megatron_ft.runtime.agreement import DONE
 from megatron_ft.runtime.store import NOTICES, ControlStore, StoreLostMemory
@@ -161,11 +161,11 @@ class Voice:
                 answer = operation()
         except StoreError as error:
             if self._away_until is None:
-                _say(f"{error}; training goes on without it")
+                say(f"{error}; training goes on without it")
             self._away_until = time.monotonic() + _RETRY_S
             return None
         if self._away_until is not None:
-            _say("the control store answers again")
+            say("the control store answers again")
         self._away_until = None
         return answer
 
@@ -173,7 +173,3 @@ class Voice:
         """The store came back empty: the groups rebuild it, and what this agent has said is said again."""
         self._store.restore(own=self._own)
         self._unsaid, self._said = [*self._said, *self._unsaid], []
-
-
-def _say(line: str) -> None:
-    print(f"megatron_ft: {line}", file=sys.stderr, flush=True)
