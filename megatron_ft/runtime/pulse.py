@@ -9,8 +9,10 @@ Failures it assumes: either side may die at any time; the other goes on, a reade
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 import threading
@@ -22,6 +24,7 @@ BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
 _FIELDS = struct.Struct("=QQQ")  # beats, progress, phase; each is written by one thread
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
+_NAME = "megatron_ft-pulses-"
 
 
 class Pulse:
@@ -60,11 +63,34 @@ class Pulse:
             self.beat()
 
 
-def directory() -> Path:
-    """A new place for the pulses of one agent's ranks, in memory if possible."""
-    shared = Path("/dev/shm")
+def directory(shared: Path = Path("/dev/shm")) -> Path:
+    """A new place for the pulses of one agent's ranks, in memory if possible. What killed agents have left there goes."""
     usable = shared.is_dir() and os.access(shared, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix="megatron_ft-", dir=shared if usable else None))
+    for _ in range(3):  # where nothing can be locked, nothing is swept away either
+        place = Path(tempfile.mkdtemp(prefix=_NAME, dir=shared if usable else None))
+        if _hold(place) is not None and place.exists():
+            break  # else another agent has come in between, and taken it for left
+    for other in place.parent.glob(f"{_NAME}*"):
+        held = _hold(other)
+        if held is not None:
+            shutil.rmtree(other, ignore_errors=True)
+            os.close(held)
+    return place
+
+
+def _hold(place: Path) -> int | None:
+    """Until the descriptor is closed, at the latest with this process, nobody else can; None if somebody does, or it is
+    another user's."""
+    try:
+        fd = os.open(place, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 def create(path: Path) -> None:

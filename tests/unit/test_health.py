@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,21 @@ def test_time_in_which_nobody_looked_does_not_count(gap_s):
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_was_killed_leaves_no_pulses_behind_for_long(tmp_path):
+    code = "import sys; from pathlib import Path; from megatron_ft.runtime import pulse; "
+    code += "place = pulse.directory(Path(sys.argv[1])); pulse.create(place / 'g0.p0'); print(place, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], **pipes) as agent:
+        its = Path(agent.stdout.readline().strip())
+        mine = pulse.directory(tmp_path)
+        assert (its / "g0.p0").exists() and mine.is_dir()
+        agent.kill()
+        agent.wait()
+    other = pulse.directory(tmp_path)
+    assert not its.exists() and mine.is_dir() and other.is_dir()
+
 
 CHILD = """
 import ctypes, sys, time
