@@ -1,11 +1,12 @@
 """A real Slurm cluster for tests (``tools/slurm_lab.py``): ``cluster = slurm.lab(3)`` makes a fixture of one. And jobs of
-``slurm/pretrain.sbatch`` in it: ``submit = slurm.submitted()`` makes a fixture that submits them to ``cluster``."""
+``slurm/pretrain.sbatch`` in it: ``submit = slurm.submitted()`` makes a fixture that submits them to ``cluster``. For jobs
+of the other sbatch scripts see ``slurm_jobs``."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tools.slurm_lab import Lab, missing
 
 STEPS, GROUPS = 80, 3
 DEADLINE_S, LOOK_S = 180.0, 0.2
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"}
 SBATCH_SCRIPT = support.ROOT / "slurm" / "pretrain.sbatch"
 
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -49,21 +51,36 @@ def config(path: Path, directory: Path) -> Path:
     return support.write_config(path, **changes)
 
 
-class Job:
-    """One submitted job of so many ``steps``, three groups and a spare node. The batch shell is on n1, which is that node;
-    host 0, with the store, is n2."""
+def failure_free(steps: int):
+    """A fixture: the history of the same job on one host, to which nothing happens."""
+
+    @pytest.fixture(scope="module")
+    def alone(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> list[dict]:
+        directory = tmp_path_factory.mktemp("reference")
+        settings = ["--config", config(directory / "config.json", directory / "saved"), "--run-dir", directory / "run"]
+        script = [support.SCRIPT, "--", "--data", data_dir, *own_arguments(steps)]
+        done = support.ft("launch", "--groups", GROUPS, *settings, *script)
+        assert done.returncode == 0, done.stderr
+        return history.read(directory / "run")
+
+    return alone
+
+
+class Submission:
+    """What ``sbatch`` has been given, with these options: the example with three groups, checkpoints and a spare node.
+
+    ``script``: the training script, which makes ``steps`` steps.
+    """
 
     def __init__(
-        self, lab: Lab, directory: Path, data_dir: Path, *options: str, steps: int = STEPS, **variables: str
+        self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], script: Path, steps: int, **variables: str
     ) -> None:
         self.lab, self.directory, self.run_dir, self.steps = lab, directory, directory / "run", steps
         settings = config(directory / "config.json", directory / "saved")
         own = {"MEGATRON_FT": str(Path(sys.executable).parent / "megatron-ft"), "RUN_DIR": str(self.run_dir)}
         own |= {"CONFIG": str(settings), "OMP_NUM_THREADS": "1", "SPARE_NODES": "1", **variables}
-        batch = ["sbatch", "--parsable", "--nodes=4", f"--output={directory}/batch.log", *options, SBATCH_SCRIPT]
-        script = [support.SCRIPT, "--", "--data", data_dir, *own_arguments(steps)]
-        environment = {**lab.env, **own}
-        done = lab.run([*batch, *script], env=environment, cwd=support.ROOT, check=True)
+        command = ["sbatch", "--parsable", *batch, script, "--", "--data", data_dir, *own_arguments(steps)]
+        done = lab.run(command, env={**lab.env, **own}, cwd=support.ROOT, check=True)
         self.id = done.stdout.strip()
 
     @property
@@ -78,25 +95,26 @@ class Job:
     def await_step(self, step: int) -> None:
         self.await_(lambda: any(line["step"] >= step for line in self.events("step")), f"step {step}")
 
-    def await_(self, condition, what: str) -> None:
+    def await_(self, condition: Callable[[], object], what: str) -> None:
         try:
             await_(condition, what, DEADLINE_S, LOOK_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
 
     def said(self) -> str:
-        files = [*self.directory.glob("*.log*"), *self.run_dir.glob("logs/*")]
-        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(files))
+        logs = [*self.directory.glob("*.log*"), *self.run_dir.glob("*.log*"), *self.run_dir.glob("logs/*")]
+        files = [*logs, *self.run_dir.glob("array/*/*")]
+        listed = self.lab.run(["squeue", "--states=all", "--jobs", self.id]).stdout
+        return "\n".join([listed, *(f"== {path.name}\n{path.read_text()}" for path in sorted(files))])
 
-    def state(self) -> str:
-        return self.lab.run(["squeue", "--noheader", "--states=all", "--jobs", self.id, "--format", "%T"]).stdout.strip()
+    def states(self) -> set[str]:
+        """Of the job, or of all elements."""
+        asked = ["squeue", "--noheader", "--array", "--states=all", "--jobs", self.id, "--format", "%T"]
+        return set(self.lab.run(asked).stdout.split())
 
-    def await_end(self, *states: str) -> None:
-        """Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
-        self.await_(lambda: self.state() in ("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "NODE_FAIL"), "the end")
-        restore(self.lab)
-        self.await_(lambda: self.state() != "COMPLETING", "all steps have ended")
-        assert self.state() in states, f"{self.state()}\n{self.said()}"
+    def await_over(self, what: str, *also: str) -> None:
+        """Until nothing of it runs, or is to run; ``also``: these states are good enough."""
+        self.await_(lambda: set() < self.states() <= {*OVER, *also}, what)
 
     def check(self, reference: list[dict]) -> None:
         """All steps are made, with all microbatches, and the losses of the failure-free run."""
@@ -105,13 +123,38 @@ class Job:
         assert [line["step"] for line in self.lines if line["event"] == "step"] == list(range(self.steps))
 
 
-def restore(lab) -> None:
+class Job(Submission):
+    """Of ``slurm/pretrain.sbatch``. The batch shell is on n1, which is the spare node; host 0, with the store, is n2."""
+
+    def __init__(
+        self, lab: Lab, directory: Path, data_dir: Path, *options: str, steps: int = STEPS, **variables: str
+    ) -> None:
+        batch = ["--nodes=4", f"--output={directory}/batch.log", *options, SBATCH_SCRIPT]
+        super().__init__(lab, directory, data_dir, batch, support.SCRIPT, steps, **variables)
+
+    def await_end(self, *states: str) -> None:
+        """In one of these. Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
+        self.await_over("the end", "COMPLETING")
+        restore(self.lab)
+        self.await_over("all steps have ended")
+        assert self.states() <= set(states), self.said()
+
+
+def restore(lab: Lab) -> None:
     """All nodes are well."""
     for node in lab.nodes:
         lab.thaw(node)
         lab.heal(node)
         if lab.slurmd(node) == "dead":
             lab.start_node(node)
+
+
+def clear(lab: Lab, jobs: Sequence[Submission]) -> None:
+    """All nodes are well, and idle."""
+    restore(lab)
+    for job in jobs:
+        lab.run(["scancel", job.id])
+    await_(lambda: set(lab.states().values()) == {"idle"}, "all nodes are idle again", DEADLINE_S, LOOK_S)
 
 
 def submitted():
@@ -126,10 +169,7 @@ def submitted():
             return jobs[-1]
 
         yield submit
-        restore(cluster)
-        for job in jobs:
-            cluster.run(["scancel", job.id])
-        await_(lambda: set(cluster.states().values()) == {"idle"}, "all nodes are idle again", DEADLINE_S, LOOK_S)
+        clear(cluster, jobs)
 
     return submit
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_ft.report.words import happened
 from megatron_ft.runtime import history
 
 _POLL_S = 0.1
@@ -139,12 +140,10 @@ class ProgressView:
 
     @staticmethod
     def _fault(event: Event) -> str:
-        how = event["signal"] or f"exit code {event['code']}"
-        detail = f" ({event['detail']})" if event["detail"] else ""
-        return (
-            f"group {event['group']} lost: rank {event['position']} on {event['host']} (pid {event['pid']}) "
-            f"ended with {how}{detail}"
-        )
+        who = f"rank {event['position']} on {event['host']} (pid {event['pid']})"
+        what = happened(event)
+        more = f" ({event['detail']})" if event["detail"] not in ("", what) else ""
+        return f"group {event['group']} lost: {who} {what}{more}"
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_ft.faults.checkers import LOSS_TOLERANCE
 from megatron_ft.report.record import Failure, RunRecord
+from megatron_ft.report.words import ended
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = {
@@ -106,7 +108,7 @@ def _mark_failures(axes: Axes, record: RunRecord) -> None:
 def _lost(failures: list[Failure]) -> str:
     """"group 2 lost (SIGKILL)", or "groups 1 2 lost (SIGKILL)" when one recovery was for several."""
     groups = " ".join(str(failure.fault["group"]) for failure in failures)
-    causes = {failure.fault["signal"] or f"exit code {failure.fault['code']}": None for failure in failures}
+    causes = {textwrap.shorten(ended(failure.fault), 40, placeholder=" ..."): None for failure in failures}
     return f"group{'s' if len(failures) > 1 else ''} {groups} lost ({', '.join(causes)})"
 
 
@@ -178,7 +180,7 @@ def _interruptions(record: RunRecord) -> list[tuple[float, float, str]]:
 
 def _died(record: RunRecord, failure: Failure) -> float:
     """When the group died: when the signal was sent if it was injected, else as long before the notice as that says."""
-    sent = [line["t"] for line in record.injects if line["pid"] == failure.fault["pid"]]
+    sent = [line["t"] for line in record.injects if line["pid"] == failure.fault["pid"] is not None]
     return sent[-1] if sent else failure.fault["t"] - (failure.fault["detected_s"] or 0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,10 @@ class Span(NamedTuple):
     start: float
     end: float
     step: int
+
+
+_LEAVES = "leaves after step"
+"""What views say of a group that has left in order (``core.detector``)."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,23 @@ class RunRecord:
     def steps(self) -> list[dict[str, Any]]:
         return self.events("step")
 
-    @property
+    @cached_property
     def faults(self) -> list[dict[str, Any]]:
-        return self.events("fault")
+        """Also those that no agent has written down, because it was lost, too: the view that left the group out says so."""
+        noted = self.events("fault")
+        known = {(fault["group"], fault.get("incarnation", 0)) for fault in noted}
+        return sorted([*noted, *self._unnoted(known)], key=lambda fault: fault["t"])
+
+    def _unnoted(self, known: Collection[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        seats: dict[str, int] = {}
+        for view in self.views:
+            for group, why in view["lost"].items():
+                seat = {"group": int(group), "incarnation": seats.get(group, 0)}
+                if tuple(seat.values()) not in known and not why.startswith(_LEAVES):
+                    first = why.removeprefix("cut off: ").partition("; ")[0]
+                    nobody = dict.fromkeys(("position", "pid", "host", "signal", "code", "detected_s"))
+                    yield {"t": view["t"], **nobody, **seat, "detail": first, "how": "the other groups"}
+            seats = view.get("incarnations", {})
 
     @property
     def views(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from megatron_ft.core.slurm_meaning import Known, Lost, Role, explain, run_words
 from megatron_ft.core.slurm_said import JOB, NODE, STEP, Said
 from megatron_ft.errors import LaunchError
 from megatron_ft.report.record import RunRecord
+from megatron_ft.report.words import happened
 from megatron_ft.runtime import history
 
 _HOW = f"sacct -j JOB --duplicates --parsable2 --format={','.join(slurm_said.SACCT)} > FILE"
@@ -187,9 +188,8 @@ def _ranks(lines: Sequence[Line]) -> dict[str, str]:
     for line in lines:
         if line["event"] == "fault":
             group = line["group"]
-            ended = line["signal"] or (f"exit code {line['code']}" if line["code"] is not None else line["detail"])
             back = "came back" if any(who == group and t > line["t"] for who, t in returns) else "did not come back"
-            text = f"its rank {line['position']} of group {group} ended with {ended}, and the group {back}"
+            text = f"its rank {line['position']} of group {group} {happened(line)}, and the group {back}"
             found.setdefault(short(line["host"]), []).append(text)
     return {node: "; ".join(dict.fromkeys(texts)) for node, texts in found.items()}
 

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from megatron_ft.faults import checkers
 from megatron_ft.report.record import Failure, RunRecord
+from megatron_ft.report.words import ended
 
 
 def failures_table(record: RunRecord) -> Table:
@@ -32,7 +33,7 @@ def failures_table(record: RunRecord) -> Table:
 
 def _row(failure: Failure, point: str | None) -> list[str]:
     fault, recovery = failure.fault, failure.recovery
-    what = fault["signal"] or f"exit code {fault['code']}"
+    what = ended(fault)
     after = "" if fault["detected_s"] is None else f" ({fault['detected_s']:.3f})"
     row = [
         str(recovery["step"]) if recovery else "-",

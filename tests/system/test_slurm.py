@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from megatron_ft.runtime import history
-from tests import slurm, support
-from tests.slurm import GROUPS, STEPS, comes_back_on, lose, pid_of
+from tests import slurm
+from tests.slurm import STEPS, comes_back_on, lose, pid_of
 from tests.stores import etcd_missing
 from tools import proc
 
@@ -16,17 +15,7 @@ pytestmark = pytest.mark.system
 
 cluster = slurm.lab(4)
 submit = slurm.submitted()
-
-
-@pytest.fixture(scope="module")
-def failure_free(tmp_path_factory, data_dir) -> list[dict]:
-    """The history of the same job on one host, to which nothing happens."""
-    directory = tmp_path_factory.mktemp("reference")
-    settings = ["--config", slurm.config(directory / "config.json", directory / "saved"), "--run-dir", directory / "run"]
-    script = [support.SCRIPT, "--", "--data", data_dir, *slurm.own_arguments(STEPS)]
-    done = support.ft("launch", "--groups", GROUPS, *settings, *script)
-    assert done.returncode == 0, done.stderr
-    return history.read(directory / "run")
+failure_free = slurm.failure_free(STEPS)
 
 
 def test_a_killed_rank_comes_back_on_its_node(cluster, submit, failure_free):

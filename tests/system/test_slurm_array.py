@@ -9,15 +9,15 @@ import pytest
 from megatron_ft.core.elements import Beat
 from megatron_ft.launch.board import Board
 from tests import slurm, support
-from tests.slurm_jobs import Submitted, failure_free, mend
+from tests.slurm_jobs import STEPS, Submitted
 from tools import proc
 
-__all__ = ["failure_free"]
 pytestmark = pytest.mark.system
 
 SCRIPT = support.ROOT / "slurm" / "array.sbatch"
 
 cluster = slurm.lab(4)
+failure_free = slurm.failure_free(STEPS)
 
 
 class Array(Submitted):
@@ -73,7 +73,7 @@ def submit(cluster, tmp_path, data_dir):
         return arrays[-1]
 
     yield submit
-    mend(cluster, arrays)
+    slurm.clear(cluster, arrays)
 
 
 def test_an_element_without_power_is_replaced_and_comes_back_as_a_spare(cluster, submit, failure_free):

@@ -6,14 +6,14 @@ import pytest
 
 from megatron_ft.burnin import plan
 from tests import slurm, support
-from tests.slurm_jobs import Submitted, failure_free, mend
+from tests.slurm_jobs import STEPS, Submitted
 
-__all__ = ["failure_free"]
 pytestmark = pytest.mark.system
 
 SLURM = support.ROOT / "slurm"
 
 cluster = slurm.lab(4)
+failure_free = slurm.failure_free(STEPS)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def submit(cluster, tmp_path, data_dir):
         return jobs[-1]
 
     yield submit
-    mend(cluster, jobs)
+    slurm.clear(cluster, jobs)
 
 
 def test_a_burn_in_strikes_in_every_way_and_finds_every_promise_kept(submit, failure_free):

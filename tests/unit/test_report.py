@@ -79,6 +79,40 @@ def test_a_group_that_was_lost_twice_has_a_view_for_each_loss(run_dir):
     assert found == [1, 3, None]
 
 
+def test_a_group_whose_host_could_write_nothing_down_is_a_failure_too(run_dir):
+    """A node without power: its agent is lost with its ranks. A group that leaves in order is none."""
+    cut = "cut off: host a has heard nothing of host n3 for 0.8 s; host b has heard nothing of host n3 for 0.9 s"
+    views = [
+        {"epoch": 2, "live": [0, 1, 2], "lost": {}, "joined": [1, 2], "incarnations": {"1": 1}},
+        {"epoch": 3, "live": [0, 2], "lost": {"1": cut}, "joined": [], "incarnations": {"1": 1}},
+        {"epoch": 4, "live": [0], "lost": {"2": "leaves after step 3: maintenance"}, "joined": []},
+    ]
+    for view in views:
+        history.append(run_dir, "view", **view, reason=next(iter(view["lost"].values()), "asks"), step=3)
+    record = RunRecord.load(run_dir)
+    noted, found = record.failures
+    assert noted.fault["signal"] == "SIGKILL" and found.view["epoch"] == 3
+    assert (found.fault["group"], found.fault["incarnation"], found.fault["pid"]) == (1, 1, None)
+    text = " ".join(text_of(tables.failures_table(record)).replace("│", " ").split())
+    assert "1 host a has heard nothing of host n3 for 0.8 s the other groups" in text and "host b" not in text
+    plots.timeline_plot(record, run_dir / "timeline.png")
+    plots.loss_plot(record, None, run_dir / "loss.png")
+
+
+def test_a_rank_that_was_given_up_has_not_ended_with_anything(run_dir):
+    why = "is stopped (process state T) for 0.5 s"
+    fields = {"group": 1, "position": 0, "pid": 8, "host": "h", "signal": None, "code": None, "detail": why}
+    history.append(run_dir, "fault", **fields, incarnation=1, how="agent's look at the process", detected_s=None)
+    assert f"│ {why} " in text_of(tables.failures_table(RunRecord.load(run_dir)))
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    view = follow.ProgressView(2, console)
+    view.update({"event": "fault", **fields})
+    view.update({"event": "fault", **fields, "code": 3, "detail": "out of memory"})
+    said = console.export_text()
+    assert f"group 1 lost: rank 0 on h (pid 8) {why}\n" in said
+    assert "group 1 lost: rank 0 on h (pid 8) ended with exit code 3 (out of memory)" in said
+
+
 def test_a_group_that_comes_back_is_told(run_dir):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     view = follow.ProgressView(2, console)
