@@ -187,7 +187,8 @@ class Return:
         self._following, self._crew, self._hear = following, crew, hear
         self._env, self._agreement = following.env, following.agreement
         self._margin = _MARGIN[0]
-        self._epoch, self._view = self._env.epoch, None
+        self._epoch = self._env.epoch
+        self._view: View | None = None
 
     def seat(self) -> View:
         """The view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
@@ -202,8 +203,9 @@ class Return:
 
     def _find_donors(self) -> list[Donor]:
         """A few live groups, those after this one first, that stand at the same step, or nearly."""
-        while (view := self._agreement.view(self._epoch)) is not None:
-            self._view, self._epoch = view, view.epoch + 1
+        # Only looked at: who has no seat yet does not put a view back when the store has forgotten.
+        while (raw := self._agreement.get(f"view/{self._epoch}")) is not None:
+            self._view, self._epoch = View.from_json(raw), self._epoch + 1
         me, groups = self._env.group, self._env.config.room
         found: list[Donor] = []
         for group in ((me + number) % groups for number in range(1, groups)):

@@ -151,8 +151,12 @@ class Store:
     def clone(self) -> Store:
         return self
 
-    def get(self, key: str) -> list | None:
-        return self._places.get(key)
+    def get(self, key: str) -> list | dict | None:
+        return self._places.get(key, self._views.get(key))
+
+    @property
+    def _views(self) -> dict[str, dict]:
+        return {f"view/{epoch}": view.to_wire() for epoch, view in self.views.items()}
 
     def view(self, epoch: int) -> View | None:
         return self.views.get(epoch)
