@@ -266,7 +266,8 @@ class Cluster:
                 del self.seekers[me]
                 self._enter(me, view, seeker.following)
                 for message in seeker.inbox:
-                    self.groups[me, seeker.incarnation].receive(*message)
+                    if (me, seeker.incarnation) in self.groups:  # any of them may be its last
+                        self.groups[me, seeker.incarnation].receive(*message)
             else:
                 self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
 

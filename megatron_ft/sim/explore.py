@@ -54,7 +54,11 @@ def _results(chunks: Sequence[range], jobs: int) -> Iterator[tuple[int | None, C
 def _play_chunk(seeds: range) -> tuple[int | None, Counter]:
     ends: Counter = Counter()
     for seed in seeds:
-        history = play(draw(seed))
+        try:
+            history = play(draw(seed))
+        except Exception as error:
+            error.add_note(f"megatron_ft: while playing the history of seed {seed}")
+            raise
         ends[history.lines[-1]["reason"]] += 1
         if history.violations:
             return seed, ends
