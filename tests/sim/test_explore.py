@@ -93,6 +93,14 @@ def entries_by_themselves(seeds=range(1000)):
             yield from (line for line in lines if line["event"] == "view" and "ask to join" in line["reason"])
 
 
+def test_a_group_may_have_to_start_over_in_the_moment_of_its_entry():
+    """Messages to it are there already; it reads none of them (a history in which the simulator did not bear that)."""
+    history = play(draw(168201))
+    entered = {(line["group"], line["incarnation"], line["t"]) for line in history.lines if line["event"] == "enter"}
+    stopped = {(line["group"], line["incarnation"], line["t"]) for line in history.lines if line["event"] == "stop"}
+    assert entered & stopped and not history.violations
+
+
 def test_an_entry_by_itself_interrupts_nobody():
     """It happens at a boundary: nobody has a bucket yet that others lack, and nobody has to be handed a state."""
     views = list(entries_by_themselves())
