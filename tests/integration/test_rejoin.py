@@ -36,8 +36,10 @@ def kill(run: support.Run, group: int, position: int = 0) -> None:
     inject.kill(run.directory, group, "anywhere", position=position)
 
 
-def await_back(run: support.Run, group: int, incarnation: int) -> None:
-    support.wait_for(lambda: incarnation in back(run, group), run)
+def await_back(run: support.Run, group: int, times: int) -> None:
+    """For so many times. Not with which start: on a busy machine a donor may still be in the step before an entry, which
+    then needs that step from another group, and the newcomer starts over."""
+    support.wait_for(lambda: len(back(run, group)) >= times, run)
 
 
 def check(run: support.Run, reference: support.Run | None = None) -> None:
@@ -68,16 +70,16 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     kill(run, 2)
     support.wait_for(lambda: len(run.events("recovery")) > recoveries, run)
     os.kill(frozen, signal.SIGCONT)
-    await_back(run, 1, 3)
+    await_back(run, 1, 2)
     await_back(run, 2, 1)
     kill(run, 3)
     frozen = support.await_held(run, 3)
     support.wait_for_step(run, run.events("step")[-1]["step"] + 10)
     os.kill(frozen, signal.SIGCONT)
     await_back(run, 3, 2)
-    for victim, incarnation in [(0, 2), (2, 2)]:
+    for victim in (0, 2):
         kill(run, victim)
-        await_back(run, victim, incarnation)
+        await_back(run, victim, 2)
     check(run, reference)
     assert len(run.events("inject")) == 9 and len(run.events("rejoined")) == 8, "one was killed on its way back"
     assert back(run, 1) == [1, 3]
