@@ -19,7 +19,7 @@ from megatron_ft.errors import LaunchError
 from megatron_ft.launch import everywhere, far, hostfile, ssh
 from tests.stores import await_
 
-WANTED = ready.Wanted({"megatron_ft": "1", "torch": "2"}, "/work", "/work/runs/a", "train.py", "ds.json")
+WANTED = ready.Wanted({"megatron_ft": "1", "torch": "2"}, "/home/a", "/home/a/runs/a", "train.py", "ds.json")
 FINE = {
     "versions": {"megatron_ft": "1", "torch": "2"},
     "directory": True,
@@ -36,10 +36,10 @@ FINE = {
         ({}, ""),
         ({"versions": {"megatron_ft": "0.9", "torch": "2"}}, "megatron_ft 0.9, not 1; install the same"),
         ({"versions": {"megatron_ft": "1"}}, "torch None, not 2"),
-        ({"directory": False, "files": []}, "no directory /work"),
-        ({"files": ["ds.json"]}, "no train.py in /work"),
-        ({"files": ["train.py"]}, "no ds.json in /work"),
-        ({"shared": False}, "--run-dir /work/runs/a"),
+        ({"directory": False, "files": []}, "no directory /home/a"),
+        ({"files": ["ds.json"]}, "no train.py in /home/a"),
+        ({"files": ["train.py"]}, "no ds.json in /home/a"),
+        ({"shared": False}, "--run-dir /home/a/runs/a"),
         ({"address": None, "tried": ["127.0.1.1"]}, "n1 stands for 127.0.1.1; write address=ADDR"),
     ],
 )
