@@ -99,6 +99,14 @@ class Agreement:
         seats = {group: seat(group, view.incarnations.get(group, 0)) for group in view.live}
         return {group: told[name] for group, name in seats.items()} if told.keys() >= set(seats.values()) else None
 
+    def stands(self, collection: str) -> None:
+        """This group is one of those that wait there for each other."""
+        self._add(collection, str(self._group), True)
+
+    def standing(self, collection: str) -> set[GroupId]:
+        """All of them, so far."""
+        return set(map(int, self._ask(lambda: self._store.members(collection))))
+
     def _add(self, collection: str, member: str, value: Any) -> None:
         self._added[collection, member] = value
         self._ask(lambda: self._store.add(collection, member, value))

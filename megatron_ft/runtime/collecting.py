@@ -6,6 +6,10 @@ one comparison.
 
 Failures it assumes: any writer, or who gave the order, is lost, late or slow; the store is away; the disk is full. The
 attempt is dropped then, said and recorded, and what it has written is deleted; another one follows. Training never waits.
+
+The last save of a job that was told to stop is the one after which nobody goes on. Whoever hears of it too late is in the
+next step by then, and waits there for those that stand: so it ends the epoch. All go on with that step, and another save
+is the last. Nobody leaves before every group stands.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 
 from megatron_ft import config as config_module
 from megatron_ft.config import RunConfig
-from megatron_ft.core import saving
+from megatron_ft.core import detector, saving
 from megatron_ft.core.saving import Saves, Stops
 from megatron_ft.core.state import GroupState
 from megatron_ft.errors import CheckpointError, RunStopped
@@ -39,6 +43,11 @@ must not keep those that work from being used."""
 _TRIES_AT_END = 3
 STOPPED = "stopped"
 """The key under which the whole job hears that it ends, and why."""
+
+
+def standing(attempt: str) -> str:
+    """The collection of groups that do not go on after that save, the last one."""
+    return f"stands/{attempt}"
 
 
 class _Attempt:
@@ -71,7 +80,7 @@ class Checkpoints:
         self._former: Saves | None = None
         self._heard = Saves(-1, -1, "", (), -1)
         self._attempt: _Attempt | None = None
-        self._tries, self._tries_at_end = 0, 0
+        self._tries, self._tries_at_end, self._passed = 0, 0, -1
         self._avoid: set[int] = set()
         self._saved_step = -1
         self._told: set[int] = set()
@@ -91,7 +100,14 @@ class Checkpoints:
         elif word.attempt != self._heard.attempt and (word.epoch, word.at) >= (self._heard.epoch, self._heard.at):
             self._heard, self._last = word, time.monotonic()
             self._order = self._former = word
+            if word.last and word.at <= self._passed:  # after the order: the boundary looks in the other direction
+                self._too_late(word)
         self._news = True
+
+    def _too_late(self, order: Saves) -> None:
+        """The others stand at that boundary, or will, and this group does not: they have to go on with the step."""
+        why = f"it did not hear in time that all were to stop after step {order.at - 1}"
+        self._rank.saving.tell(detector.Reset(order.epoch, self._rank.group, why, order.at - 1))
 
     def begin(self, view: View, origin: resume.Origin | None) -> None:
         """This group has its seat; ``origin``: what the run goes on from."""
@@ -116,6 +132,10 @@ class Checkpoints:
         """A step is about to begin, or there is none any more. Raises ``RunStopped`` when the job was told to stop."""
         if self._news or time.monotonic() >= self._wake:
             self._news = False
+            self._wake = self._look(state, step_s)
+        if not state.finished:  # then it is looked at again and again
+            self._passed = state.step
+        if self._order is not None and self._order.last and self._order.at <= state.step:  # heard in this moment
             self._wake = self._look(state, step_s)
 
     def _look(self, state: GroupState, step_s: float) -> float:
@@ -160,7 +180,9 @@ class Checkpoints:
             elif order.epoch >= self._since:
                 self._rank.saving.decline(order, why, late=order.at < state.step)
         if order.last and not why:
-            self._stop(mine)
+            self._stop(order, state, mine)
+        elif order.last and order.epoch == state.view.epoch:
+            self._too_late(order)
 
     def _ask(self, state: GroupState, at: int, last: bool = False) -> None:
         view, me = state.view, self._rank.group
@@ -220,25 +242,40 @@ class Checkpoints:
                 self._news = True
         return False
 
-    def _stop(self, mine: bool) -> None:
-        """The whole job was told to stop: wait until its last checkpoint is there, or cannot be."""
+    def _stop(self, order: Saves, state: GroupState, mine: bool) -> None:
+        """The whole job was told to stop: wait until its last checkpoint is there, or cannot be. Returns when the epoch ends
+        first: the job goes on then, and stops a little later."""
         self._rank.pulse.enter("waiting")
+        self._agreement.stands(standing(order.attempt))
+        deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
         reason = None
         while reason is None:
             if self._rank.lost_because:
                 raise Lost(self._rank.lost_because)
-            if mine:
-                self._settle()
-                if self._attempt is None:
-                    reason = self._why
-                    self._agreement.say(STOPPED, reason)
-                    self._history.write()
-            else:
+            # Before the look: who stops has said so before it ends.
+            over = self._rank.concerned(state.view, order.at)
+            if not mine:
                 reason = self._agreement.get(STOPPED)
-            time.sleep(_POLL_S)
+            elif self._is_made() and (self._all_stand(order, state.view) or time.monotonic() > deadline):
+                reason = self._why
+                self._agreement.say(STOPPED, reason)
+                self._history.write()
+            if reason is None and over:  # if all parts come to be written it is a checkpoint like any other
+                print(f"megatron_ft: group {self._rank.group}: step {order.at} is made before the job ends", flush=True)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         self._crew.stop(reason, False)
         self.close()
         raise RunStopped(reason)
+
+    def _is_made(self) -> bool:
+        """Whether what this rank conducts has come to its end, whichever."""
+        self._settle()
+        return self._attempt is None
+
+    def _all_stand(self, order: Saves, view: View) -> bool:
+        return self._agreement.standing(standing(order.attempt)) >= set(view.live)
 
     def close(self) -> None:
         """The run has ended: the next job may have the directory."""

@@ -84,7 +84,7 @@ class Rank:
         self.carry: Callable[[], Mapping[str, Any]] = dict
         self.epoch: Callable[[], int | None] = lambda: None
         self.following = Following(self, env, agreement)
-        self.saving = Saving(env, agreement)
+        self.saving = Saving(env, agreement, lambda: self.lost_because)
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""
@@ -168,10 +168,10 @@ class Rank:
             if self._outer is not None:
                 self._outer.abort()
 
-    def concerned(self, view: View) -> bool:
-        """Whether something that was heard so far ends the epoch of ``view``."""
+    def concerned(self, view: View, step: int | None = None) -> bool:
+        """Whether something that was heard so far ends the epoch of ``view``, for who works on ``step``: the present one."""
         with self._lock:
-            return any(detector.ends(verdict, view, self._step) for verdict in self._heard)
+            return any(detector.ends(verdict, view, self._step if step is None else step) for verdict in self._heard)
 
     def tell_broken(self, epoch: int, reason: str, after: int = -1) -> None:
         """Tell all groups, once, that ``epoch`` is over, for those who work on a step later than ``after``."""

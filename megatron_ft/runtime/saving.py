@@ -8,11 +8,14 @@ Failures it assumes: whatever a disk can do, and a store that is away. Each cost
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.core import detector
 from megatron_ft.core.saving import Saves
 from megatron_ft.engines.base import Engine
 from megatron_ft.errors import CheckpointError, FTError
@@ -22,6 +25,10 @@ from megatron_ft.runtime.checkpoint.memory import GB, Shelf
 from megatron_ft.runtime.checkpoint.write import place_of
 from megatron_ft.runtime.environment import RankEnvironment
 
+_POLL_S = 0.02
+_PATIENCE_S = 600.0
+"""A file system that hangs does not keep a job from ending."""
+
 
 def saved_key(part: int, position: int) -> str:
     """Where the rank at ``position`` of the group that writes ``part`` says how it went."""
@@ -29,9 +36,11 @@ def saved_key(part: int, position: int) -> str:
 
 
 class Saving:
-    """``cost_s`` is what the last save has cost the training thread; ``take`` and ``decline`` are called there."""
+    """``cost_s`` is what the last save has cost the training thread; ``take`` and ``decline`` are called there. ``lost``:
+    why nothing is to be waited for here any more, if so."""
 
-    def __init__(self, env: RankEnvironment, agreement: Agreement) -> None:
+    def __init__(self, env: RankEnvironment, agreement: Agreement, lost: Callable[[], str]) -> None:
+        self._lost = lost
         self._group, self._position = env.group, env.position
         self._directory = Path(env.config.fault_tolerance.checkpoint.directory)
         self._agreement = agreement.clone()
@@ -49,6 +58,8 @@ class Saving:
         self.cost_s = time.monotonic() - started
 
     def _copy_and_start(self, order: Saves, engine: Engine) -> str | None:
+        if order.last:
+            self._wait_for_former()
         self._saver.poll()
         if self._saver.busy:  # before the copy: memory for two may not be there
             return self._saver.start(f"step {order.at}", lambda: None)
@@ -57,6 +68,12 @@ class Saving:
         except (FTError, MemoryError, RuntimeError) as error:  # torch raises the last one when memory runs out
             return f"its state cannot be copied: {error}"
         return self._saver.start(f"step {order.at}", lambda: self._write(order, copy))
+
+    def _wait_for_former(self) -> None:
+        """Another chance does not come: it waits for one that was to be the last, say, and came to nothing."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._saver.busy and not self._lost() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _write(self, order: Saves, copy: checkpoint.Snapshot) -> None:
         said: dict[str, Any] = {"error": "its writer ended for an unknown reason"}
@@ -75,6 +92,14 @@ class Saving:
         """This rank does not save what it was asked to."""
         said = {"error": why, "late": late}
         threading.Thread(target=self._say, args=(order, said), name="checkpoint-word", daemon=True).start()
+
+    def tell(self, signal: detector.Signal) -> None:
+        """All groups, from any thread."""
+        threading.Thread(target=self._tell, args=(signal,), name="checkpoint-word", daemon=True).start()
+
+    def _tell(self, signal: detector.Signal) -> None:
+        with self._speaking, contextlib.suppress(FTError):  # who waits for it does not do so forever
+            self._agreement.announce(signal)
 
     def _say(self, order: Saves, said: dict[str, Any]) -> None:
         if "error" in said:

@@ -201,6 +201,16 @@ def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint
     assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
 
 
+def stops_with_a_checkpoint(run: support.Run, saved: Path, groups: int = 3) -> None:
+    """The last one, and all has been in a step before."""
+    said = " ".join(run.finish().split())
+    last = run.events("step")[-1]["step"]
+    assert f"stopped by SIGTERM after step {last}; the checkpoint of step {last + 1} is complete" in said, run.logs()
+    assert run.process.returncode == 128 + signal.SIGTERM and complete(saved)[0] == last + 1
+    assert [line["step"] for line in run.events("step")] == list(range(last + 1))
+    assert {line["microbatches"] for line in run.events("step")} == {groups * support.PER_GROUP}
+
+
 LATE = """
 import time
 from megatron_ft.core.saving import Saves
@@ -217,11 +227,57 @@ def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path
     script = support.changed_script(tmp_path / "train.py", LATE)
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script, steps=100_000, groups=2)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
-    run.process.send_signal(signal.SIGTERM)
-    run.finish()
     failed = run.events("checkpoint_failed")
     assert failed and all("group 1 heard of it in step" in line["reason"] for line in failed)
     assert len({line["step"] for line in failed}) == len(failed)
+    run.process.send_signal(signal.SIGTERM)
+    stops_with_a_checkpoint(run, tmp_path / "saved", groups=2)
+
+
+MISSED = """
+import os, time
+from megatron_ft.core.saving import Saves
+from megatron_ft.runtime.collecting import Checkpoints
+hear, boundary, missed, left = Checkpoints.hear, Checkpoints.boundary, [], [-1]
+def hear_late(self, word):
+    if isinstance(word, Saves) and word.last and not missed and os.environ["MEGATRON_FT_GROUP"] == "2":
+        missed.append(word)
+        while left[0] < word.at:
+            time.sleep(0.001)
+    hear(self, word)
+def leave(self, state, step_s):
+    boundary(self, state, step_s)
+    left[0] = state.step
+Checkpoints.hear, Checkpoints.boundary = hear_late, leave
+"""
+ONE_WRITER = "from megatron_ft.core import saving; saving.MOST_PARTS = 1"
+
+
+@pytest.mark.parametrize("more", ["", ONE_WRITER], ids=["a writer", "no writer"])
+def test_a_group_that_hears_too_late_that_all_stop_takes_them_along(tmp_path, data_dir, more):
+    """It is in the next step by then, and waits there for those that stand."""
+    script = support.changed_script(tmp_path / "train.py", f"{MISSED}{more}\n")
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", script=script, steps=100_000, groups=3)
+    support.wait_for_step(run, 3)
+    run.process.send_signal(signal.SIGTERM)
+    stops_with_a_checkpoint(run, tmp_path / "saved")
+    assert [line["live"] for line in run.events("view")] == [[0, 1, 2], [0, 1, 2]]
+    assert "group 2: it did not hear in time that all were to stop" in run.events("view")[1]["reason"]
+
+
+@pytest.mark.parametrize("group", [0, 2])
+def test_who_dies_while_all_wait_for_the_last_checkpoint_is_waited_for_by_nobody(tmp_path, data_dir, group):
+    """Who has given the order, and one that has not."""
+    begun = f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, f'begun-{{os.getpid()}}').touch()"
+    script = support.changed_script(tmp_path / "train.py", SLOW.replace("time.sleep(2.0)", f"{begun}; time.sleep(2.0)"))
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", script=script, steps=100_000, groups=3)
+    support.wait_for_step(run, 3)
+    pid = inject.pid_of(run.directory, group)
+    run.process.send_signal(signal.SIGTERM)
+    support.wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3, run)
+    os.kill(pid, signal.SIGKILL)
+    stops_with_a_checkpoint(run, tmp_path / "saved")
+    assert run.events("view")[-1]["live"] == [other for other in range(3) if other != group]
 
 
 def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):

@@ -96,6 +96,17 @@ def test_what_one_client_has_found_away_the_others_do_not_wait_for(nodes, monkey
         assert not connections(silent)
 
 
+def test_a_node_that_does_not_answer_a_watch_is_not_asked_for_the_next_one(nodes, monkeypatch):
+    """Although it does not count as away any more."""
+    monkeypatch.setattr(gateway_module, "_AWAY_S", 0.0)
+    monkeypatch.setattr(gateway_module.random, "randrange", lambda _: 0)
+    with silent_node() as silent:
+        gateway = Gateway((silent.getsockname(), nodes[0].where), 0.6)
+        for _ in range(4):
+            gateway.watch("any", 1, 0.1)
+        assert connections(silent) == 1 and nodes[0].asked == 3
+
+
 def test_nodes_that_may_be_replaced_are_asked_who_they_are(nodes):
     old, new = nodes
     learner = {"clientURLs": ["http://127.0.0.1:1"], "isLearner": True}

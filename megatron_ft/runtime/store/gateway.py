@@ -133,7 +133,7 @@ class Gateway:
 
         On a connection of its own; who asks looks at the key itself afterwards.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, answered = time.monotonic() + timeout_s, False
         node = self._here()
         stream = http.client.HTTPConnection(*node, timeout=min(_ATTEMPT_S, timeout_s))
         wanted = {"key": encoded(key), "start_revision": str(revision), "filters": ["NODELETE"]}
@@ -142,7 +142,7 @@ class Gateway:
             # Kept: getresponse() takes the socket out of a connection that the server means to close.
             sock = stream.sock
             _notice_lost_host(sock)
-            response = stream.getresponse()
+            response, answered = stream.getresponse(), True
             while (left_s := deadline - time.monotonic()) > 0:
                 sock.settimeout(left_s)
                 line = response.readline()
@@ -151,16 +151,21 @@ class Gateway:
                 if json.loads(line).get("result", {}).get("events"):
                     return
         except TimeoutError as error:
-            if error.errno is None:
+            if answered and error.errno is None:
                 return
-            self._nodes.away[node] = time.monotonic()  # the kernel's: its host does not answer
+            self._leave(node)  # its host does not answer, us or the kernel
         except OSError:
-            self._nodes.away[node] = time.monotonic()
+            self._leave(node)
         except (http.client.HTTPException, ValueError):
             pass
         finally:
             stream.close()
         time.sleep(min(RETRY_PAUSE_S[0], timeout_s))  # a node that ends every watch at once must not be asked in a loop
+
+    def _leave(self, node: tuple[str, int]) -> None:
+        """For longer than it counts as away: to try it again and again would be to hear of everything late."""
+        self._nodes.away[node] = time.monotonic()
+        self._at += 1
 
     def clone(self) -> Gateway:
         return Gateway(self._first, self.timeout_s, self._verify, self.learns)
