@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ft.core import slurm_said
 from megatron_ft.core.slurm_said import STEP, Said
-from megatron_ft.launch import slurm
+from megatron_ft.launch import record, slurm
 from megatron_ft.runtime import history
 
 
@@ -35,8 +35,7 @@ class Notes:
 
     def begin(self) -> None:
         """The whole job is about to be started (again): what follows belongs to the record that it will begin."""
-        starts = (line for line in history.read(self._run_dir) if line["event"] == "start")
-        self._old = frozenset(line["run_id"] for line in starts)
+        self._old = record.run_ids(self._run_dir)
         self._seen, self._waiting = {}, []
 
     def hear(self, line: Mapping[str, Any]) -> None:
