@@ -167,7 +167,8 @@ class Checkpoints:
         why = saving.answer(order, self._rank.group, state.step, state.view, has_state, self._since)
         if why is None:
             return
-        self._order = None
+        if self._order is order:  # else the watcher thread has heard the next one meanwhile
+            self._order = None
         mine = self._attempt is not None and self._attempt.order == order
         if mine and why:
             self._attempt.dropped = why

@@ -79,7 +79,10 @@ class Launch:
 
     def codes(self) -> set[int]:
         """Of all whose host is there."""
-        return {self.agents[host].wait(timeout=support.TIMEOUT_S) for host in self.agents.keys() - self.lost}
+        try:
+            return {self.agents[host].wait(timeout=support.TIMEOUT_S) for host in self.agents.keys() - self.lost}
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"an agent goes on\n{self.said()}\n{self.run.logs()}")
 
     def said(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("agent*.log")))
