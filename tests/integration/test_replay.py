@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from megatron_ft.faults import inject
 from megatron_ft.faults.recorded import Record
 from megatron_ft.faults.replay import replay
 from megatron_ft.runtime.points import Hold
@@ -44,8 +47,17 @@ def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
 
 
 def test_what_is_decided_again_has_every_kind_of_decision(tmp_path, data_dir):
-    """State handed over, buckets kept, buckets reduced again, microbatches taken over: or the rest proves little."""
-    run = killed(tmp_path, data_dir, [Hold(0, 0, "connect"), Hold(2, 3, "bucket", 2)])
+    """State handed over, buckets kept, buckets reduced again, microbatches taken over: or the rest proves little.
+
+    Group 1 has seen a bucket finished, and is held until group 2 is dead: else nobody may have seen one by then.
+    """
+    first, witness = Hold(0, 0, "connect"), Hold(1, 3, "bucket", 0)
+    run = support.start(tmp_path / "run", data_dir, [first, witness])
+    run.strike(first)
+    frozen = support.await_held(run, witness.group)
+    inject.kill(run.directory, 2, "while the others reduce")
+    os.kill(frozen, signal.SIGCONT)
+    run.check()
     record = Record.load(run.directory)
     result = replay(record)
     assert not result.different and not result.stopped
