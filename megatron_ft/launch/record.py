@@ -168,11 +168,6 @@ def outcome(line: Mapping[str, Any], before: int | None) -> int | None:
     return {"start": None, "end": 0, "stop": line.get("exit_code")}.get(line["event"], before)
 
 
-def run_ids(run_dir: Path) -> frozenset[str]:
-    """Of the starts that are recorded there."""
-    return frozenset(line["run_id"] for line in history.read(run_dir) if line["event"] == "start")
-
-
 def launch_of(run_dir: Path) -> str:
     """The ``--job-id`` of the launch that is recorded there; "" if there is none."""
     try:

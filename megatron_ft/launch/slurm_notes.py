@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ft.core import slurm_said
 from megatron_ft.core.slurm_said import STEP, Said
-from megatron_ft.launch import record, slurm
+from megatron_ft.launch import slurm
 from megatron_ft.runtime import history
 
 
@@ -35,8 +35,14 @@ class Notes:
 
     def begin(self) -> None:
         """The whole job is about to be started (again): what follows belongs to the record that it will begin."""
-        self._old = record.run_ids(self._run_dir)
+        starts = (line for line in history.read(self._run_dir) if line["event"] == "start")
+        self._old = frozenset(line["run_id"] for line in starts)
         self._seen, self._waiting = {}, []
+
+    @property
+    def begun(self) -> bool:
+        """Whether the start that :meth:`begin` has announced was heard; a line before it is of an earlier one."""
+        return self._waiting is None
 
     def hear(self, line: Mapping[str, Any]) -> None:
         """A line of the record, which another supervisor may have written."""

@@ -88,7 +88,6 @@ class Supervisor:
         self._second, self._seconds = "", 0
         self._told = ""
         self._over: int | None = None
-        self._earlier: frozenset[str] | None = None
         self._over_since: float | None = None
         self._tail = history.Tail(options.run_dir)
         self._lease: _Lease | None = None
@@ -172,16 +171,8 @@ class Supervisor:
     def _read_record(self) -> None:
         for line in self._tail.new():
             self._notes.hear(line)
-            if line["event"] == "start" and line["run_id"] not in (self._earlier or ()):
-                self._earlier = None
-            if self._earlier is None:
+            if self._notes.begun:  # else it is of an earlier start, which agents put aside when they have come up
                 self._over = record.outcome(line, self._over)
-
-    def _await_start(self) -> None:
-        """What the record holds is of an earlier start; the agents put it aside when they have come up, minutes later where
-        everything is read from a slow file system."""
-        self._over, self._earlier = None, record.run_ids(self._options.run_dir)
-        self._notes.begin()
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
@@ -285,8 +276,8 @@ class Supervisor:
 
     def _start_all(self, attempt: int) -> None:
         """An agent on every node; the last of them in reserve."""
-        self._lease = None
-        self._await_start()
+        self._over, self._lease = None, None
+        self._notes.begin()
         self._notes.job()
         well = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
         nodes = [node for node in well if not attempt or slurm.node_up(node) is not False]
@@ -338,7 +329,7 @@ class Supervisor:
         nodes = {node: supervision.Node(running.get(node, ""), failures.get(node, 0)) for node in self._nodes}
         self._job = supervision.Job(nodes, attempt)
         if not record.launch_of(self._options.run_dir).startswith(self._launches):
-            self._await_start()
+            self._notes.begin()
 
     def _stop_run(self, why: str) -> None:
         again, self._untold = bool(self._untold), ""

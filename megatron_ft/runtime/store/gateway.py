@@ -150,11 +150,9 @@ class Gateway:
                     break
                 if json.loads(line).get("result", {}).get("events"):
                     return
-        except TimeoutError as error:
-            if answered and error.errno is None:
-                return
-            self._leave(node)  # its host does not answer, us or the kernel
-        except OSError:
+        except OSError as error:
+            if answered and isinstance(error, TimeoutError) and error.errno is None:
+                return  # with an errno it is the kernel's: that host does not answer
             self._leave(node)
         except (http.client.HTTPException, ValueError):
             pass
