@@ -171,11 +171,13 @@ class World:
         self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
 
     def leave(self, me: int) -> None:
-        """It was told to leave: it goes on to the end of its step, and everybody hears of it some time."""
+        """It was told to leave: it goes on to the end of its step, and everybody else hears of it some time."""
         state = self.alive[me].state
         self.say(f"{me} leaves after step {state.step}")
         why = f"group {me} leaves after step {state.step}"
-        self.notices.append(recovery.Leaves(me, state.step, why, state.incarnation))
+        said = recovery.Leaves(me, state.step, why, state.incarnation)
+        self.notices.append(said)
+        self.feed(me, said)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -637,8 +639,11 @@ class World:
         entering = [group.following for group in self.alive.values() if group.state.following]
         return [*self.seekers.values(), *(following for following in entering if following is not None)]
 
-    def run(self, kills: int, joins: int = 0, cuts: int = 0, leaves: int = 0, max_turns: int = 20_000) -> None:
+    def run(
+        self, kills: int, joins: int = 0, cuts: int = 0, leaves: int = 0, resets: bool = True, max_turns: int = 20_000
+    ) -> None:
         """Random schedule with so many deaths, entries, cuts and orderly leaves; returns when every live group has finished.
+        ``resets``: connections fail now and then.
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
         """
@@ -650,7 +655,7 @@ class World:
             if kills and len(self.alive) > 1 and self.rng.random() < (0.15 if entering else 0.02):
                 kills -= 1
                 self.kill_somebody()
-            if self.rng.random() < 0.05:
+            if resets and self.rng.random() < 0.05:
                 self.break_epoch()
             if joins and self.rng.random() < 0.03:
                 joins -= self.come_or_go()

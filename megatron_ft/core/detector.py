@@ -98,7 +98,8 @@ class Asking:
 
 @dataclass(frozen=True)
 class Dismissed:
-    """An operator wants the group to leave. Nobody's verdict: the group says itself after which step it does."""
+    """An operator, or one of its ranks, wants the group to leave. Nobody's verdict: the group's leader says after which step
+    it does."""
 
     group: GroupId
     why: str
@@ -200,6 +201,11 @@ def ends(verdict: Verdict, view: View, step: int) -> bool:
         case Missed(by=by, about=about, heard=heard):
             return not heard and all(set(unit) & set(view.live) for unit in (by, about))
     return False  # who leaves in order is waited for; that somebody's request has ended an epoch is announced
+
+
+def in_order(verdict: Verdict) -> bool:
+    """Whether one that ends an epoch does so without a failure: who is still in the step before finishes that first."""
+    return isinstance(verdict, Broke) and verdict.in_order
 
 
 def _blamed(exit_: Exit) -> Microbatch | None:

@@ -121,6 +121,11 @@ class Broke:
     reason: str
     after: int = -1
 
+    @property
+    def in_order(self) -> bool:
+        """Nothing failed: somebody leaves or enters."""
+        return self.after >= 0
+
 
 @dataclass(frozen=True)
 class Missed:
@@ -162,10 +167,15 @@ Event = (
 
 @dataclass(frozen=True)
 class Abort:
-    """Make every pending collective of ``epoch`` return now; none of them counts any more."""
+    """Make every pending collective of ``epoch`` return now; none of them counts any more.
+
+    ``in_order``: nothing failed. Who is still in the step before finishes it, and what this group has sent for that may be
+    on its way: its connections stay until the next view stands.
+    """
 
     epoch: int
     reason: str
+    in_order: bool = False
 
 
 @dataclass(frozen=True)

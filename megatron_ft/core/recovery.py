@@ -89,8 +89,8 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
     match event:
         case Died():
             state = _died(state, event)
-        case Leaves(group=group):
-            state = changed(state, leaving={**state.leaving, group: event})
+        case Leaves():
+            state = _leaves(state, event)
         case Asked():
             state = _asked(state, event)
         case Strayed(reason=reason):
@@ -207,6 +207,14 @@ def _blamed(state: GroupState, event: Died) -> GroupState:
     return changed(state, stopped=why)
 
 
+def _leaves(state: GroupState, event: Leaves) -> GroupState:
+    """A store that was rebuilt may say it again, of an earlier start too: the newest start's first word counts."""
+    said = state.leaving.get(event.group)
+    if said is not None and (said.incarnation, -said.after) >= (event.incarnation, -event.after):
+        return state
+    return changed(state, leaving={**state.leaving, event.group: event})
+
+
 def _asked(state: GroupState, event: Asked) -> GroupState:
     """A seat is for an incarnation that neither has, or had, one nor is dead already; the notice may be late."""
     alive = event.incarnation > state.graves.get(event.group, (-1, ""))[0]
@@ -288,14 +296,16 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     """
     if state.reported or state.stopped or not _news(state):
         return state, ()
-    epoch, entry = state.view.epoch, _entry(state)
+    epoch, in_order = state.view.epoch, _parting(state) or _entry(state)
     # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, who has
     # finished sees nobody leave, and who asks may be dead before others had to let it in. They would stay in an epoch the
-    # others have left. Those who are still in the step before an entry finish that one first.
-    untold = "; ".join(state.cut.values()) or _parting(state) or entry
+    # others have left. Those who are still in the step before somebody leaves or enters finish that one first.
+    cut = "; ".join(state.cut.values())
     said = state.broken.get(epoch)
-    failed = said.reason if said is not None and said.after < state.step else ""
-    reason = failed or "; ".join(state.dead.values()) or untold
+    told = said is not None and said.after < state.step
+    failed = said.reason if told and not said.in_order else ""
+    wrong = failed or "; ".join(state.dead.values()) or cut
+    reason = wrong or (said.reason if told else "") or in_order
     if not reason:
         return state, ()
     # A bucket that holds a lost group's part would be that of another batch than those that are reduced again.
@@ -304,9 +314,9 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     reports = {**state.reports, state.me: report}
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     state = changed(state, collects=_turn(state) == 0)
-    after = state.step - 1 if reason == entry else -1
-    announcement = (Announce(epoch, reason, after),) if reason == untold else ()
-    return state, (Abort(epoch, reason), Publish(report), *announcement)
+    after = -1 if wrong else state.step - 1
+    announcement = (Announce(epoch, reason, after),) if reason in (cut, in_order) else ()
+    return state, (Abort(epoch, reason, in_order=not wrong), Publish(report), *announcement)
 
 
 def _news(state: GroupState) -> bool:
@@ -315,27 +325,33 @@ def _news(state: GroupState) -> bool:
 
 
 def _parting(state: GroupState) -> str:
-    """The reason to end an epoch because somebody has left, when this group has nothing else to do than to reduce.
+    """The reason to end an epoch because somebody has left.
 
-    Not at the step's boundary: the last buckets of the step before are on their way to others just then. Nor before a step
-    that others have decided is committed here, too: who has finished would propose the same members again, for ever.
+    Not before a step that others have decided is committed here, too: who has finished would propose the same members
+    again, for ever. Who has left has not gone: it stays until a view says so.
     """
-    busy = state.todo or state.needs_transfer or state.ahead is not None
-    return "; ".join(state.left.values()) if state.left and not busy else ""
+    return "; ".join(state.left.values()) if state.left and _settled(state) and state.ahead is None else ""
+
+
+def _settled(state: GroupState) -> bool:
+    """Whether everybody can finish what it is at under this view, if this group ends the epoch here and in order.
+
+    A view that hands over something is left alone until that is done, which it is everywhere once a step of it is committed.
+    """
+    view = state.view
+    return state.connected and state.synced and (state.step > view.step or not (view.behind or view.missing))
 
 
 def _entry(state: GroupState) -> str:
     """The reason to end an epoch for those who ask for a seat; empty while that would cost anybody anything.
 
     Everybody ends it at the boundary after the step that was asked for, so nobody is in the middle of a reduction. Who
-    hears of it only after that does so at once: the others are waiting in that step by then. A view that
-    hands over state is left alone until that is done, which it is everywhere once a step of it is committed.
+    hears of it only after that does so at once: the others are waiting in that step by then.
     """
-    view = state.view
-    settled = state.connected and state.synced and (state.step > view.step or not (view.behind or view.missing))
-    if state.have or state.finished or not settled:
+    if state.have or state.finished or not _settled(state):
         return ""
-    ready = [g for g, asked in sorted(state.asking.items()) if asked.after < state.step and admissible(view, asked)]
+    asking = sorted(state.asking.items())
+    ready = [group for group, asked in asking if asked.after < state.step and admissible(state.view, asked)]
     return f"groups {' '.join(map(str, ready))} ask to join" if ready else ""
 
 

@@ -10,6 +10,10 @@ Nearly always: gloo can forget to fail an operation whose payload is half receiv
 a rank had been descheduled in the last all-reduce of a step). Such an operation is abandoned a moment after the abort,
 its buffer is never used again, and its process group is kept until it has ended: the destructor would wait for it.
 
+Where an epoch ends without a failure (somebody leaves or enters), a peer may still be in the last operations of the step
+before, which have ended here: an abort could cut what is on its way to it. Then :meth:`Communicator.leave` ends the waiting
+here only, and the connections stay until the next view stands.
+
 Failures it assumes: any peer may vanish or stop at any time; an operation may then fail, or complete here and fail
 elsewhere. The buffer of a failed in-place all-reduce is partly overwritten.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,14 +33,29 @@ import torch.distributed as dist
 from megatron_ft.runtime import sockets
 
 _POLL_S = 0.0005
+_LOOK_S = 0.01
+"""So often a wait looks whether it is still wanted."""
 _GRACE_S = 0.1
 """How long an aborted operation may take to fail before it is abandoned. A failing one needs a few milliseconds."""
 
 _ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
+_LEFT = "the epoch is over; an operation that not everybody takes part in is not waited for"
 
 
 class Broken(Exception):
     """An operation did not complete: the epoch is over. An event, converted where the operation was started."""
+
+
+class Left(Broken):
+    """It was not waited for, because the epoch has ended without a failure."""
+
+
+@dataclass
+class Over:
+    """Whether, and why, the operations of a communicator are not waited for any more. Any thread writes it."""
+
+    aborted: bool = False
+    left: bool = False
 
 
 class Communicator:
@@ -62,7 +82,7 @@ class Communicator:
         self.epoch = epoch
         self.members = tuple(sorted(members))
         self._sockets: sockets.Sockets = {}
-        self._aborted = threading.Event()
+        self._over = Over()
         self._group: Any = None
         self._started: list[Work] = []
         if len(self.members) > 1:
@@ -89,9 +109,16 @@ class Communicator:
         """Start receiving into a contiguous tensor of the sender's shape and dtype."""
         return self._start(lambda group: group.recv([tensor], self.members.index(source), tag), PointToPoint)
 
+    def leave(self) -> None:
+        """Make every pending wait and future operation fail, here only. Any thread, any number of times.
+
+        A buffer in which an operation is pending belongs to it until :meth:`close`.
+        """
+        self._over.left = True
+
     def abort(self) -> None:
         """Make every pending and future operation fail, here and at the peers. Any thread, any number of times."""
-        self._aborted.set()
+        self._over.aborted = True
         sockets.shut_down(self._sockets)
 
     def close(self) -> None:
@@ -104,12 +131,14 @@ class Communicator:
         self._group, self._started = None, []
 
     def _start(self, operation: Callable[[Any], Any], kind: type[Work]) -> Work:
-        if self._aborted.is_set():
+        if self._over.aborted:
             raise Broken("the communicator was aborted")
+        if self._over.left:
+            raise Left(_LEFT)
         if self._group is None:
-            return kind(None, self._aborted)
+            return kind(None, self._over)
         try:
-            work = kind(operation(self._group), self._aborted)
+            work = kind(operation(self._group), self._over)
         except RuntimeError as error:
             raise Broken(_first_line(error)) from None
         self._started = [other for other in self._started if not other.settled()] + [work]
@@ -119,15 +148,15 @@ class Communicator:
 class Work:
     """A started collective."""
 
-    def __init__(self, work: Any, aborted: threading.Event) -> None:
-        self._work, self._aborted = work, aborted
+    def __init__(self, work: Any, over: Over) -> None:
+        self._work, self._over = work, over
 
     def wait(self) -> None:
         """Return when it is complete; raise :class:`Broken` when it failed or was abandoned. Releases the GIL."""
         while self._work is not None:
             ended = self._work.is_completed()
             try:
-                self._work.wait(timedelta(seconds=_GRACE_S))
+                self._work.wait(timedelta(seconds=_LOOK_S))
                 return
             except RuntimeError as error:
                 # The exception's traceback would keep the process group, and so its sockets, alive.
@@ -136,8 +165,14 @@ class Work:
             # of this wait, and the operation have succeeded right after it.
             if ended:
                 raise Broken(message)
-            if self._aborted.is_set() and not self.settles_within(_GRACE_S):
-                raise Broken(_ABANDONED)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Raise ``Broken`` when the operation is not to be waited for any more."""
+        if self._over.aborted and not self.settles_within(_GRACE_S):
+            raise Broken(_ABANDONED)
+        if self._over.left and not self._over.aborted:
+            raise Left(_LEFT)
 
     def settled(self) -> bool:
         """Whether the operation has ended, well or not, and does not touch its buffer any more."""
@@ -156,8 +191,8 @@ class Work:
 class PointToPoint(Work):
     """A started send or receive. gloo ends one whose wait times out, so a thread waits, and can be left behind."""
 
-    def __init__(self, work: Any, aborted: threading.Event) -> None:
-        super().__init__(work, aborted)
+    def __init__(self, work: Any, over: Over) -> None:
+        super().__init__(work, over)
         self._message: str | None = None
         self._thread: threading.Thread | None = None
         if work is not None:
@@ -172,9 +207,8 @@ class PointToPoint(Work):
 
     def wait(self) -> None:
         while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_GRACE_S)
-            if self._aborted.is_set() and not self.settles_within(_GRACE_S):
-                raise Broken(_ABANDONED)
+            self._thread.join(_LOOK_S)
+            self._give_up()
         if self._message is not None:
             raise Broken(self._message)
 

@@ -49,13 +49,15 @@ class Follower:
             continue
 
     def leave(self, why: str) -> None:
-        """This rank was told that its group leaves; the leader hears it like everybody else."""
+        """This rank was told that its group leaves; the leader says after which step."""
         if not self._said_leaving:
             self._said_leaving = True
-            self._rank.agreement.announce(detector.Leaving(self._rank.group, self.step, why, self._rank.incarnation))
+            self._rank.agreement.announce(detector.Dismissed(self._rank.group, why))
 
     def hear(self, verdict: detector.Verdict) -> None:
-        """Nothing but what the rank does with it."""
+        """Watcher thread. Little but what the rank does with it."""
+        if isinstance(verdict, detector.Dismissed):
+            self._said_leaving = True
 
     def _obey(self, refuse: str) -> str:
         """Carry out the next order, and return its name. ``refuse``: what the leader cannot want now."""

@@ -67,7 +67,7 @@ class Leader:
         self._first_view = self._committed_under = first_view
         self._state: recovery.GroupState | None = None
         self._next: recovery.Action = recovery.Finish(0)
-        self._leaving, self._said_leaving = "", False
+        self._leaving, self._said_leaving, self._lingers = "", False, False
         self._line: Mapping[str, Any] = {}
         self._warm = 0.0
         if first_view is not None:
@@ -177,6 +177,8 @@ class Leader:
         """Watcher thread."""
         if isinstance(verdict, Saves | Stops):
             self._checkpoints.hear(verdict)
+        elif isinstance(verdict, detector.Dismissed):
+            self.leave(verdict.why)
         else:
             self._verdicts.put(verdict)
             self._stirred.set()
@@ -207,12 +209,10 @@ class Leader:
 
     def _say_leaving(self) -> None:
         said = detector.Leaving(self.group, self._state.step, self._leaving, self._incarnation)
+        self._said_leaving = True
         self._agreement.announce(said)
-        self._note_leaving(said.after, said.why)
-
-    def _note_leaving(self, after: int, why: str) -> None:
-        self._history.note("leave", group=self.group, after=after, reason=why)
-        self._leaving, self._said_leaving = why, True
+        self._history.note("leave", group=self.group, after=said.after, reason=said.why)
+        self._feed(detector.judge(said))  # now: it must not begin to reduce the next step
 
     def _drain_verdicts(self) -> None:
         if self._leaving and not self._said_leaving:
@@ -225,9 +225,6 @@ class Leader:
                 case detector.Over():
                     self._over = True
                     continue
-                case recovery.Leaves(group=self.group, incarnation=self._incarnation) if not self._said_leaving:
-                    # another rank of this group was told to
-                    self._note_leaving(verdict.after, verdict.reason)
                 case recovery.Died() if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
             self._feed(verdict)
@@ -240,10 +237,12 @@ class Leader:
         self._next = actions[-1]
         for action in actions[:-1]:
             match action:
-                case recovery.Abort():
+                case recovery.Abort(in_order=in_order):
                     self._interruptions.noticed()
                     self._pace.disturbed()
-                    self._crew.close_epoch()
+                    self._lingers = in_order
+                    if not in_order:
+                        self._crew.close_epoch()
                 case recovery.Publish(report=report):
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
@@ -468,6 +467,9 @@ class Leader:
         if view.epoch <= self._state.view.epoch:
             return
         self._agreement.adopted(view)
+        if self._lingers:
+            self._lingers = False
+            self._crew.close_epoch()
         if self.group in view.live:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)

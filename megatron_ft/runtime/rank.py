@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,8 +155,14 @@ class Rank:
                 self._heard = [earlier for earlier in self._heard if not _takes_back(verdict, earlier)]
                 return
             self._heard.append(verdict)
-            if self._outer is not None and detector.ends(verdict, self._view, self._step):
-                self._outer.abort()
+            if self._outer is not None:
+                self._unblock(self._outer, [verdict])
+
+    def _unblock(self, outer: Communicator, verdicts: Iterable[detector.Verdict]) -> None:
+        """Who waits in ``outer``, if one of these ends its epoch."""
+        for verdict in verdicts:
+            if detector.ends(verdict, self._view, self._step):
+                outer.leave() if detector.in_order(verdict) else outer.abort()
 
     def lose(self, reason: str) -> None:
         """Another rank of this group is gone: nothing that this one waits for will come."""
@@ -186,6 +192,9 @@ class Rank:
         now = time.monotonic()
         short, self._began = now - self._began < _LONG_S, now
         self._step = step
+        with self._lock:  # what others have ended the epoch for, with this step, may have been heard in the one before
+            if self._outer is not None:
+                self._unblock(self._outer, self._heard)
         if self._donor is not None:
             self._donor.boundary(step, self._updated, self.carry)
         self.engine.begin_step()
@@ -279,8 +288,7 @@ class Rank:
         with self._lock:
             self._outer, self._view = outer, view
             self._heard = [verdict for verdict in self._heard if not _is_over(verdict, view)]
-        if self.concerned(view):
-            outer.abort()
+            self._unblock(outer, self._heard)
         return True
 
     def close_epoch(self) -> None:

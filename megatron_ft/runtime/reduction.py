@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ft.engines.base import TAIL, Engine, Ready
-from megatron_ft.runtime.communicator import Broken, Communicator, Work
+from megatron_ft.runtime.communicator import Broken, Communicator, Left, Work
 from megatron_ft.runtime.points import Points
 from megatron_ft.types import Bucket
 
@@ -86,7 +86,8 @@ class Reduction:
 
         ``meanwhile`` is called when all are on their way.
 
-        Raises ``Broken`` with ``outer`` aborted; :meth:`drop` has to be called before anything else is asked for.
+        Raises ``Broken`` with ``outer`` aborted, or left before; :meth:`drop` has to be called before anything else is asked
+        for.
         """
         try:
             if self._broken:
@@ -99,6 +100,8 @@ class Reduction:
                 self._finish(bucket)
                 done(bucket)
                 self._points.reach("bucket", step, bucket)
+        except Left:
+            raise
         except Broken:
             outer.abort()
             raise

@@ -278,9 +278,10 @@ class Session:
         if isinstance(verdict, detector.Housed | detector.Refused):
             return  # what is where is the agents' business
         if isinstance(verdict, detector.Dismissed):
-            if verdict.group == self.group:
+            if verdict.group == self.group and not self._leaving:
                 print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
-                self.leave(verdict.why)
+                self._part.hear(verdict)
+                self._leaving = verdict.why
             return
         if isinstance(verdict, Saves | Stops | detector.Agreed | detector.Over):  # no step waits for these
             self._part.hear(verdict)
@@ -292,8 +293,8 @@ class Session:
             self._inside.abort()
             if self._world is not None:
                 self._world.cut()
+        self._part.hear(verdict)  # first: a training thread that is unblocked finds the reason there
         self._rank.hear(verdict)
-        self._part.hear(verdict)
 
     def _store_is(self, error: StoreError | None = None) -> None:
         news = "the control store answers again" if error is None else f"{error}; fault-free steps go on without it"

@@ -209,6 +209,12 @@ class Cluster:
             for _, following in group.followers:
                 self.kernel.after(self.rng.uniform(0.01, 2.0), lambda f=following: f.lose((me, group.incarnation)))
 
+    def aborted(self, group: Group, epoch: int) -> None:
+        """Its connections of that epoch break; the peers see it sooner or later."""
+        for _, peer in sorted(self.groups.items()):
+            if peer is not group:
+                self._reset(peer, epoch)
+
     def _reset(self, peer: Group, epoch: int) -> None:
         self.kernel.after(self.rng.uniform(0.01, 2.0), lambda: None if peer.ended else peer.reset(epoch))
 

@@ -195,8 +195,10 @@ class Group:
         self.next = actions[-1]
         for action in actions[:-1]:
             match action:
-                case recovery.Abort():
+                case recovery.Abort(epoch=epoch, in_order=in_order):
                     self._open = None
+                    if not in_order:  # a real communicator shuts its sockets down
+                        self.cluster.aborted(self, epoch)
                 case recovery.Publish(report=report):
                     yield self._ask(lambda store, r=report: store.set(("report", r.epoch, r.group), r))
                 case recovery.Announce(epoch=epoch, reason=reason, after=after):

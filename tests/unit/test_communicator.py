@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_ft.runtime import communicator as communicator_module
 from megatron_ft.runtime import transfer, wire
-from megatron_ft.runtime.communicator import Broken, Communicator, Work
+from megatron_ft.runtime.communicator import Broken, Communicator, Left, Over, Work
 
 
 def build(members: int, prefix: str = "p") -> list[Communicator]:
@@ -119,9 +119,9 @@ def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
         def is_completed(self):
             return False
 
-    aborted = threading.Event()
-    work = Work(Forgotten(), aborted)
-    threading.Timer(0.05, aborted.set).start()
+    over = Over()
+    work = Work(Forgotten(), over)
+    threading.Timer(0.05, lambda: setattr(over, "aborted", True)).start()
     with pytest.raises(Broken, match="abandoned"):
         work.wait()
     assert not work.settled()
@@ -141,7 +141,7 @@ def test_an_operation_that_ends_right_after_its_wait_timed_out_has_succeeded():
         def is_completed(self):
             return self.completed
 
-    Work(EndsMeanwhile(), threading.Event()).wait()
+    Work(EndsMeanwhile(), Over()).wait()
 
 
 def test_an_operation_that_fails_says_why():
@@ -153,7 +153,7 @@ def test_an_operation_that_fails_says_why():
             return True
 
     with pytest.raises(Broken, match="^Connection reset by peer$"):
-        Work(Fails(), threading.Event()).wait()
+        Work(Fails(), Over()).wait()
 
 
 def test_a_slow_receive_is_waited_for():
@@ -179,6 +179,38 @@ def test_closing_gives_everything_back():
         outer.close()
     communicator_module.sweep()
     assert not communicator_module._closed
+
+
+def test_who_leaves_waits_no_more_and_cuts_nothing_that_is_on_its_way():
+    """Members 0 and 1 have all of a step, and begin the next one; member 2 still takes the last part of that step."""
+    outers = build(3)
+    steps = [[torch.full((500_000,), float(me + 1)) for _ in range(3)] for me in range(3)]
+    works = [[outer.all_reduce(tensor) for tensor in tensors] for outer, tensors in zip(outers, steps, strict=True)]
+    for work in works[0] + works[1]:
+        work.wait()
+    following = [outers[me].all_reduce(torch.ones(500_000)) for me in (0, 1)]
+    threading.Timer(0.05, outers[1].leave).start()
+    outers[0].leave()
+    for me, work in enumerate(following):
+        with pytest.raises(Left):
+            work.wait()
+        with pytest.raises(Left):
+            outers[me].all_reduce(torch.ones(1))
+    for work, tensor in zip(works[2], steps[2], strict=True):
+        work.wait()
+        assert tensor.unique().tolist() == [6.0]
+    assert not outers[2]._over.aborted and not following[0].settled()
+    for outer in outers:
+        outer.close()
+    assert following[0].settles_within(10.0), "closing ends what was left"
+
+
+def test_who_leaves_waits_for_no_receive():
+    outers = build(2)
+    receiving = outers[1].receive(torch.zeros(3), 0, 5)
+    outers[1].leave()
+    with pytest.raises(Left):
+        receiving.wait()
 
 
 def test_nothing_starts_after_an_abort():

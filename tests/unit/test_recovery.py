@@ -31,12 +31,30 @@ from tests.world import World
 @example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8)
 @example(seed=240, groups=3, per_shard=3, buckets=1, steps=3, kills=1, joins=1, cuts=1, leaves=2, patience=2, collectors=1)
 @example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1)
+@example(seed=2, groups=5, per_shard=2, buckets=1, steps=2, kills=0, joins=2, cuts=3, leaves=2, patience=1, collectors=1)
 def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
     seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience, collectors
 ):
     world = World(Job(groups, per_shard, buckets, steps, straggler_steps=patience, collectors=collectors), seed)
     world.run(kills, joins, cuts if groups > 1 else 0, leaves)
     world.check_end()
+
+
+@given(
+    seed=st.integers(0, 2**32), groups=st.integers(2, 6), per_shard=st.integers(1, 3), leaves=st.integers(1, 3),
+    collectors=st.sampled_from((1, 2, 8)),
+)  # fmt: skip
+@settings(max_examples=300)
+@example(seed=949, groups=4, per_shard=2, leaves=2, collectors=2)
+def test_who_leaves_in_order_costs_one_view_and_nothing_of_any_step(seed, groups, per_shard, leaves, collectors):
+    """However slow somebody is, and whenever it hears of it: who still is in the step before finishes it, so nothing is
+    handed over and nothing summed again."""
+    world = World(Job(groups, per_shard, buckets=3, steps=5, collectors=collectors), seed)
+    world.run(kills=0, leaves=leaves, resets=False)
+    world.check_end()
+    for epoch in range(1, len(world.views)):
+        view = world.views[epoch]
+        assert view.lost and not view.final and not view.behind, view
 
 
 @given(
