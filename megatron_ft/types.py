@@ -126,6 +126,10 @@ class View:
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
     reports: tuple[Report, ...] = ()
 
+    def seats(self, group: GroupId, incarnation: int) -> bool:
+        """Whether that start of the group is a member."""
+        return group in self.live and self.incarnations.get(group, 0) == incarnation
+
     def to_json(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,

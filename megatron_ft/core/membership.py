@@ -84,7 +84,7 @@ def admissible(view: View, asked: Asked) -> bool:
     What its donors have committed is then what everybody has committed: they cannot have been left out with a version of
     a step that the others made again.
     """
-    seated = all(group in view.live and view.incarnations.get(group, 0) == number for group, number in asked.donors)
+    seated = all(view.seats(*donor) for donor in asked.donors)
     return bool(asked.donors) and seated and asked.group not in view.live
 
 

@@ -460,7 +460,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     if view.epoch <= state.view.epoch:
         return state
     assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
-    if state.me not in view.live or state.incarnation != view.incarnations.get(state.me, 0):
+    if not view.seats(state.me, state.incarnation):
         why = view.lost.get(state.me, view.reason)
         return changed(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
     if len(view.live) < state.job.min_groups:

@@ -209,5 +209,4 @@ class Seats:
 
     def left_out(self, group: GroupId, incarnation: int) -> bool:
         """Whether others go on without that incarnation, which was not a reason for them to stop."""
-        seated = group in self.view.live and self.view.incarnations.get(group, 0) == incarnation
-        return not seated and len(self.view.live) >= self.min_groups
+        return not self.view.seats(group, incarnation) and len(self.view.live) >= self.min_groups

@@ -92,6 +92,11 @@ def stopping(told: Collection[GroupId], view: View) -> bool:
     return set(view.live) <= set(told)
 
 
+def told_too(told: Collection[GroupId], view: View) -> frozenset[GroupId]:
+    """Who enters with ``view``, if the whole job was told to stop by then: nobody has told them."""
+    return frozenset(view.joined) if set(view.live) - set(view.joined) <= set(told) else frozenset()
+
+
 def lost_writers(order: Saves, view: View) -> tuple[GroupId, ...]:
     """Writers that the next view has left out, or that have come back with it: what they were writing is not finished."""
     return tuple(group for group in order.writers if group not in view.live or group in view.joined)

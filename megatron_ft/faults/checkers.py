@@ -216,8 +216,7 @@ def _right_view(lines: Lines) -> list[str]:
     found = []
     for line in _of(lines, "commit"):
         view, later = views[line["epoch"]], views.get(line["epoch"] + 1)
-        seat = view.incarnations.get(line["group"], 0) if line["group"] in view.live else None
-        if seat != line["incarnation"]:
+        if not view.seats(line["group"], line["incarnation"]):
             found.append(f"{_who(line)} commits step {line['step']} outside of view {view.epoch}")
         if later is not None and later.live and line["step"] > later.step:
             found.append(
@@ -258,8 +257,8 @@ def _good_stops(lines: Lines) -> list[str]:
     found = []
     for line in _of(lines, "stop"):
         view = views.get(line["epoch"] + 1)
-        seat = view.incarnations.get(line["group"], 0) if view and line["group"] in view.live else None
-        if seat == line["incarnation"] and len(view.live) >= lines[0]["min_groups"] and line["synced"]:
+        seated = view is not None and view.seats(line["group"], line["incarnation"])
+        if seated and len(view.live) >= lines[0]["min_groups"] and line["synced"]:
             found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
     return found
 

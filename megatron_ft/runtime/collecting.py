@@ -122,6 +122,7 @@ class Checkpoints:
         if not self.on:
             return
         self._news = True
+        self._told |= saving.told_too(self._told, view)
         attempt = self._attempt
         if attempt is not None and (lost := saving.lost_writers(attempt.order, view)):
             attempt.dropped = f"groups {' '.join(map(str, lost))} were lost before they had written their parts"

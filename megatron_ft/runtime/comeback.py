@@ -165,7 +165,7 @@ class Following:
         """Any thread: a donor that this view has gone on without may be on a host that is cut off, and says nothing more."""
         guest = self._guest
         for group, incarnation in self.donors.items() if guest is not None else ():
-            if not _is_member(view, group, incarnation):
+            if not view.seats(group, incarnation):
                 guest.give_up(group, f"group {group}: view {view.epoch} has gone on without it")
 
     def end(self) -> None:
@@ -174,10 +174,6 @@ class Following:
         if guest is not None:
             self.bytes += guest.received
             guest.close()
-
-
-def _is_member(view: View, group: int, incarnation: int) -> bool:
-    return group in view.live and view.incarnations.get(group, 0) == incarnation
 
 
 class Return:
@@ -210,7 +206,7 @@ class Return:
         found: list[Donor] = []
         for group in ((me + number) % groups for number in range(1, groups)):
             said = self._agreement.get(address_key(group, 0))
-            if said is None or (self._view is not None and not _is_member(self._view, group, said[2])):
+            if said is None or (self._view is not None and not self._view.seats(group, said[2])):
                 continue  # a host that is gone would let it wait for an answer
             answer = look_up(Donor(group, said[2], said[0], said[1]), self._env.run_id, 0, "")
             if answer is not None:
@@ -235,7 +231,7 @@ class Return:
             view = self._following.view
             if view is not None and self._following.has_seat(view):
                 return view
-            if view is not None and not all(_is_member(view, *name) for name in names):
+            if view is not None and not all(view.seats(*name) for name in names):
                 return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
             if self._following.ready:
                 if self._crew.make_step() != DONE:

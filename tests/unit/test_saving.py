@@ -57,6 +57,13 @@ def test_the_job_stops_when_every_live_group_was_told():
     assert saving.stopping({0, 1, 2, 3, 7}, VIEW)
 
 
+def test_who_enters_a_job_that_was_told_to_stop_is_told_too():
+    grown = View(epoch=4, live=(0, 1, 2, 3, 5), reason="", joined=(5,))
+    assert saving.told_too({0, 1, 2, 3}, grown) == {5} and saving.stopping({0, 1, 2, 3, 5}, grown)
+    assert not saving.told_too({0, 1, 2}, grown), "one host of several was told"
+    assert not saving.told_too({0, 1, 2, 3}, VIEW)
+
+
 def test_a_period_that_is_set_is_kept_and_failures_bring_the_next_try_nearer():
     rhythm = Rhythm(setting=600.0)
     assert rhythm.wait_s(0.0, 10.0) == 595.0  # the boundary nearest to it
