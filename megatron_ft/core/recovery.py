@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import baselines, links, membership, scheduler, stragglers
+from megatron_ft.core import links, membership, stragglers
 from megatron_ft.core.membership import admissible
 from megatron_ft.core.protocol import (
     Abort,
@@ -67,7 +67,7 @@ _LOOKS = 10
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
     """The state of a group that enters with ``view``."""
-    plan = _plan(job, view.step, view.begun, Speeds())
+    plan = job.plan(view.step, view.begun, Speeds())
     following = me in view.joined
     return GroupState(
         me=me,
@@ -152,28 +152,7 @@ def _compute(state: GroupState) -> Compute:
 
 def plan_ahead(state: GroupState) -> Plan:
     """The plan of the step after this one, if until then nobody dies, enters, or becomes faster or slower."""
-    return _plan(state.job, state.step + 1, Begun(state.view.live), state.speeds)
-
-
-def _plan(job: Job, number: int, begun: Begun, speeds: Speeds) -> Plan:
-    """The plan of a step, from the membership it was begun with, the changes since, and the speeds known before it.
-
-    The same at everybody who has the committed state that the step starts from, because ``speeds`` is part of that.
-    """
-    if job.drop:
-        return _shrunk(job, number, begun)
-    slower = stragglers.weights(speeds)
-    plan = scheduler.plan_step(number, job.shards, job.per_shard, begun.live, job.placement, slower)
-    for lost, joined in begun.changes:
-        plan = scheduler.admit(scheduler.patch_plan(plan, lost, job.placement), joined)
-    return plan
-
-
-def _shrunk(job: Job, number: int, begun: Begun) -> Plan:
-    """Everybody who was there from the step's beginning on, and still is, does its own shard."""
-    lost = {group for gone, _ in begun.changes for group in gone}
-    own = [group for group in begun.live if group not in lost and group < job.shards]
-    return baselines.drop(number, job.shards, job.per_shard, own).plan or Plan(number, {}, "no group has a shard of its own")
+    return state.job.plan(state.step + 1, Begun(state.view.live), state.speeds)
 
 
 def _died(state: GroupState, event: Died) -> GroupState:
@@ -254,7 +233,7 @@ def _progress(state: GroupState, event: Event) -> GroupState:
         case Connected(epoch=epoch):
             return changed(state, connected=True) if _current(state, epoch) else state
         case Followed(speeds=speeds):
-            plan = _plan(state.job, state.step, state.begun, speeds)
+            plan = state.job.plan(state.step, state.begun, speeds)
             return changed(state, synced=True, following=False, speeds=speeds, plan=plan)
         case Transferred(epoch=epoch):
             return _transferred(state, event) if _current(state, epoch) else state
@@ -281,7 +260,7 @@ def _begin(state: GroupState, new: int) -> GroupState:
         state,
         step=new,
         begun=begun,
-        plan=_plan(state.job, new, begun, state.speeds),
+        plan=state.job.plan(new, begun, state.speeds),
         ahead=None,
         computed=frozenset(),
         have=frozenset(),
@@ -480,7 +459,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         view=view,
         have=frozenset() if state.job.drop and not behind else state.have,
         begun=begun,
-        plan=_plan(state.job, state.step, begun, state.speeds),
+        plan=state.job.plan(state.step, begun, state.speeds),
         ahead=view.begun if behind else None,
         connected=False,
         transferred=False,
@@ -500,6 +479,6 @@ def _transferred(state: GroupState, event: Transferred) -> GroupState:
     taken = event.speeds if state.me in state.view.behind else None
     state = changed(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
     if state.ahead is None:
-        plan = state.plan if taken is None else _plan(state.job, state.step, state.begun, taken)
+        plan = state.plan if taken is None else state.job.plan(state.step, state.begun, taken)
         return changed(state, have=state.final, plan=plan)
     return _begin(state, state.view.step)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_ft.core import links
+from megatron_ft.core import baselines, links, scheduler, stragglers
 from megatron_ft.core.protocol import Asked, Broke, Leaves
 from megatron_ft.core.replication import Placement
 from megatron_ft.core.stragglers import Speeds
@@ -50,6 +50,26 @@ class Job:
     def microbatches(self) -> int:
         """N*G, what every step sums over, always; with ``drop`` at most."""
         return self.shards * self.per_shard
+
+    def plan(self, step: int, begun: Begun, speeds: Speeds) -> Plan:
+        """Of a step, from the membership it was begun with, the changes since, and the speeds known before it.
+
+        The same at everybody who has the committed state that the step starts from, because ``speeds`` is part of that.
+        """
+        if self.drop:
+            return self._shrunk(step, begun)
+        slower = stragglers.weights(speeds)
+        plan = scheduler.plan_step(step, self.shards, self.per_shard, begun.live, self.placement, slower)
+        for lost, joined in begun.changes:
+            plan = scheduler.admit(scheduler.patch_plan(plan, lost, self.placement), joined)
+        return plan
+
+    def _shrunk(self, step: int, begun: Begun) -> Plan:
+        """Everybody who was there from the step's beginning on, and still is, does its own shard."""
+        lost = {group for gone, _ in begun.changes for group in gone}
+        own = [group for group in begun.live if group not in lost and group < self.shards]
+        none = Plan(step, {}, "no group has a shard of its own")
+        return baselines.drop(step, self.shards, self.per_shard, own).plan or none
 
 
 @dataclass(frozen=True)
