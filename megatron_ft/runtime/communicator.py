@@ -33,8 +33,8 @@ import torch.distributed as dist
 from megatron_ft.runtime import sockets
 
 _POLL_S = 0.0005
-_LOOK_S = 0.01
-"""So often a wait looks whether it is still wanted."""
+_LOOK_S = 0.02
+"""So often a wait looks whether it is still wanted. A look costs 0.2 ms: 1% of a core, while there is nothing else to do."""
 _GRACE_S = 0.1
 """How long an aborted operation may take to fail before it is abandoned. A failing one needs a few milliseconds."""
 
