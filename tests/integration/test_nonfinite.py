@@ -48,7 +48,8 @@ def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_el
     run.check(reference)
     ((group, step),) = [(line["group"], line["step"]) for line in run.events("nonfinite")]
     (view,) = [line for line in run.events("view") if line["lost"]]
-    assert group == 2 and list(view["lost"]) == ["2"] and view["step"] == step
+    assert group == 2 and list(view["lost"]) == ["2"]
+    assert view["step"] in (step - 1, step), "it was the first in its step: others may still have been in the one before"
     assert f"microbatch {step}/" in view["lost"]["2"] and "not finite" in view["lost"]["2"]
 
 
