@@ -275,7 +275,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     """
     if state.reported or state.stopped or not _news(state):
         return state, ()
-    epoch, in_order = state.view.epoch, _parting(state) or _entry(state)
+    epoch, change = state.view.epoch, _parting(state) or _entry(state)
     # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, who has
     # finished sees nobody leave, and who asks may be dead before others had to let it in. They would stay in an epoch the
     # others have left. Those who are still in the step before somebody leaves or enters finish that one first.
@@ -284,7 +284,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     told = said is not None and said.after < state.step
     failed = said.reason if told and not said.in_order else ""
     wrong = failed or "; ".join(state.dead.values()) or cut
-    reason = wrong or (said.reason if told else "") or in_order
+    reason = wrong or (said.reason if told else "") or change
     if not reason:
         return state, ()
     # A bucket that holds a lost group's part would be that of another batch than those that are reduced again.
@@ -294,7 +294,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
     state = changed(state, collects=_turn(state) == 0)
     after = -1 if wrong else state.step - 1
-    announcement = (Announce(epoch, reason, after),) if reason in (cut, in_order) else ()
+    announcement = (Announce(epoch, reason, after),) if reason in (cut, change) else ()
     return state, (Abort(epoch, reason, in_order=not wrong), Publish(report), *announcement)
 
 
