@@ -85,10 +85,11 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     assert back(run, 1) == [1, 3]
     entries = [line for line in run.events("view") if line["joined"]]
     assert all(line["behind"] == [] for line in entries), "nobody is held up by an entry"
-    failed = run.events("checkpoint_failed")
-    assert len(run.events("checkpoint")) >= 2 and len(failed) < len(run.events("view")), failed
+    late = ("heard of it in step", "is still being written")  # a save is said two steps ahead: 40 ms here
+    failed = [line for line in run.events("checkpoint_failed") if not any(why in line["reason"] for why in late)]
     changes = ("ended before step", "were lost before they had written their parts")
     assert all(any(change in line["reason"] for change in changes) for line in failed), failed
+    assert len(run.events("checkpoint")) >= 2 and len(failed) < len(run.events("view")), failed
 
 
 def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
