@@ -60,6 +60,8 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
             if pid is not None and is_stopped(pid):
                 sent.append(kill(run_dir, hold.group, describe(hold), position=hold.position))
                 waiting.remove(hold)
+        if not waiting:
+            break  # the run may well be over by now, without those that were struck
         if not still_running():
             raise LaunchError(f"the run in {run_dir} is over; not reached: {', '.join(map(describe, waiting))}")
         if time.monotonic() > deadline:
