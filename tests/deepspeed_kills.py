@@ -9,6 +9,8 @@ benchmarks/results/deepspeed_kills.json.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -100,10 +102,19 @@ def start(
 
 
 def play(case: Case, directory: Path, data_dir: Path) -> support.Run:
-    """The run of a case, to its end."""
+    """The run of a case, to its end.
+
+    Who is to die in a recovery from the first death has to be in that step by then: were it still in the one before, the
+    recovery would be of that one, and it would never get to its point.
+    """
     groups, stages, slices = case.whole
-    run = start(directory, data_dir, case.holds, groups=groups, stages=stages, slices=slices)
-    run.strike(*case.holds)
+    first, *later = case.holds
+    begins = [replace(hold, point="begin") for hold in later]
+    run = start(directory, data_dir, [*case.holds, *begins], groups=groups, stages=stages, slices=slices)
+    for hold in begins:
+        os.kill(support.await_held(run, hold.group, hold.position), signal.SIGCONT)
+    run.strike(first)
+    run.strike(*later)
     return run
 
 

@@ -54,13 +54,30 @@ def test_a_rank_that_dies_in_a_flush_costs_no_step(tmp_path, data_dir, alone, na
     assert not patch_violations(run, case)
 
 
+SAYS_WHAT_IT_HEARS = """
+from megatron_ft.core.protocol import Died
+from megatron_ft.runtime.leader import Leader
+
+hear = Leader.hear
+
+def says(self, verdict):
+    hear(self, verdict)
+    if isinstance(verdict, Died):
+        print(f"group {self.group} has heard of the death of group {verdict.group}", flush=True)
+
+Leader.hear = says
+"""
+
+
 def test_what_is_taken_over_joins_the_running_flush(tmp_path, data_dir, alone):
     """Group 0's last stage is frozen in the middle of a flush, the first waits for it; meanwhile group 1 is lost."""
     holds = [Hold(0, 2, "forward", position=1), Hold(1, 2, "forward", position=1)]
-    run = start(tmp_path / "run", data_dir, holds)
+    script = support.changed_script(tmp_path / "train.py", SAYS_WHAT_IT_HEARS, SCRIPT)
+    run = start(tmp_path / "run", data_dir, holds, script=script)
     frozen, victim = support.await_held(run, 0, 1), support.await_held(run, 1, 1)
     os.kill(victim, signal.SIGKILL)
-    support.wait_for(lambda: "group 1 is out" in (run.directory / "logs" / "g1.p0.log").read_text(), run)
+    heard = "group 0 has heard of the death of group 1"
+    support.wait_for(lambda: heard in (run.directory / "logs" / "g0.p0.log").read_text(), run)
     os.kill(frozen, signal.SIGCONT)
     run.check(alone())
     for position in range(2):
