@@ -27,6 +27,9 @@ STORIES = {
 
 def killed(tmp_path, data_dir, holds: list[Hold]) -> support.Run:
     run = support.start(tmp_path / "run", data_dir, holds)
+    if begun := holds[0].step:
+        # Else group 0 may still be in the step before when the first one dies, and the second never gets to its point.
+        support.wait_for_step(run, begun - 1)
     run.strike(*holds)
     run.check()
     return run
@@ -46,13 +49,31 @@ def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
     assert lost == {str(hold.group) for hold in holds}
 
 
+ONE_BUCKET = """
+import time
+from megatron_ft.runtime.points import Points
+
+reach = Points.reach
+
+def waits(self, point, step, bucket=None):
+    reach(self, point, step, bucket)
+    while (self._group, point, step, bucket) == (2, "reduce", 3, 0):
+        time.sleep(1)  # until it is killed
+
+Points.reach = waits
+"""
+"""Group 2 begins to reduce bucket 0 and no other. Its training thread waits; were it frozen, that one would not finish."""
+
+
 def test_what_is_decided_again_has_every_kind_of_decision(tmp_path, data_dir):
     """State handed over, buckets kept, buckets reduced again, microbatches taken over: or the rest proves little.
 
-    Group 1 has seen a bucket finished, and is held until group 2 is dead: else nobody may have seen one by then.
+    Group 1 has seen a bucket finished, and is held until group 2 is dead: else nobody may have seen one by then. And group 2
+    has not begun with the others, or all of them may be finished by then.
     """
     first, witness = Hold(0, 0, "connect"), Hold(1, 3, "bucket", 0)
-    run = support.start(tmp_path / "run", data_dir, [first, witness])
+    script = support.changed_script(tmp_path / "train.py", ONE_BUCKET)
+    run = support.start(tmp_path / "run", data_dir, [first, witness], script=script)
     run.strike(first)
     frozen = support.await_held(run, witness.group)
     inject.kill(run.directory, 2, "while the others reduce")
