@@ -120,8 +120,11 @@ def start(
 def wait_for(condition: Callable[[], bool], run: Run) -> None:
     """Until something about a run that is going on is true."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert run.process.poll() is None and time.monotonic() < deadline, run.logs()
+    while True:
+        over = run.process.poll() is not None  # asked first: what has come true just before the end counts
+        if condition():
+            return
+        assert not over and time.monotonic() < deadline, run.logs()
         time.sleep(0.02)
 
 
