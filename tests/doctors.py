@@ -35,15 +35,30 @@ def meet(self, patience_s):
 hub.Hub.meet = meet
 """
 """Of host 0: when so many are there, it waits for nobody else."""
+PATIENT = """
+import time
+frozen, measure._PINGS_S = {frozen}, 60.0
+if frozen is None:  # else its peers would wait for it so long, and host 0 for them
+    measure._ANSWER_S = 20.0
+def silent(self):
+    other = self.take.args[0] if hasattr(self.take, "args") else 0  # who is at the other end; host 0 has many lines
+    limit_s = line.SILENCE_S if other == frozen else 60.0
+    self._looked = line.links.listen(self._looked, self._beats, time.monotonic(), limit_s)
+    return self._looked.lost
+line.Line.silent = silent
+"""
+"""Only who is meant to be frozen is given up soon. Who stands still for a while, as on a busy machine, is waited for."""
 FACTOR = "20"
 """Loopback is as fast as the processor, which others use as well."""
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def held_port() -> socket.socket:
+    """A port of loopback on which the doctors can listen, and that nobody else is given, as long as this is open."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def command(change: str, options: Sequence[object]) -> list[str]:

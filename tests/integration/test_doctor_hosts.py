@@ -8,22 +8,30 @@ import signal
 
 import pytest
 
-from tests.doctors import FEWER, FREEZE, NO_TORCH, Doctors, free_port
+from tests.doctors import FEWER, FREEZE, NO_TORCH, PATIENT, Doctors, held_port
 
 HOSTS = 3
+ANY_SPEED = ["--factor", 1e9]
+"""Here no host is slow, but on a busy machine one may look so."""
 
 
 class OnLoopback(Doctors):
     def __init__(self) -> None:
         super().__init__()
-        self.port = free_port()
+        self._held = held_port()
+        self.port = self._held.getsockname()[1]
 
-    def come(self, *hosts: int, extra=(), **changed) -> None:
-        """They start; ``changed``: for one host (``h2``) other lines of Python."""
+    def come(self, *hosts: int, extra=(), frozen: int | None = None, **changed) -> None:
+        """They start; ``changed``: for one host (``h2``) other lines of Python. ``frozen``: who will be."""
         for host in hosts:
             where = ["--hosts", HOSTS, "--host-rank", host, "--store", f"127.0.0.1:{self.port}"]
-            own = ["--address", f"127.0.0.{host + 1}", *extra]
-            self.start(host, [*where, *own], NO_TORCH + changed.get(f"h{host}", ""))
+            own = ["--address", f"127.0.0.{host + 1}", *ANY_SPEED, *extra]
+            change = NO_TORCH + PATIENT.format(frozen=frozen) + changed.get(f"h{host}", "")
+            self.start(host, [*where, *own], change)
+
+    def kill(self) -> None:
+        super().kill()
+        self._held.close()
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def test_all_are_well_and_meet_by_a_file(doctors, tmp_path):
     for host in range(HOSTS):
         told = {"TORCHELASTIC_RUN_ID": "7", "GROUP_WORLD_SIZE": str(HOSTS), "GROUP_RANK": str(host)}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "1"}
-        doctors.start(host, ["--directory", tmp_path, "--json"], "", **told)
+        doctors.start(host, ["--directory", tmp_path, "--json", *ANY_SPEED], PATIENT.format(frozen=None), **told)
     said, codes = doctors.ended()
     assert codes == [0, 0, 0], said
     report = json.loads(said[said.index("{") : said.rindex("}") + 1])
@@ -71,7 +79,7 @@ def test_where_nobody_comes_it_is_host_0_itself(doctors):
 
 
 def test_a_host_that_freezes_while_pairs_are_measured_is_named_and_hangs_nobody(doctors):
-    doctors.come(0, 1, 2, h2=f"measure.Service.measure = lambda *_: exec({FREEZE!r}) or measure.Measured(False)")
+    doctors.come(0, 1, 2, frozen=2, h2=f"measure.Service.measure = lambda *_: exec({FREEZE!r}) or measure.Measured(False)")
     first = doctors.said(0)
     assert doctors.processes[0].returncode == 1
     assert "(127.0.0.3) (there: silent for 2 s (measuring pairs): frozen, or cut off)" in last(first)
@@ -89,7 +97,7 @@ def test_a_host_that_dies_is_named(doctors):
 
 
 def test_when_host_0_freezes_the_others_say_so(doctors):
-    doctors.come(0, 1, 2, h0=f"together._Check._pairs = lambda *_: exec({FREEZE!r})")
+    doctors.come(0, 1, 2, frozen=0, h0=f"together._Check._pairs = lambda *_: exec({FREEZE!r})")
     for host in (1, 2):
         assert "host 0 (127.0.0.1) has been silent for 2 s" in doctors.said(host)
         assert doctors.processes[host].returncode == 1
