@@ -89,7 +89,7 @@ class StoreContract:
         for number in range(3):
             other.append("log", number)
         listening = served.clone()
-        assert [listening.entry("log", number, 5.0) for number in range(3)] == [0, 1, 2]
+        assert [listening.entry("log", number, DEADLINE_S) for number in range(3)] == [0, 1, 2]
         asked = []
         served.claim = lambda key, value, by=None: asked.append(key) or (value, True)
         assert served.append("log", "next") == 3 and asked == ["log/3"]
@@ -123,7 +123,7 @@ class StoreContract:
 
         indices = at_once(*[lambda writer=writer: write(served.clone(), writer) for writer in range(4)])
         assert sorted(sum(indices, [])) == list(range(20))
-        entries = [served.entry("log", index, 1.0) for index in range(20)]
+        entries = [served.entry("log", index, DEADLINE_S) for index in range(20)]
         assert sorted(entries) == [[writer, number] for writer in range(4) for number in range(5)]
         assert served.entry("log", 20, 0.01) is None
 
@@ -131,15 +131,18 @@ class StoreContract:
         assert (served.append("log", "same"), served.append("log", "same")) == (0, 1)
 
     def test_a_beat_stops_with_its_owner(self, served: ControlStore):
+        """Group 1 beats once, for as short a time as can be; it is group 0 that is there while it is looked at."""
         reader = served.clone()
         assert not reader.beating("group 0")
-        served.beat("group 0", 2.0)
+        served.beat("group 0", DEADLINE_S)
         assert reader.beating("group 0")
-        served.beat("group 0", 2.0)
+        served.beat("group 0", DEADLINE_S)
         assert reader.beating("group 0")
-        await_(lambda: not reader.beating("group 0"), "the beat ends")
-        served.beat("group 0", 2.0)
-        assert reader.beating("group 0"), "a beat begins again"
+        served.beat("group 1", 2.0)
+        await_(lambda: not reader.beating("group 1"), "the beat ends")
+        served.beat("group 1", DEADLINE_S)
+        assert reader.beating("group 1"), "a beat begins again"
+        assert reader.beating("group 0"), "and another's has not ended with it"
 
     def test_a_process_group_is_built_through_it(self, served: ControlStore):
         def reduce(rank: int) -> list[float]:
