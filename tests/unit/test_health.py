@@ -130,18 +130,18 @@ def test_an_agent_that_was_killed_leaves_no_pulses_behind_for_long(tmp_path):
 
 
 CHILD = """
-import ctypes, sys, time
+import ctypes, select, sys, time
 from pathlib import Path
 from megatron_ft.runtime.pulse import Pulse
 pulse = Pulse(Path(sys.argv[1]))
 pulse.start()
-for _ in range(5):
-    pulse.enter("working"); pulse.advance(); time.sleep(0.15)
-print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0.15)[0]:
+    pulse.enter("working"); pulse.advance()
 if sys.argv[2] == "gil":
     ctypes.PyDLL(None).usleep(600_000_000)  # PyDLL keeps the GIL
 time.sleep(600)
 """
+"""It works, until it is told to hang."""
 
 
 @pytest.fixture
@@ -151,30 +151,42 @@ def child(tmp_path):
     def start(what: str) -> Watched:
         path = tmp_path / "pulse"
         pulse.create(path)
-        process = subprocess.Popen([sys.executable, "-c", CHILD, path, what], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", CHILD, path, what], stdin=subprocess.PIPE, text=True)
         started.append(process)
         return Watched(process.pid, path), process
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-def watch(monitor, watched, until, limit_s=60.0):
+def watch(monitor, watched, until, limit_s=60.0, between=lambda: None):
     """Look as the agent does, until it is true."""
     deadline = time.monotonic() + limit_s
     while not until():
         assert time.monotonic() < deadline, watched
+        between()
         monitor.look([watched])
+        select.select([], [], [], 0.02)
+
+
+def await_beat(watched):
+    """Until its Python has run since the last look; on a busy machine it may stand still for a second."""
+    last, deadline = watched.health.last, time.monotonic() + 60
+    while last is not None and pulse.read(watched.pulse)[0] == last.beats:
+        assert time.monotonic() < deadline, watched
         select.select([], [], [], 0.02)
 
 
 @pytest.mark.parametrize("what, words", [("gil", "something holds the GIL"), ("sleep", "its Python runs")])
 def test_a_hang_is_found_and_named(child, what, words):
     watched, process = child(what)
-    monitor = Monitor(Limits(hang_s=2.0))
-    watch(monitor, watched, lambda: bool(watched.given_up))
+    watch(Monitor(Limits()), watched, lambda: watched.health.finished >= 3)
+    process.stdin.write("hang\n")
+    process.stdin.flush()
+    between = (lambda: await_beat(watched)) if what == "sleep" else lambda: None
+    watch(Monitor(Limits(hang_s=2.0)), watched, lambda: bool(watched.given_up), between=between)
     assert words in watched.given_up and process.poll() is None, "it is given up, not killed"
 
 
