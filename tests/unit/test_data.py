@@ -247,7 +247,7 @@ def test_a_second_prepare_waits_for_the_first(tmp_path, text_file):
         fcntl.flock(lock, fcntl.LOCK_EX)
         second = threading.Thread(target=prepare, args=(out, [text_file], VOCAB, log))
         second.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         (out / "meta.json").write_bytes(meta)
     second.join()
     assert "being prepared by another process" in lines[0] and lines[1].startswith("already prepared")
