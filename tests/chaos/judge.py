@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_ft.errors import FTError, RunStopped
@@ -15,11 +16,13 @@ from megatron_ft.faults import checkers
 from megatron_ft.faults.execute import Case
 from megatron_ft.faults.recorded import Record
 from megatron_ft.faults.replay import replay
-from tests.chaos.plan import STOPPED_LIMIT_S, Job, is_long, takes
+from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, is_long, takes
 from tests.chaos.play import Played
 
 _SLACK_S = 0.1
 """The agent looks so often; a stop that comes so close to the limit may be either."""
+_BEATS_S = 0.3
+"""A silence is longer than the cut: by the beats before and after it, and until somebody looks."""
 
 Lines = list[dict[str, Any]]
 
@@ -104,8 +107,11 @@ def _innocent(played: Played, lines: Lines) -> list[str]:
     may_be: set[int] = set()
     for case in injected(played):
         may_be |= takes(case.fault, played.plan.job)
-        if case.fault.kind == "stop" and played.stops.get(case.number, 0.0) > STOPPED_LIMIT_S - _SLACK_S:
-            may_be.add(case.fault.group)  # this machine was too busy to end it in time
+        lasted_s = played.stops.get(case.number, 0.0)  # this machine may have been too busy to end it in time
+        if case.fault.kind == "stop" and lasted_s > STOPPED_LIMIT_S - _SLACK_S:
+            may_be.add(case.fault.group)
+        if case.fault.kind == "cut" and lasted_s > SILENCE_LIMIT_S - _BEATS_S:
+            may_be |= takes(replace(case.fault, duration_s=max(lasted_s, SILENCE_LIMIT_S)), played.plan.job)
     return [f"group {group} is lost, it should not be: {why}" for group, why in lost(lines).items() if group not in may_be]
 
 

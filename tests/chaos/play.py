@@ -40,7 +40,7 @@ _ENDS_WITHIN_S = 20.0
 @dataclass
 class Played:
     """What became of a run. ``code``: of the launcher, None when it was ended because it hung; ``stops``: seconds that a
-    stop lasted, by number of the fault; ``left``: processes that outlived it; ``codes``: of the launchers of all hosts."""
+    stop or a cut lasted, by number of the fault; ``left``: processes that outlived it; ``codes``: of each host's."""
 
     plan: Plan
     directory: Path
