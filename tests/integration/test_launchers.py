@@ -52,7 +52,8 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
 
 def test_torchrun_with_one_process_on_each_node_says_which_host_this_is(tmp_path, data_dir):
     """Two nodes, on one machine; they find each other through the run directory."""
-    config = support.write_config(tmp_path / "ds.json")
+    # On a busy machine an agent stands still for longer than the other one would wait for its beat.
+    config = support.write_config(tmp_path / "ds.json", detector={"heartbeat_timeout_s": support.TIMEOUT_S})
     own = ["--data", data_dir, "--steps", "3", "--layers", "2", "--width", "64", "--seq-len", "32"]
     launch = ["launch", "--groups", 2, "--config", config, "--run-dir", tmp_path / "run", support.SCRIPT, "--", *own]
     torchrun = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29661]

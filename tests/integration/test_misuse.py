@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -17,13 +18,17 @@ from megatron_ft.runtime import history
 from tests import support
 from tests.support import ft
 
+ABOUT_THE_STORE = re.compile("control store .*training goes on without it|the control store answers again")
+
 
 def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None, groups: int = 2, extra=()) -> tuple:
     """Run the launcher to its end; returns (exit code, what it said on stderr)."""
     config = config or support.write_config(run_dir.with_suffix(".json"))
     done = ft("launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own)
     assert not living_ranks(run_dir)
-    return done.returncode, done.stderr
+    # On a busy machine the store may not answer for a while, which is said, too, and no mistake of the user.
+    said = [line for line in done.stderr.splitlines() if not ABOUT_THE_STORE.search(line)]
+    return done.returncode, "\n".join(said)
 
 
 def living_ranks(run_dir: Path) -> list[int]:
