@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.launch.forkserver import AGENT_VARIABLE
 from megatron_ft.runtime import history
 from tests import support
 from tests.support import ft
@@ -24,19 +25,25 @@ ABOUT_THE_STORE = re.compile("control store .*training goes on without it|the co
 def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None, groups: int = 2, extra=()) -> tuple:
     """Run the launcher to its end; returns (exit code, what it said on stderr)."""
     config = config or support.write_config(run_dir.with_suffix(".json"))
-    done = ft("launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own)
-    assert not living_ranks(run_dir)
+    words = ["launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(support.command(*words), cwd=support.ROOT, **pipes) as agent:
+        try:
+            _, errors = agent.communicate(timeout=support.TIMEOUT_S)
+        finally:
+            agent.kill()
+    assert not living_ranks(agent.pid)
     # On a busy machine the store may not answer for a while, which is said, too, and no mistake of the user.
-    said = [line for line in done.stderr.splitlines() if not ABOUT_THE_STORE.search(line)]
-    return done.returncode, "\n".join(said)
+    said = [line for line in errors.splitlines() if not ABOUT_THE_STORE.search(line)]
+    return agent.returncode, "\n".join(said)
 
 
-def living_ranks(run_dir: Path) -> list[int]:
-    """Processes whose environment names the run directory."""
-    found = []
+def living_ranks(agent: int) -> list[int]:
+    """Processes whose environment names that agent: a rank that was forked has its own values in memory only."""
+    mark, found = f"{AGENT_VARIABLE}={agent}".encode(), []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"MEGATRON_FT_RUN_DIR={run_dir}".encode() in (entry / "environ").read_bytes():
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -198,19 +205,20 @@ def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
     assert [line["step"] for line in run.events("step")] == [0, 1, 2, 3]
     (stop,) = run.events("stop")
     assert "min_groups is 3" in stop["reason"]
-    assert not living_ranks(run.directory)
+    assert not living_ranks(run.process.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_agent_ends_every_rank(tmp_path, data_dir, number):
     run = support.start(tmp_path / "run", data_dir, steps=100_000)
     support.wait_for_step(run, 2)
+    assert len(living_ranks(run.process.pid)) >= support.GROUPS
     run.process.send_signal(number)
     said = run.finish()
     assert run.process.returncode == 128 + number, said
     assert f"stopped by {number.name} after step" in said
     assert not run.events("fault")
-    assert not living_ranks(run.directory)
+    assert not living_ranks(run.process.pid)
 
 
 def test_no_rank_survives_its_agent(tmp_path, data_dir):
