@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +140,38 @@ def await_held(run: Run, group: int, position: int = 0) -> int:
     """Until that rank is frozen at its point; its pid."""
     wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, group, position) or 0), run)
     return inject.pid_of(run.directory, group, position)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """All of them, then wait until each has ended, with every thread of it: nothing it has had is held any more."""
+    ends = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            ends.append(os.pidfd_open(pid))
+    for end in ends:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(end, signal.SIGKILL)
+    for end in ends:
+        assert select.select([end], [], [], TIMEOUT_S)[0], "a process that was killed does not end"
+        os.close(end)
+
+
+def unhurried(path: Path, over: Path, steps: int, script: Path = SCRIPT) -> Path:
+    """The training script for a run that must not come to its end before a test has seen all that it waits for: until the
+    file ``over`` is there every step takes a little longer than the one before, the last of them for seconds."""
+    change = f"""
+import time
+from pathlib import Path
+from megatron_ft.runtime.session import Session
+train_step, over = Session.train_step, Path({str(over)!r})
+def unhurried(self, engine, dataset):
+    until = time.monotonic() + 0.002 * 2 ** (12 * self._part.step / {steps})
+    while time.monotonic() < until and not over.exists():
+        time.sleep(0.002)
+    return train_step(self, engine, dataset)
+Session.train_step = unhurried
+"""
+    return changed_script(path, change, script)
 
 
 def changed_script(path: Path, change: str, script: Path = SCRIPT) -> Path:

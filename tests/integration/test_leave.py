@@ -31,7 +31,7 @@ def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, refe
 
 def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
     """Nobody is left to go on; the run says so, and how far it came."""
-    run = support.start(tmp_path / "run", data_dir, steps=40)
+    run = support.start(tmp_path / "run", data_dir, steps=100_000)
     support.wait_for_step(run, 2)
     for group in range(support.GROUPS):
         os.kill(inject.pid_of(run.directory, group), signal.SIGTERM)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from megatron_ft.faults import checkers, inject
@@ -17,7 +20,11 @@ WHOLE = support.GROUPS * support.PER_GROUP
 @pytest.mark.parametrize("hold", [Hold(2, 3, "backward"), Hold(2, 3, "bucket", bucket=0)], ids=["compute", "reduce"])
 def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_dir, hold):
     """In the step it is lost in, too: also when a bucket with its part had been reduced already."""
-    run = support.start(tmp_path / "run", data_dir, [hold], own=OWN, policy="drop")
+    others = [Hold(group, 3, "forward") for group in range(support.GROUPS) if group != hold.group]
+    run = support.start(tmp_path / "run", data_dir, [hold, *others], own=OWN, policy="drop")
+    # Who is in step 3 has committed step 2: else that one would be made again, without the lost group.
+    for frozen in [support.await_held(run, other.group) for other in others]:
+        os.kill(frozen, signal.SIGCONT)
     run.strike(hold)
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
@@ -29,10 +36,15 @@ def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_d
 
 
 def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data_dir):
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS, own=OWN, policy="drop", rejoin={"enabled": True})
+    over = tmp_path / "over"
+    script = support.unhurried(tmp_path / "train.py", over, STEPS)
+    options = {"steps": STEPS, "own": OWN, "script": script, "rejoin": {"enabled": True}}
+    run = support.start(tmp_path / "run", data_dir, policy="drop", **options)
     support.wait_for_step(run, 2)
     inject.kill(run.directory, 1, "anywhere")
     support.wait_for(lambda: bool(run.events("rejoined")), run)
+    support.wait_for_step(run, run.events("rejoined")[0]["step"] + 1)  # its share is its own again in the next step
+    over.touch()
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
     counted = [line["microbatches"] for line in run.events("step")]
@@ -42,9 +54,12 @@ def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data
 
 def test_with_restart_any_loss_starts_the_job_again_from_the_last_checkpoint(tmp_path, data_dir):
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS, own=OWN, policy="restart", checkpoint=saved)
+    over = tmp_path / "over"
+    options = {"steps": STEPS, "own": OWN, "script": support.unhurried(tmp_path / "train.py", over, STEPS)}
+    run = support.start(tmp_path / "run", data_dir, policy="restart", checkpoint=saved, **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     inject.kill(run.directory, 1, "anywhere")
+    over.touch()
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
     assert "a group is lost: the whole job is started again" in " ".join(output.split())
