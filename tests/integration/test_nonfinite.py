@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
 
+from megatron_ft.runtime import points
+from megatron_ft.runtime.points import Hold
 from tests import support
 
 
-def schedule(path, group: int, step: int):
-    fault = {"kind": "nan", "group": group, "step": step}
-    path.write_text(json.dumps({"faults": [fault]}))
-    return path
-
-
-def inject(run, path) -> None:
-    done = support.ft("inject", run.directory, path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def start_with_nan(directory, data_dir, group: int, step: int, **options) -> support.Run:
+    """A run in which a gradient of that group becomes NaN. The group stands still until it has the order: whichever of the
+    two commands is up first."""
+    path = directory.with_suffix(".faults.json")
+    path.write_text(json.dumps({"faults": [{"kind": "nan", "group": group, "step": step}]}))
+    run = support.start(directory, data_dir, [Hold(group, step - 2, "begin")], **options)
+    frozen = support.await_held(run, group)
+    command = support.command("inject", run.directory, path)
+    injector = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=support.ROOT)
+    support.wait_for(points.mailbox(run.directory, group, 0).exists, run)
+    os.kill(frozen, signal.SIGCONT)
+    said, _ = injector.communicate(timeout=support.TIMEOUT_S)
+    assert injector.returncode == 0, said
+    return run
 
 
 def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
-    run = support.start(tmp_path / "run", data_dir, steps=30)
-    inject(run, schedule(tmp_path / "nan.json", 2, 3))
+    run = start_with_nan(tmp_path / "run", data_dir, 2, 3, steps=30)
     run.finish()
     assert run.process.returncode == 0, run.logs()
     named = run.events("nonfinite")
@@ -33,8 +42,7 @@ def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
 
 
 def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
-    run = support.start(tmp_path / "run", data_dir, steps=60, nonfinite="stop")
-    inject(run, schedule(tmp_path / "nan.json", 1, 3))
+    run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop")
     said = " ".join(run.finish().split())
     assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
     assert [line["group"] for line in run.events("nonfinite")] == [1]
@@ -43,8 +51,7 @@ def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
 def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir):
     reference = support.start(tmp_path / "reference", data_dir, steps=30)
     reference.check()
-    run = support.start(tmp_path / "run", data_dir, steps=30, nonfinite="recompute")
-    inject(run, schedule(tmp_path / "nan.json", 2, 3))
+    run = start_with_nan(tmp_path / "run", data_dir, 2, 3, steps=30, nonfinite="recompute")
     run.check(reference)
     ((group, step),) = [(line["group"], line["step"]) for line in run.events("nonfinite")]
     (view,) = [line for line in run.events("view") if line["lost"]]
