@@ -13,6 +13,8 @@ from tests import support
 from tests.integration.test_hosts import Agents
 
 GROUPS, STEPS = 2, 100_000
+SILENT_S = 4.0
+"""A host that is lost is noticed so late; one that is only busy for a second or two is not taken for that."""
 """A run goes on until all that was to be seen has been: however long a busy machine takes for it."""
 
 
@@ -21,8 +23,10 @@ class Hosts(Agents):
 
     def __init__(self, directory, data) -> None:
         super().__init__(directory, data)
+        self.config = support.write_config(
+            directory / "config.json", rejoin={"enabled": True}, detector={"heartbeat_timeout_s": SILENT_S}
+        )
         # A learning rate at which one rounding in another order stays one.
-        self.config = support.write_config(directory / "config.json", rejoin={"enabled": True})
         self.own[self.own.index("--steps") + 1] = STEPS
         self.own += ["--lr", 1e-4]
 
@@ -42,7 +46,7 @@ class Hosts(Agents):
 
     def stop(self, *numbers: int) -> None:
         """Tell these to stop; every step until then was made once, with all of its microbatches."""
-        for number in numbers:
+        for number in reversed(numbers):  # host 0 last: with its groups gone, others might end before they are told
             self.agents[number].send_signal(signal.SIGTERM)
         codes = {number: self.agents[number].wait(timeout=support.TIMEOUT_S) for number in numbers}
         assert set(codes.values()) == {128 + signal.SIGTERM}, f"{codes}\n" + "\n".join(map(self.said, numbers))

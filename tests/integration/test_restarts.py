@@ -278,7 +278,8 @@ HOSTS = 4
 def several(tmp_path):
     """Two groups of two ranks on four hosts, each an agent with a loopback address of its own."""
     port = free_port()
-    config = support.write_config(tmp_path / "config.json", rejoin={"enabled": True})
+    detector = {"heartbeat_timeout_s": support.TIMEOUT_S}  # no host is lost: a busy one must not be taken for that
+    config = support.write_config(tmp_path / "config.json", rejoin={"enabled": True}, detector=detector)
     text = script(tmp_path / "script.py", "")
     agents = []
     for host in range(HOSTS):
