@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -87,9 +85,7 @@ def _kill_all(run: support.Run, after_s: float) -> None:
     with contextlib.suppress(OSError):  # not there yet
         pids += [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
         pids += [json.loads((run.directory / "store.json").read_text())["pid"]]
-    for pid in (run.process.pid, *pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    support.kill((run.process.pid, *pids))  # the next start may find them dying, else, and the directory in use
 
 
 def judge(played: Played, reference: list[dict], microbatches: int) -> list[str]:

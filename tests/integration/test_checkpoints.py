@@ -29,6 +29,10 @@ def start(directory: Path, data_dir: Path, saved: Path, period_s: float = ONCE, 
     return support.start(directory, data_dir, checkpoint={"directory": str(saved), "period_s": period_s}, **options)
 
 
+def pids_of(run: support.Run) -> list[int]:
+    return [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
+
+
 def complete(saved: Path) -> list[int]:
     """Steps of the checkpoints that are whole, newest first; all of their files are read."""
     found = [one for one in checkpoint.find(saved) if one.complete]
@@ -103,18 +107,20 @@ def test_a_finished_run_says_so(tmp_path, data_dir, saved):
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(tmp_path, data_dir):
     saved = tmp_path / "saved"
-    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=30)
-    went_well(run)
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000)
+    support.wait_for(lambda: len(run.events("checkpoint")) >= 3, run)
+    run.process.send_signal(signal.SIGTERM)
+    stops_with_a_checkpoint(run, saved, groups=support.GROUPS)
     steps = complete(saved)
-    assert len(steps) == 3 and steps[0] == 30, "keep is 3"
+    assert len(steps) == 3, "keep is 3"
     newest = Path(checkpoint.find(saved)[0].path)
     part = max(newest.glob("position-*/*.safetensors"), key=os.path.getsize)
     os.truncate(part, part.stat().st_size - 1)
-    again = start(tmp_path / "run", data_dir, saved, OFTEN, steps=31)  # the same directory: the same command
+    again = start(tmp_path / "run", data_dir, saved, OFTEN, steps=steps[0] + 1)  # the same directory: the same command
     said = went_well(again)
-    assert "of step 30 is not used" in said and part.name in said
-    assert [line["step"] for line in again.events("step")] == list(range(steps[1], 31))
-    assert checkers.losses(again.history)[29] == checkers.losses(_earlier(again))[29]
+    assert f"of step {steps[0]} is not used" in said and part.name in said
+    assert [line["step"] for line in again.events("step")] == list(range(steps[1], steps[0] + 1))
+    assert checkers.losses(again.history)[steps[0] - 1] == checkers.losses(_earlier(again))[steps[0] - 1]
 
 
 def test_what_is_in_memory_need_not_be_read_from_disk(tmp_path, data_dir):
@@ -169,36 +175,52 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(tmp_path, dat
 
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, preexec_fn=small_files)
     run.check(reference)
-    failed = run.events("checkpoint_failed")
-    assert failed and "files may not be that large there" in failed[0]["reason"]
+    failed = [line["reason"] for line in run.events("checkpoint_failed")]
+    # Others may have been said too late; the last one, with all steps done, cannot be.
+    assert any("files may not be that large there" in reason for reason in failed), failed
     assert not run.events("checkpoint") and not complete(tmp_path / "saved")
 
 
 SLOW = """
-import time
+import os, time
 from megatron_ft.runtime import checkpoint
 write = checkpoint.write_part
-def write_slowly(*arguments):
-    time.sleep(2.0)
+def write_when_told(*arguments):
+    (HERE / f"begun-{os.getpid()}").touch()
+    while not (HERE / "go").exists():
+        time.sleep(0.01)
     return write(*arguments)
-checkpoint.write_part = write_slowly
+checkpoint.write_part = write_when_told
 """
+
+
+def script_here(here: Path, change: str) -> Path:
+    """The training script with lines that know this directory."""
+    return support.changed_script(here / "train.py", f"from pathlib import Path\nHERE = Path({str(here)!r})\n{change}")
+
+
+def await_writing(run: support.Run, here: Path, groups: int = 3) -> None:
+    support.wait_for(lambda: len(list(here.glob("begun-*"))) == groups, run)
 
 
 def test_a_slow_disk_delays_no_step_and_who_dies_meanwhile_costs_that_checkpoint_only(tmp_path, data_dir):
     """Group 0 gave the order and dies while everybody writes: group 1 gives the next one."""
-    script = support.changed_script(tmp_path / "train.py", SLOW)
-    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script, steps=100_000, groups=3)
-    support.wait_for(lambda: bool(checkpoint.find(tmp_path / "saved")) or bool(run.events("step")), run)
-    support.wait_for_step(run, 8)  # within two seconds
+    saves = {"directory": str(tmp_path / "saved"), "period_s": OFTEN, "keep": 100_000}
+    options = {"script": script_here(tmp_path, SLOW), "steps": 100_000, "groups": 3}
+    run = support.start(tmp_path / "run", data_dir, checkpoint=saves, **options)
+    await_writing(run, tmp_path)
+    support.wait_for_step(run, len(run.events("step")) + 8)
     assert not run.events("checkpoint")
-    os.kill(inject.pid_of(run.directory, 0), signal.SIGKILL)
+    support.kill([inject.pid_of(run.directory, 0)])
+    (tmp_path / "go").touch()
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    made = run.events("checkpoint")[0]
+    assert set(made["writers"]) <= {1, 2}, "one may still be at the part that nobody needs any more"
+    support.wait_for_step(run, made["step"])
+    assert all(line["epoch"] == 1 for line in run.events("step") if line["step"] >= made["step"])
     run.process.send_signal(signal.SIGTERM)
     run.finish()
-    assert set(run.events("checkpoint")[0]["writers"]) <= {1, 2}, "one may still be at the part that nobody needs any more"
-    assert all(line["epoch"] == 1 for line in run.events("step") if line["step"] >= run.events("checkpoint")[0]["step"])
-    assert complete(tmp_path / "saved")[-1] == run.events("checkpoint")[0]["step"]
+    assert complete(tmp_path / "saved")[-1] == made["step"]
 
 
 def stops_with_a_checkpoint(run: support.Run, saved: Path, groups: int = 3) -> None:
@@ -215,20 +237,29 @@ LATE = """
 import time
 from megatron_ft.core.saving import Saves
 from megatron_ft.runtime import watcher
-announce = watcher.announce
+from megatron_ft.runtime.collecting import Checkpoints
+announce, boundary, at = watcher.announce, Checkpoints.boundary, [0]
 def announce_late(store, signal, by=None):
-    time.sleep(0.4 * isinstance(signal, Saves))
+    said = at[0]
+    while isinstance(signal, Saves) and not signal.last and at[0] < said + 6:
+        time.sleep(0.001)
     announce(store, signal, by)
-watcher.announce = announce_late
+def begin(self, state, step_s):
+    at[0] = state.step
+    boundary(self, state, step_s)
+watcher.announce, Checkpoints.boundary = announce_late, begin
 """
 
 
 def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path, data_dir):
+    """The news takes six steps: for orders two and four steps ahead that is too long, however fast the steps are. Who was
+    late is not asked to write the next time, but then again."""
     script = support.changed_script(tmp_path / "train.py", LATE)
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script, steps=100_000, groups=2)
-    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    support.wait_for(lambda: any(line["writers"] == [0, 1] for line in run.events("checkpoint")), run)
     failed = run.events("checkpoint_failed")
-    assert failed and all("group 1 heard of it in step" in line["reason"] for line in failed)
+    late = [line for line in failed if "group 1 heard of it in step" in line["reason"]]
+    assert len(late) >= 2 and all(line in late or "is still being written" in line["reason"] for line in failed), failed
     assert len({line["step"] for line in failed}) == len(failed)
     run.process.send_signal(signal.SIGTERM)
     stops_with_a_checkpoint(run, tmp_path / "saved", groups=2)
@@ -238,25 +269,36 @@ MISSED = """
 import os, time
 from megatron_ft.core.saving import Saves
 from megatron_ft.runtime.collecting import Checkpoints
-hear, boundary, missed, left = Checkpoints.hear, Checkpoints.boundary, [], [-1]
+hear, boundary, ask, missed, left = Checkpoints.hear, Checkpoints.boundary, Checkpoints._ask, [], [-1]
+group = os.environ["MEGATRON_FT_GROUP"]
 def hear_late(self, word):
-    if isinstance(word, Saves) and word.last and not missed and os.environ["MEGATRON_FT_GROUP"] == "2":
+    misses = isinstance(word, Saves) and word.last and not missed and group == "2"
+    if not misses:
+        hear(self, word)
+    if isinstance(word, Saves):
+        (HERE / f"{word.attempt}-{group}").touch()
+    if misses:
         missed.append(word)
         while left[0] < word.at:
             time.sleep(0.001)
-    hear(self, word)
+        hear(self, word)
 def leave(self, state, step_s):
     boundary(self, state, step_s)
     left[0] = state.step
-Checkpoints.hear, Checkpoints.boundary = hear_late, leave
+def ask_in_time(self, *arguments):
+    ask(self, *arguments)
+    while not all((HERE / f"{self._heard.attempt}-{other}").exists() for other in (1, 2)):
+        time.sleep(0.001)
+Checkpoints.hear, Checkpoints.boundary, Checkpoints._ask = hear_late, leave, ask_in_time
 """
+"""Nobody else does, nor that one again: who gives an order waits until it is there, before its next step."""
 ONE_WRITER = "from megatron_ft.core import saving; saving.MOST_PARTS = 1"
 
 
 @pytest.mark.parametrize("more", ["", ONE_WRITER], ids=["a writer", "no writer"])
 def test_a_group_that_hears_too_late_that_all_stop_takes_them_along(tmp_path, data_dir, more):
     """It is in the next step by then, and waits there for those that stand."""
-    script = support.changed_script(tmp_path / "train.py", f"{MISSED}{more}\n")
+    script = script_here(tmp_path, f"{MISSED}{more}\n")
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", script=script, steps=100_000, groups=3)
     support.wait_for_step(run, 3)
     run.process.send_signal(signal.SIGTERM)
@@ -268,14 +310,14 @@ def test_a_group_that_hears_too_late_that_all_stop_takes_them_along(tmp_path, da
 @pytest.mark.parametrize("group", [0, 2])
 def test_who_dies_while_all_wait_for_the_last_checkpoint_is_waited_for_by_nobody(tmp_path, data_dir, group):
     """Who has given the order, and one that has not."""
-    begun = f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, f'begun-{{os.getpid()}}').touch()"
-    script = support.changed_script(tmp_path / "train.py", SLOW.replace("time.sleep(2.0)", f"{begun}; time.sleep(2.0)"))
+    script = script_here(tmp_path, SLOW)
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", script=script, steps=100_000, groups=3)
     support.wait_for_step(run, 3)
     pid = inject.pid_of(run.directory, group)
     run.process.send_signal(signal.SIGTERM)
-    support.wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 3, run)
-    os.kill(pid, signal.SIGKILL)
+    await_writing(run, tmp_path)
+    support.kill([pid])
+    (tmp_path / "go").touch()
     stops_with_a_checkpoint(run, tmp_path / "saved")
     assert run.events("view")[-1]["live"] == [other for other in range(3) if other != group]
 
@@ -306,7 +348,7 @@ def test_two_jobs_cannot_have_one_directory(tmp_path, data_dir):
     second = start(tmp_path / "second", data_dir, saved, groups=2)
     said = " ".join(second.finish().split())
     assert second.process.returncode == 2 and "is in use by run" in said and not second.history
-    first.process.kill()
+    support.kill([first.process.pid, *pids_of(first)])
     first.finish()
     third = start(tmp_path / "first", data_dir, saved, steps=1, groups=2)  # a dead one is in nobody's way
     went_well(third)
@@ -338,30 +380,41 @@ def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
     saved = tmp_path / "saved"
     run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000, groups=2, rejoin={"enabled": False})
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
-    for rank in json.loads((run.directory / "ranks.json").read_text()):
-        os.kill(rank["pid"], signal.SIGKILL)
+    support.kill(pids_of(run))
     said = " ".join(run.finish().split())
     assert run.process.returncode == WIPED_OUT
-    assert "no group is left" in said and f"the checkpoint of step {complete(saved)[0]} is complete" in said
+    last = run.events("checkpoint")[-1]["step"]  # the next one may have been made by then, and nobody has said so
+    assert "no group is left" in said and f"the checkpoint of step {last} is complete" in said and last in complete(saved)
 
 
 def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, data_dir):
-    saved = tmp_path / "saved"
-    run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=60, groups=2, rejoin={"enabled": True})
+    saved, over = tmp_path / "saved", tmp_path / "over"
+    options = {"steps": 60, "groups": 2, "script": support.unhurried(tmp_path / "train.py", over, 60)}
+    run = start(tmp_path / "run", data_dir, saved, OFTEN, rejoin={"enabled": True}, **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
-    for rank in json.loads((run.directory / "ranks.json").read_text()):
-        os.kill(rank["pid"], signal.SIGKILL)
+    run.process.send_signal(signal.SIGSTOP)  # no group is started again before all are dead
+    support.kill(pids_of(run))
+    over.touch()
+    run.process.send_signal(signal.SIGCONT)
     said = went_well(run)
     assert "the whole job is started again" in said
     both = checkers.joined([_earlier(run), run.history])
     assert not checkers.check_history(both, 2 * support.PER_GROUP)
 
 
-def test_several_hosts_stop_and_go_on_together(tmp_path, data_dir, reference):
-    """All agents are told; then two hosts with other groups go on, and only the first one chooses."""
+@pytest.fixture
+def agents(tmp_path, data_dir):
     agents = Agents(tmp_path, data_dir)
+    yield agents
+    agents.kill()
+
+
+def test_several_hosts_stop_and_go_on_together(tmp_path, agents, reference):
+    """All agents are told; then two hosts with other groups go on, and only the first one chooses."""
     changes = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": ONCE}, "min_groups": 1}
-    agents.config = support.write_config(tmp_path / "config.json", **changes, detector={"straggler_factor": 0})
+    # No host is lost: a busy one must not be taken for that.
+    detector = {"straggler_factor": 0, "heartbeat_timeout_s": support.TIMEOUT_S}
+    agents.config = support.write_config(tmp_path / "config.json", **changes, detector=detector)
     before, steps = _hosts(agents, 100_000, groups=4)
     support.wait_for_step(before, 2)
     for agent in agents.agents.values():
