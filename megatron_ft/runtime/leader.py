@@ -189,7 +189,7 @@ class Leader:
         if done is None:
             return False
         for group, value in done.items():
-            self._history.record("survivor", group=group, **value)
+            self._history.record("survivor", later=True, group=group, **value)  # with the end, in one piece
         if len({value["params_sha256"] for value in done.values()}) > 1:
             raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
         result = self._rank.result
