@@ -279,9 +279,9 @@ class Session:
             return  # what is where is the agents' business
         if isinstance(verdict, detector.Dismissed):
             if verdict.group == self.group and not self._leaving:
-                print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
                 self._part.hear(verdict)
                 self._leaving = verdict.why
+                print(f"megatron_ft: group {self.group} is asked to leave: {verdict.why}", flush=True)
             return
         if isinstance(verdict, Saves | Stops | detector.Agreed | detector.Over):  # no step waits for these
             self._part.hear(verdict)
