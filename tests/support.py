@@ -46,6 +46,14 @@ class Run:
     def strike(self, *holds: points.Hold) -> list[float]:
         return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
 
+    def strike_in_step(self, *holds: points.Hold) -> list[float]:
+        """As :meth:`strike`, once everybody has got to the step of the first hold. Who is frozen there may be the first: the
+        others could lose it in the step before, and make that one without it."""
+        await_held(self, holds[0].group, holds[0].position)
+        for group in range(self.groups):
+            wait_for(lambda group=group: group == holds[0].group or committed(self, group) >= holds[0].step - 1, self)
+        return self.strike(*holds)
+
     def finish(self) -> str:
         """Wait for the end; returns what the launcher printed."""
         output, _ = self.process.communicate(timeout=TIMEOUT_S)
@@ -172,6 +180,41 @@ def unhurried(self, engine, dataset):
 Session.train_step = unhurried
 """
     return changed_script(path, change, script)
+
+
+def committed(run: Run, group: int) -> int:
+    """The last step that the group has updated its model with, as it has written down itself; -1 before the first."""
+    try:
+        text = (run.directory / "timeline" / f"g{group}.p0.jsonl").read_text()
+    except FileNotFoundError:
+        return -1
+    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return max((line["step"] for line in lines if any(phase == "update" for phase, *_ in line["spans"])), default=-1)
+
+
+def gated_script(path: Path, *steps: int) -> Path:
+    """The training script, which waits before each of these steps until :func:`open_gate`: so what has to happen before
+    that step, or before the end, does, however long it takes. Not for ever, in case the test has failed."""
+    return changed_script(path, f"STEPS, LONGEST_S = {steps!r}, {2 * TIMEOUT_S}" + _GATE)
+
+
+_GATE = """
+import os, pathlib, time
+from megatron_ft.runtime.session import Session
+
+passes = Session.train_step
+def train_step(self, *args):
+    step, until = self._part.step, time.monotonic() + LONGEST_S
+    gate = pathlib.Path(os.environ["MEGATRON_FT_RUN_DIR"], f"gate{step}")
+    while step in STEPS and not gate.exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    return passes(self, *args)
+Session.train_step = train_step
+"""
+
+
+def open_gate(run: Run, step: int) -> None:
+    (run.directory / f"gate{step}").touch()
 
 
 def changed_script(path: Path, change: str, script: Path = SCRIPT) -> Path:
