@@ -6,21 +6,25 @@ are not finite promises is (``runtime.finite``), and that all survivors have the
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from megatron_ft.core.health import LOOK_S
 from megatron_ft.errors import FTError, RunStopped
 from megatron_ft.faults import checkers
 from megatron_ft.faults.execute import Case
 from megatron_ft.faults.recorded import Record
 from megatron_ft.faults.replay import replay
+from megatron_ft.runtime.points import reached_file
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, is_long, takes
 from tests.chaos.play import Played
 
-_SLACK_S = 0.1
-"""The agent looks so often; a stop that comes so close to the limit may be either."""
+_SLACK_S = LOOK_S
+"""A look of the agent adds so much at most; a stop that comes so close to the limit may be either."""
 _BEATS_S = 0.3
 """A silence is longer than the cut: by the beats before and after it, and until somebody looks."""
 
@@ -96,8 +100,9 @@ def _replayed(played: Played) -> list[str]:
 
 
 def _survivors(lines: Lines) -> list[str]:
-    """Whom the last view has is there at the end, and nobody else."""
-    live = [line["live"] for line in lines if line["event"] == "view"][-1]
+    """Whom the last view has is there at the end, and nobody else; who is lost after that line was there."""
+    ends = next(number for number, line in enumerate(lines) if line["event"] == "end")
+    live = [line["live"] for line in lines[:ends] if line["event"] == "view"][-1]
     there = sorted(line["group"] for line in lines if line["event"] == "survivor")
     return [] if there == sorted(live) else [f"the survivors are {there}, the last view has {sorted(live)}"]
 
@@ -107,12 +112,25 @@ def _innocent(played: Played, lines: Lines) -> list[str]:
     may_be: set[int] = set()
     for case in injected(played):
         may_be |= takes(case.fault, played.plan.job)
-        lasted_s = played.stops.get(case.number, 0.0)  # this machine may have been too busy to end it in time
-        if case.fault.kind == "stop" and lasted_s > STOPPED_LIMIT_S - _SLACK_S:
+        lasted_s = played.stops.get(case.number, 0.0)  # this machine may have been too busy to begin or end it in time
+        stood_s = max(lasted_s, played.stood.get(case.number, 0.0))
+        if case.fault.kind == "stop" and stood_s > STOPPED_LIMIT_S - _SLACK_S:
             may_be.add(case.fault.group)
         if case.fault.kind == "cut" and lasted_s > SILENCE_LIMIT_S - _BEATS_S:
             may_be |= takes(replace(case.fault, duration_s=max(lasted_s, SILENCE_LIMIT_S)), played.plan.job)
+    may_be |= _held_in_vain(played)
     return [f"group {group} is lost, it should not be: {why}" for group, why in lost(lines).items() if group not in may_be]
+
+
+def _held_in_vain(played: Played) -> set[int]:
+    """The groups with a rank that froze at a point where others should have, too, and did not: perhaps for too long."""
+    found = set()
+    for case in played.cases:
+        for group, position in case.fault.targets(played.plan.job.ranks) if case.state == "missed" else ():
+            with suppress(OSError, ValueError):
+                reached = json.loads(reached_file(played.run_dir, group, position).read_text())
+                found |= {group} if reached["fault"] == case.key else set()
+    return found
 
 
 def injected(played: Played) -> Iterator[Case]:
@@ -196,17 +214,17 @@ def _stop(played: Played, lines: Lines) -> list[str]:
 
 def _policy(played: Played, lines: Lines) -> list[str]:
     """Of a run that has reached its end."""
-    policy, nans = played.plan.job.nonfinite, _corruptions(played, "nan")
-    if policy == "stop":
-        return [f"a gradient of group {case.fault.group} was NaN, and it did not stop" for case in nans]
+    policy, nans, gone = played.plan.job.nonfinite, _corruptions(played, "nan"), lost(lines)
+    if policy == "stop":  # of a group that was lost in that step the others know nothing
+        stayed = [case.fault.group for case in nans if case.fault.group not in gone]
+        return [f"a gradient of group {group} was NaN, and it did not stop" for group in stayed]
     if policy == "recompute":
         flips = [case.fault.step for case in _corruptions(played, "bitflip")]
         sure = [case for case in nans if all(step > case.fault.step for step in flips)]
-        gone = lost(lines)
         return [f"group {case.fault.group} had a NaN, and stayed" for case in sure if case.fault.group not in gone]
     named = {(line["group"], line["step"]) for line in lines if line["event"] == "nonfinite"}
     return [
         f"group {case.fault.group} had a NaN in step {case.fault.step}, and is not named"
         for case in nans
-        if case.fault.group not in lost(lines) and (case.fault.group, case.fault.step) not in named
+        if case.fault.group not in gone and (case.fault.group, case.fault.step) not in named
     ]

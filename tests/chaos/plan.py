@@ -24,11 +24,12 @@ from megatron_ft.faults.schedule import Fault, Schedule
 
 STOPPED_LIMIT_S = 0.5
 """A rank that is stopped for longer is given up (``stopped_timeout_s``)."""
-SILENCE_LIMIT_S = 0.8
-"""A host that is not heard for longer may be given up (``heartbeat_timeout_s``)."""
+SILENCE_LIMIT_S = 2.0
+"""A host that is not heard for longer may be given up (``heartbeat_timeout_s``). Longer than by default: on a busy machine
+an agent may not run for a second."""
 _LONG_S, _SHORT_S, _GIL_S, _STORE_S = (0.6, 1.2), (0.05, 0.2), (1.0, 1.5), (0.3, 1.5)
 """How long a stop that costs the group lasts, one that does not, a held GIL, and a stop of the agent or the store."""
-_CUT_LONG_S, _CUT_SHORT_S, _LOSS_S, _DISK_S = (2.5, 3.5), (0.1, 0.3), (0.5, 2.0), (0.2, 0.6)
+_CUT_LONG_S, _CUT_SHORT_S, _LOSS_S, _DISK_S = (3.0, 4.0), (0.1, 0.3), (0.5, 2.0), (0.2, 0.6)
 _KINDS = {"plain": 13, "numbers": 4, "hosts": 3}
 _SEVERAL_RANKS, _FULL_DISK = 0.35, 0.25
 """Shares of the plain runs."""

@@ -24,9 +24,9 @@ from megatron_ft.errors import FTError
 from megatron_ft.faults import processes
 from megatron_ft.faults.execute import Case, Injector
 from megatron_ft.faults.schedule import Schedule
-from megatron_ft.runtime import history
+from megatron_ft.runtime import history, points
 from tests import netlab, support
-from tests.chaos.plan import STOPPED_LIMIT_S, Job, Plan
+from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
 SCRIPT = Path(__file__).with_name("train.py")
 HANGS_S = 150.0
@@ -40,7 +40,8 @@ _ENDS_WITHIN_S = 20.0
 @dataclass
 class Played:
     """What became of a run. ``code``: of the launcher, None when it was ended because it hung; ``stops``: seconds that a
-    stop or a cut lasted, by number of the fault; ``left``: processes that outlived it; ``codes``: of each host's."""
+    stop or a cut lasted, by number of the fault; ``stood``: the same, from when the rank froze itself at its point;
+    ``left``: processes that outlived it; ``codes``: of each host's."""
 
     plan: Plan
     directory: Path
@@ -48,6 +49,7 @@ class Played:
     seconds: float
     cases: list[Case] = field(default_factory=list)
     stops: dict[int, float] = field(default_factory=dict)
+    stood: dict[int, float] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     trouble: str = ""
@@ -136,7 +138,7 @@ def _network(job: Job) -> Iterator[netlab.Lab | None]:
 def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> list[subprocess.Popen]:
     """A launcher for each host."""
     config = directory / "config.json"
-    detector = {"stopped_timeout_s": STOPPED_LIMIT_S}
+    detector = {"stopped_timeout_s": STOPPED_LIMIT_S, "heartbeat_timeout_s": SILENCE_LIMIT_S}
     support.write_config(config, bucket_mb=job.bucket_mb, detector=detector, nonfinite=job.nonfinite)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"gradient_accumulation_steps": job.per_group}))
     options = ["--groups", job.groups, "--ranks-per-group", job.ranks, "--config", config, "--run-dir", directory / "run"]
@@ -164,11 +166,16 @@ def _inject(played: Played, lab: netlab.Lab | None) -> None:
     if not plan.schedule.faults:
         return
     said: dict[int, float] = {}
+    froze: dict[int, float] = {}
 
     def say(line: str) -> None:
         words = line.split()
         if words[0] == "undone:":
             said[int(words[1])] = time.time()
+        if words[0] == "injected:" and (fault := plan.schedule.faults[int(words[1]) - 1]).kind == "stop" and fault.point:
+            with suppress(OSError):  # it has said so right before
+                reached = points.reached_file(played.run_dir, fault.group, fault.position or 0)
+                froze[int(words[1])] = reached.stat().st_mtime
         with (played.directory / "injector.log").open("a") as log:
             log.write(f"{time.time():.3f} {line}\n")
 
@@ -187,6 +194,7 @@ def _inject(played: Played, lab: netlab.Lab | None) -> None:
     begun = {line.get("fault"): line["t"] for line in played.history if line["event"] == "inject"}
     numbers = {case.number: case.key for case in injector.cases}
     played.stops = {number: until - begun[numbers[number]] for number, until in said.items() if numbers[number] in begun}
+    played.stood = {number: until - froze[number] for number, until in said.items() if number in froze}
 
 
 def _await_ranks(played: Played) -> None:
