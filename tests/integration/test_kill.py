@@ -43,7 +43,7 @@ def test_the_last_bucket_is_the_last(reference):
 @pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
 def test_a_killed_group_costs_no_step(tmp_path, data_dir, reference, holds):
     run = support.start(tmp_path / "run", data_dir, holds)
-    run.strike(*holds)
+    run.strike_in_step(*holds)
     run.check(reference)
     assert {line["group"] for line in run.events("fault")} == {hold.group for hold in holds}
     assert all(line["signal"] == "SIGKILL" and line["detected_s"] >= 0 for line in run.events("fault"))
@@ -54,7 +54,7 @@ def test_a_killed_group_costs_no_step(tmp_path, data_dir, reference, holds):
 def test_lost_microbatches_are_taken_over_by_the_survivors(tmp_path, data_dir, reference):
     hold = Hold(2, 3, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
-    run.strike(hold)
+    run.strike_in_step(hold)
     run.check(reference)
     (recovery,) = run.events("recovery")
     assert recovery["step"] == 3
