@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
 from tests import support
 from tests.stores import parent_of, store_of
+
+GATE = 5
 
 
 @pytest.mark.parametrize(
@@ -51,12 +54,13 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
 
 def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
     """Agent, store and its keeper are frozen in the middle of a run: the steps go on without them."""
-    run = support.start(tmp_path / "run", data_dir, steps=40)
+    run = support.start(tmp_path / "run", data_dir, steps=40, script=support.gated_script(tmp_path / "train.py", 20))
     support.wait_for_step(run, 5)
     store = store_of(run.directory)
     frozen = (run.process.pid, parent_of(store), store)
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
+    support.open_gate(run, 20)
     support.wait_for_step(run, 39)
     assert not run.events("end"), "agreeing on the end needs the store"
     for pid in frozen:
@@ -65,9 +69,13 @@ def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
 
 
 def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, data_dir, reference):
-    run = support.start(tmp_path / "run", data_dir, steps=support.STEPS, extra=("--track", "tensorboard"))
+    run = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)
-    os.kill(tracker_pid(run), signal.SIGKILL)
+    killed = tracker_pid(run)
+    os.kill(killed, signal.SIGKILL)
+    # At the end nobody waits long for a tracker: the new one has to be there by then.
+    support.wait_for(lambda: any(f".{killed}." not in file.name for file in run.directory.glob("tensorboard/*")), run)
+    support.open_gate(run, GATE)
     run.check(reference)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -77,18 +85,34 @@ def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, 
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, data_dir, reference):
-    run = support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"))
+    run = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)
     hung = tracker_pid(run)
     os.kill(hung, signal.SIGSTOP)
+    support.open_gate(run, GATE)
     run.check(reference)
     assert not os.path.exists(f"/proc/{hung}")
 
 
+def start_tracked(tmp_path: Path, data_dir: Path) -> support.Run:
+    """The run stays until what shall happen to its tracker has happened."""
+    script = support.gated_script(tmp_path / "train.py", GATE)
+    return support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"), script=script)
+
+
 def tracker_pid(run: support.Run) -> int:
-    """The tracker among the launcher's children."""
-    children = f"/proc/{run.process.pid}/task/{run.process.pid}/children"
-    for pid in map(int, open(children).read().split()):  # noqa: SIM115
-        if b"megatron_ft.report.tracker" in open(f"/proc/{pid}/cmdline", "rb").read():  # noqa: SIM115
-            return pid
-    raise AssertionError("no tracker process")
+    """The tracker among the launcher's children. It is started after the ranks, which may be quicker."""
+    support.wait_for(lambda: trackers(run), run)
+    return trackers(run)[0]
+
+
+def trackers(run: support.Run) -> list[int]:
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"megatron_ft.report.tracker" in command_line(pid)]
+
+
+def command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
