@@ -9,6 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,8 @@ from tests import support
 from tests.stores import store_of
 
 STEPS = 20
+FIRST, LATE = 1, 12
+"""Where the runs wait for their injector: before any fault's step, until its orders are there, and after the last."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +32,23 @@ def long_reference(tmp_path_factory, data_dir) -> support.Run:
     run = support.start(tmp_path_factory.mktemp("long") / "run", data_dir, steps=STEPS)
     run.check()
     return run
+
+
+def start(tmp_path, data_dir, *gates: int, **options) -> support.Run:
+    """A run that waits before these steps: an injector is as slow to start as it is."""
+    script = support.gated_script(tmp_path / "train.py", *gates)
+    return support.start(tmp_path / "run", data_dir, steps=STEPS, script=script, **options)
+
+
+def inject(run: support.Run, schedule: str, *options: object, orders: Sequence[int]) -> subprocess.CompletedProcess:
+    """The run goes on from ``FIRST`` when there are orders for these groups; it waits at ``LATE`` afterwards."""
+    command = support.command("inject", run.directory, schedule, *options)
+    injector = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=support.ROOT)
+    for group in orders:
+        support.wait_for(points.mailbox(run.directory, group, 0).exists, run)
+    support.open_gate(run, FIRST)
+    said = injector.communicate(timeout=support.TIMEOUT_S)
+    return subprocess.CompletedProcess(command, injector.returncode, *said)
 
 
 def write(path, *faults) -> str:
@@ -43,8 +65,9 @@ def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, l
         {"kind": "kill", "group": 0, "step": 8},
         {"kind": "oom", "group": 3, "step": STEPS - 1},
     )
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
-    done = support.ft("inject", run.directory, schedule)
+    run = start(tmp_path, data_dir, FIRST, LATE)
+    done = inject(run, schedule, orders=(1, 2))
+    support.open_gate(run, LATE)
     run.check(long_reference)
     assert "3 of 4 faults injected" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1
@@ -68,11 +91,13 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
         Fault(kind="kill", group=0, step=4, point="begin"),
     )
     schedule = write(tmp_path / "schedule.json", *(fault.to_json() for fault in faults))
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS, detector={"report_timeout_s": 60.0})
+    run = start(tmp_path, data_dir, 3)
     first = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
-    support.wait_for(lambda: len(run.events("inject")) == 1, run)
+    support.wait_for(lambda: len(run.events("inject")) == 1 and points.mailbox(run.directory, 0, 0).exists(), run)
     first.kill()
     first.wait()
+    support.open_gate(run, 3)
+    support.await_held(run, 0)
     second = support.ft("inject", run.directory, schedule)
     run.check()
     assert second.returncode == 0, second.stdout + second.stderr
@@ -82,7 +107,7 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
 
 def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
     """Agent and store are frozen, the steps go on without them, and they go on when their time is up."""
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    run = start(tmp_path, data_dir, LATE)
     support.wait_for_step(run, 4)
     schedule = Schedule((
         Fault(kind="agent", how="stop", duration_s=0.2, step=4),
@@ -93,6 +118,7 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
     said: list[str] = []
     injector = Injector(run.directory, schedule, support.GROUPS, 1, say=said.append)
     assert [case.state for case in injector.run()] == ["injected", "injected", "missed"]
+    support.open_gate(run, LATE)
     run.check()
     assert {line.partition(":")[2][:2] for line in said if line.startswith("undone")} == {" 1", " 2"}
     stopped = [(line["pid"], line["signal"]) for line in run.events("inject")]
@@ -109,8 +135,10 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
         {"kind": "store", "wait_s": 0},
         {"kind": "kill", "group": 0, "step": 10, "point": "backward"},
     )
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
-    done = support.ft("inject", run.directory, schedule, "--min-survivors", 2)
+    run = start(tmp_path, data_dir, FIRST, LATE)
+    done = inject(run, schedule, "--min-survivors", 2, orders=(0, 2))
+    support.wait_for(lambda: [line["what"] for line in run.events("store")].count("restarted") == 2, run)
+    support.open_gate(run, LATE)
     run.check(long_reference)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["kind"] for line in run.events("inject")] == ["store", "kill", "store", "kill"]
@@ -121,11 +149,10 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
 def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir):
     """Both ranks of group 1 shall die at bucket 0, which one of them owns: it freezes there, the other one never comes."""
     detector = {"stopped_timeout_s": 0.5}
-    run = support.start(
-        tmp_path / "run", data_dir, steps=STEPS, groups=3, extra=["--ranks-per-group", "2"], detector=detector
-    )
+    run = start(tmp_path, data_dir, FIRST, LATE, groups=3, extra=["--ranks-per-group", "2"], detector=detector)
     fault = {"kind": "kill", "group": 1, "position": "all", "step": 3, "point": "bucket", "bucket": 0}
-    done = support.ft("inject", run.directory, write(tmp_path / "schedule.json", fault))
+    done = inject(run, write(tmp_path / "schedule.json", fault), orders=(1,))
+    support.open_gate(run, LATE)
     run.check()
     assert "not reached" in done.stdout, done.stdout
     assert not run.events("inject")
@@ -134,7 +161,7 @@ def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_dir, number):
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS)
+    run = start(tmp_path, data_dir, LATE)
     schedule = write(tmp_path / "schedule.json", {"kind": "kill", "group": 1, "step": STEPS - 1, "point": "gate"})
     injector = subprocess.Popen(
         support.command("inject", run.directory, schedule),
@@ -151,15 +178,16 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
     assert injector.returncode == 130
     assert "0 of 1 faults injected" in said and "the injector was ended" in said
     assert json.loads(mailbox.read_text())["orders"] == []
+    support.open_gate(run, LATE)
     run.check()
     assert not run.events("fault")
 
 
-def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, reference):
+def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, long_reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
-    run = support.start(tmp_path / "run", data_dir)
-    done = support.ft("inject", run.directory, schedule)
-    run.check(reference)
+    run = start(tmp_path, data_dir, FIRST)
+    done = inject(run, schedule, orders=(1,))
+    run.check(long_reference)
     assert done.returncode == 0, done.stdout
     assert not run.events("fault")
     assert [line["kind"] for line in run.events("inject")] == ["slow"]
@@ -204,9 +232,9 @@ def test_two_injectors_do_not_work_on_one_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"groups": 2, "ranks_per_group": 1}))
     first = subprocess.Popen(support.command("inject", tmp_path, "--mix", 1), cwd=support.ROOT)
     try:
-        lock = tmp_path / points.DIRECTORY / "lock"
-        while not (lock.exists() and _is_locked(lock)):
+        while not _is_locked_by(first.pid):
             assert first.poll() is None
+            time.sleep(0.01)
         second = support.ft("inject", tmp_path, "--mix", 1)
     finally:
         first.kill()
@@ -215,15 +243,10 @@ def test_two_injectors_do_not_work_on_one_run(tmp_path):
     assert "another injector is at work" in second.stderr
 
 
-def _is_locked(path) -> bool:
-    import fcntl
-
-    with path.open("r") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def _is_locked_by(pid: int) -> bool:
+    """Without trying to take it: the first one might find it taken in that moment."""
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any((words[1], words[4]) == ("FLOCK", str(pid)) for words in locks)
 
 
 # --- who may be signalled ---------------------------------------------------------------------------------------------
