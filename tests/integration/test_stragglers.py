@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 
+from megatron_ft.runtime import points
 from tests import support
 
 
@@ -22,14 +23,17 @@ def test_a_slow_group_is_reported_and_gets_less_to_do(tmp_path, data_dir):
     reference = support.start(tmp_path / "reference", data_dir, steps=steps)
     reference.check()
     detector = {"straggler_factor": 2.0}
-    run = support.start(tmp_path / "run", data_dir, steps=steps, detector=detector)
+    script = support.gated_script(tmp_path / "train.py", 1)
+    run = support.start(tmp_path / "run", data_dir, steps=steps, detector=detector, script=script)
     schedule = tmp_path / "slow.json"
     schedule.write_text(json.dumps({"faults": [{"kind": "slow", "group": 1, "factor": 12.0, "steps": 16, "step": 2}]}))
-    done = support.ft("inject", run.directory, schedule)
-    assert done.returncode == 0, done.stdout + done.stderr
+    injector = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
+    support.wait_for(points.mailbox(run.directory, 1, 0).exists, run)
+    support.open_gate(run, 1)
     run.check(reference)
+    assert injector.wait(support.TIMEOUT_S) == 0
     found = [line for line in run.events("stragglers") if "1" in line["slow"]]
-    assert found and found[0]["slow"]["1"] > 2.0, run.events("step")
+    assert found and found[0]["slow"]["1"] >= 2.0, run.events("step")
     share = computed(run, 1)[found[0]["step"] + 1]
     assert 1 <= share < support.PER_GROUP
     assert sum(computed(run, group)[found[0]["step"] + 1] for group in range(support.GROUPS)) == 16
