@@ -55,7 +55,7 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
     for count, step in ((1, 1), (2, 3)):
         support.wait_for_step(run, step)
         restart(run, count)
-    run.strike(hold)
+    run.strike_in_step(hold)
     run.check(reference)
     assert [line["what"] for line in run.events("store")] == ["died", "restarted"] * 2
     assert run.events("store")[0]["detail"] == "ended with SIGKILL; started again at once"
@@ -66,11 +66,13 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
 @pytest.mark.parametrize("first", ["store", "rank"])
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
     hold = Hold(1, 4, "reduce", 1)
-    run = support.start(tmp_path / "run", data_dir, [hold])
+    run = support.start(tmp_path / "run", data_dir, [hold], script=support.gated_script(tmp_path / "train.py", 6))
     support.await_held(run, hold.group)
-    kills = [lambda: os.kill(store_of(run.directory), signal.SIGKILL), lambda: run.strike(hold)]
+    kills = [lambda: os.kill(store_of(run.directory), signal.SIGKILL), lambda: run.strike_in_step(hold)]
     for kill in kills if first == "store" else reversed(kills):
         kill()
+    support.wait_for(lambda: restarts(run) == 1, run)  # it is there before its keeper says so
+    support.open_gate(run, 6)
     run.check(reference)
     assert restarts(run) == 1
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
@@ -81,7 +83,7 @@ def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, referenc
     """A survivor is held where it has published its report, or where it is about to build the new communicator."""
     dies, waits = Hold(1, 4, "reduce", 1), Hold(2, 4, point)
     run = support.start(tmp_path / "run", data_dir, [dies, waits])
-    run.strike(dies)
+    run.strike_in_step(dies)
     held = support.await_held(run, waits.group)
     restart(run)
     os.kill(held, signal.SIGCONT)
@@ -98,11 +100,9 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
     run = support.start(tmp_path / "run", data_dir, [hold], groups=2, extra=["--ranks-per-group", 2])
     support.wait_for_step(run, 1)
     restart(run)
-    run.strike(hold)
+    run.strike_in_step(hold)
     run.check(alone)
-    (recovery,) = run.events("recovery")
-    # The other group may still commit step 3, of which nothing is lost; then it does all of step 4 from the start.
-    assert (recovery["step"], recovery["patched"]) in ((4, support.PER_GROUP), (3, 0))
+    assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
 
 
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
@@ -110,7 +110,7 @@ def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_pat
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.await_held(run, hold.group)
     os.kill(store_of(run.directory), signal.SIGSTOP)
-    run.strike(hold)
+    run.strike_in_step(hold)
     time.sleep(FROZEN_S)  # this is the fault's length, not a wait for something
     assert not run.events("recovery"), "agreeing needs the store"
     os.kill(store_of(run.directory), signal.SIGCONT)
@@ -129,7 +129,8 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     run.check(reference)
     died, restarted = run.events("store")
     assert died["detail"].startswith(f"was stopped for {STOPPED_S:g} s and is ended")
-    assert run.events("recovery")[0]["t"] > restarted["t"] > died["t"]
+    # That it is there again is written down beside its clients' work, that it died before.
+    assert restarted["t"] > died["t"] and run.events("recovery")[0]["t"] > died["t"]
 
 
 def test_a_keeper_that_is_killed_takes_its_store_along_and_another_one_is_started(tmp_path, data_dir, reference):
@@ -205,7 +206,7 @@ def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_r
     await_(lambda: len(history.read(tmp_path)) == 2 * RESTARTS + 1, "its last death is told")
     details = [line["detail"] for line in history.read(tmp_path) if line["what"] == "died"]
     assert details[0] == "ended with SIGKILL; started again at once"
-    assert re.fullmatch(r"ended with SIGKILL; started again in \d\d s, it ended 6 times within 60 s", details[-1])
+    assert re.fullmatch(r"ended with SIGKILL; started again in \d+ s, it ended 6 times within 60 s", details[-1])
     with pytest.raises(OSError, match="in use"):
         socket.create_server((address[0], int(address[2])))
     assert history.read(tmp_path)[-1]["what"] == "died"
