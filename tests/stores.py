@@ -58,7 +58,9 @@ class TcpServer(Process):
     """``python -m megatron_ft.runtime.store.serve``, empty at every start, always on the same port."""
 
     def __init__(self) -> None:
-        self.port = 0
+        # Bound and not listening: the server may listen there, again and again, and nobody else gets the port meanwhile.
+        self._held = held_port()
+        self.port = self._held.getsockname()[1]
         self.start()
 
     @property
@@ -79,6 +81,14 @@ class TcpServer(Process):
             self.process.stdin.close()
             self.process.stdout.close()
         super().kill()
+
+
+def held_port() -> socket.socket:
+    """A free port that stays this process's until it closes the socket; who sets SO_REUSEADDR may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def store_of(run_dir: Path) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ft.faults import checkers
 from tests import support
+from tests.stores import held_port
 
 HOSTS, GROUPS, STEPS = 3, 6, 10
 
@@ -26,8 +27,11 @@ class Agents:
     """One launcher for each host."""
 
     def __init__(self, directory, data) -> None:
-        self.directory, self.port = directory, free_port()
-        self.config = support.write_config(directory / "config.json")
+        self.directory, self._held = directory, held_port()
+        self.port = self._held.getsockname()[1]
+        # Of a host that is not lost nothing may be heard for long, on a busy machine.
+        self.config = support.write_config(directory / "config.json", detector={"heartbeat_timeout_s": 5.0})
+        self.script = support.gated_script(directory / "train.py", 5)
         self.own = ["--data", data, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
         self.agents: dict[int, subprocess.Popen] = {}
 
@@ -37,7 +41,7 @@ class Agents:
         options |= {name.replace("_", "-"): value for name, value in changed.items()}
         flags = [text for name, value in options.items() for text in (f"--{name}", value)]
         self.agents[host] = subprocess.Popen(
-            support.command("launch", *flags, support.SCRIPT, "--", *self.own),
+            support.command("launch", *flags, self.script, "--", *self.own),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -54,6 +58,7 @@ class Agents:
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
+        self._held.close()
 
 
 @pytest.fixture
@@ -72,6 +77,7 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     ranks = json.loads((run.directory / "ranks.json").read_text())
     assert sorted(rank["group"] for rank in ranks) == list(range(GROUPS))
     agents.agents[1].send_signal(signal.SIGKILL)
+    support.open_gate(run, 5)
     assert [agents.agents[host].wait(timeout=support.TIMEOUT_S) for host in (0, 2)] == [0, 0], agents.said(0)
     found = checkers.check_history(run.history, GROUPS * support.PER_GROUP)
     assert not found, found
