@@ -117,7 +117,7 @@ class Agent:
         self._exits: list[tuple[Rank, Exit]] = []
         self._signalled: signal.Signals | None = None
         self._tracking = Tracking(options.track, self._run_dir)
-        self._complained = False
+        self._complained = self._speaks = False
         self._tail, self._look_again = history.Tail(self._run_dir), 0.0
 
     def _prepare_record(self) -> Path:
@@ -166,6 +166,7 @@ class Agent:
             self._tracking.start()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
+            self._speaks = self._hosts.speaks and not self._voice.away  # now: the others may take the store along
         finally:
             self._starter.end_forks()
             self._end_all()
@@ -463,7 +464,7 @@ class Agent:
         code, reason = record.why(steps[-1] if steps else None, self._signalled, ended, self._idles)
         reason += record.what_is_saved(lines) if self._config.fault_tolerance.checkpoint.directory else ""
         told = any(line["event"] == "stop" for line in lines)
-        if self._leads or self._hosts.speaks and not self._voice.away and not told:
+        if self._leads or self._speaks and not told:
             self._note("stop", reason=reason, exit_code=code)
         say(reason)
         return code
