@@ -53,6 +53,7 @@ class _Own:
         numeric = self._held[0].getsockname()[0]
         self.client, self.peer = (addresses.joined(numeric, held.getsockname()[1]) for held in self._held)
         self.directory = Path(tempfile.mkdtemp(prefix=f"megatron_ft.etcd.{rank}."))
+        self._entry = run_dir / record.ETCD / f"{self.name}.member"
         self._keeper: subprocess.Popen | None = None
         self._command: list[str] = []
         self.id: str | None = None
@@ -94,13 +95,14 @@ class _Own:
             except subprocess.TimeoutExpired:
                 self._keeper.kill()
                 self._keeper.wait()
+            with contextlib.suppress(OSError):
+                self._entry.unlink(missing_ok=True)  # what the keeper does itself, if it has the time
         shutil.rmtree(self.directory, ignore_errors=True)
         for held in self._held:
             held.close()
 
     def _keep(self, again: bool) -> None:
-        entry = self._run_dir / record.ETCD / f"{self.name}.member"
-        own = ["--agent", os.getpid(), "--run-dir", self._run_dir, "--directory", self.directory, "--entry", entry]
+        own = ["--agent", os.getpid(), "--run-dir", self._run_dir, "--directory", self.directory, "--entry", self._entry]
         words = [*own, *(["--again"] if again else []), "--", *self._command]
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "megatron_ft.launch.etcd_keeper", *map(str, words)],
@@ -260,11 +262,11 @@ class Members:
 
     def _stands(self, own: _Own) -> None:
         """It has a vote."""
-        self._voter, self._vacant = True, False
+        self._gateway.learn()  # first: the store may be silent just now, and then all of this is for the next look
+        self._write_address()
         self._note("added", own.name)
         say(f"this host has a member of the control store now, {own.name}")
-        self._gateway.learn()
-        self._write_address()
+        self._voter, self._vacant = True, False
 
     def _do(self, due: quorum.Change, names: Mapping[str, str]) -> None:
         match due:
