@@ -4,7 +4,6 @@ of the other sbatch scripts see ``slurm_jobs``."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +12,14 @@ from typing import Any
 import pytest
 
 from megatron_ft.faults import checkers
+from megatron_ft.launch import record
 from megatron_ft.runtime import history
 from tests import support
+from tests.gate import Gate
 from tests.stores import await_
 from tools.slurm_lab import Lab, missing
 
-STEPS, GROUPS = 80, 3
+STEPS, GROUPS = 60, 3
 DEADLINE_S, LOOK_S = 180.0, 0.2
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"}
 SBATCH_SCRIPT = support.ROOT / "slurm" / "pretrain.sbatch"
@@ -47,7 +48,8 @@ def own_arguments(steps: int) -> list[object]:
 
 
 def config(path: Path, directory: Path) -> Path:
-    changes = {"rejoin": {}, "detector": {"straggler_factor": 0}, "checkpoint": {"directory": str(directory)}}
+    detector = {"straggler_factor": 0, "heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S}
+    changes = {"rejoin": {}, "detector": detector, "checkpoint": {"directory": str(directory)}}
     return support.write_config(path, **changes)
 
 
@@ -69,19 +71,24 @@ def failure_free(steps: int):
 class Submission:
     """What ``sbatch`` has been given, with these options: the example with three groups, checkpoints and a spare node.
 
-    ``script``: the training script, which makes ``steps`` steps.
+    It makes ``steps`` steps, most of them slowly (``tests.gate``) until :meth:`go`: it does not end before its test has seen
+    what it waits for.
     """
 
     def __init__(
-        self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], script: Path, steps: int, **variables: str
+        self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], steps: int, pace_s: float, **variables: str
     ) -> None:
         self.lab, self.directory, self.run_dir, self.steps = lab, directory, directory / "run", steps
+        self._gate = Gate(directory, pace_s)
         settings = config(directory / "config.json", directory / "saved")
         own = {"MEGATRON_FT": str(Path(sys.executable).parent / "megatron-ft"), "RUN_DIR": str(self.run_dir)}
         own |= {"CONFIG": str(settings), "OMP_NUM_THREADS": "1", "SPARE_NODES": "1", **variables}
-        command = ["sbatch", "--parsable", *batch, script, "--", "--data", data_dir, *own_arguments(steps)]
+        command = ["sbatch", "--parsable", *batch, self._gate.script, "--", "--data", data_dir, *own_arguments(steps)]
         done = lab.run(command, env={**lab.env, **own}, cwd=support.ROOT, check=True)
         self.id = done.stdout.strip()
+
+    def go(self) -> None:
+        self._gate.open()
 
     @property
     def lines(self) -> list[dict]:
@@ -94,6 +101,11 @@ class Submission:
 
     def await_step(self, step: int) -> None:
         self.await_(lambda: any(line["step"] >= step for line in self.events("step")), f"step {step}")
+
+    def await_back(self, group: int) -> None:
+        self.await_(lambda: any(group in view["joined"] for view in self.events("view")), f"group {group} is back")
+        # Who has started it may write that down later than it is back.
+        self.await_(lambda: any(line["group"] == group for line in self.events("restart")), "its start is recorded")
 
     def await_(self, condition: Callable[[], object], what: str) -> None:
         try:
@@ -130,10 +142,11 @@ class Job(Submission):
         self, lab: Lab, directory: Path, data_dir: Path, *options: str, steps: int = STEPS, **variables: str
     ) -> None:
         batch = ["--nodes=4", f"--output={directory}/batch.log", *options, SBATCH_SCRIPT]
-        super().__init__(lab, directory, data_dir, batch, support.SCRIPT, steps, **variables)
+        super().__init__(lab, directory, data_dir, batch, steps, 0.1, **variables)
 
     def await_end(self, *states: str) -> None:
         """In one of these. Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
+        self.go()
         self.await_over("the end", "COMPLETING")
         restore(self.lab)
         self.await_over("all steps have ended")
@@ -175,7 +188,11 @@ def submitted():
 
 
 def pid_of(job: Job, group: int) -> int:
-    return next(rank["pid"] for rank in json.loads((job.run_dir / "ranks.json").read_text()) if rank["group"] == group)
+    def pids() -> list[int]:
+        return [rank["pid"] for rank in record.read(job.run_dir / "ranks.json") if rank["group"] == group]
+
+    job.await_(pids, f"the agent of group {group} has written its rank down")
+    return pids()[0]
 
 
 def lose(lab, node: str) -> None:
@@ -185,5 +202,5 @@ def lose(lab, node: str) -> None:
 
 
 def comes_back_on(job: Job, group: int, node: str) -> None:
-    job.await_(lambda: any(group in view["joined"] for view in job.events("view")), f"group {group} is back")
+    job.await_back(group)
     assert job.events("restart")[-1]["host"] == node, job.said()

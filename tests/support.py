@@ -23,6 +23,9 @@ GROUPS, PER_GROUP, STEPS = 4, 4, 8
 SMALL = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 3e-4)
 """A model for runs of a hundred steps: at a larger learning rate the rounding of sums in another order adds up to 1e-5."""
 TIMEOUT_S = 120.0
+HEARTBEAT_TIMEOUT_S = 5.0
+"""For runs on several hosts that are all on this machine. The product waits so long while ranks start, which keeps hosts
+busy; here others do all the time, and an agent without a processor for a second must not be taken for a lost host."""
 
 
 def command(*arguments: object) -> list[str]:

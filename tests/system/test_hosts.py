@@ -3,7 +3,6 @@ host, where there is one, takes its place."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,16 +10,20 @@ import time
 
 import pytest
 
-from megatron_ft.faults import checkers
+from megatron_ft.faults import checkers, inject
 from megatron_ft.launch import addresses
 from megatron_ft.runtime import history
 from tests import netlab, support
+from tests.gate import SHUT, Gate
 
 STEPS, GROUPS = 40, 3
-LONG = 100
+LONG = 60
 """Steps of a run in which a host is lost and another takes its place."""
-PATIENT_S = 8.0
-"""A heartbeat timeout that is longer than the kernel needs to bring an unplugged link up again."""
+BEATS = {"heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S}
+PATIENT = {"heartbeat_timeout_s": 60.0}
+"""For links that are cut for a moment: longer than the kernel needs to bring one up again, and this machine to ask it to."""
+HELD = 20
+"""So many steps a run makes, and no more before its test says so."""
 
 
 @pytest.fixture
@@ -31,11 +34,11 @@ def lab():
     lab.close()
 
 
-def job(run_dir, data_dir, steps=STEPS, **changes) -> list:
+def job(run_dir, data_dir, steps=STEPS, script=support.SCRIPT, **changes) -> list:
     """What is launched, wherever; ``changes`` are settings."""
     config = support.write_config(run_dir.with_suffix(".json"), **changes)
     own = ["--data", data_dir, "--steps", steps, "--seed", 1, *support.SMALL]
-    return ["--groups", GROUPS, "--config", config, "--run-dir", run_dir, support.SCRIPT, "--", *own]
+    return ["--groups", GROUPS, "--config", config, "--run-dir", run_dir, script, "--", *own]
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +52,20 @@ def failure_free(tmp_path_factory, data_dir) -> list[dict]:
 
 @pytest.fixture
 def run(lab, request, tmp_path, data_dir):
-    """A run on all of them, with the settings of ``request``; its parts are ended by pid, whatever the test did."""
+    """A run on all of them, with the detector's settings of ``request``; its parts are ended by pid, whatever the test did.
+    It makes its last steps when its gate is opened."""
+    gate = Gate(tmp_path, SHUT, HELD)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # each agent believes that it has the machine for itself
     agents = []
     for host in lab.hosts:
         where = ["--hosts", GROUPS, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
-        what = job(tmp_path / "run", data_dir, detector=getattr(request, "param", {}))
+        what = job(tmp_path / "run", data_dir, script=gate.script, detector=getattr(request, "param", BEATS))
         command = lab.inside(host, support.command("launch", *where, *what))
         output = (tmp_path / f"agent{host}.log").open("w")
         options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": support.ROOT, "env": env}
         agents.append(subprocess.Popen(command, **options))
     run = support.Run(tmp_path / "run", agents[0])
-    run.agents = agents
+    run.agents, run.gate = agents, gate
     yield run
     for agent in agents:
         agent.kill()
@@ -69,6 +74,7 @@ def run(lab, request, tmp_path, data_dir):
 
 def check(run, survivors, reference=None) -> list[dict]:
     """The run reached its end with these groups and kept every promise; returns its views."""
+    run.gate.open()
     assert run.agents[0].wait(timeout=support.TIMEOUT_S) == 0, run.logs()
     found = checkers.check_history(run.history, GROUPS * support.PER_GROUP, reference)
     assert not found, "\n".join([*found, *map(str, run.history)])
@@ -77,13 +83,28 @@ def check(run, survivors, reference=None) -> list[dict]:
     return run.events("view")
 
 
+def name(address: str) -> str:
+    return f"{os.uname().nodename}({address})"
+
+
+def silences(run) -> set[tuple[str, str]]:
+    """(who says so, about whom), of those that last."""
+    found = set()
+    for line in run.events("silence"):
+        pair = line["by"], line["about"]
+        found = found - {pair} if line["heard"] else found | {pair}
+    return found
+
+
 def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
-    support.wait_for_step(run, 3)
+    # All are between two steps: no view is made before both of the others have said what they miss.
+    support.wait_for(lambda: run.gate.waiting() == GROUPS, run)
     lab.cut(2)
+    support.wait_for(lambda: {(name(lab.address(host)), name(lab.address(2))) for host in (0, 1)} <= silences(run), run)
     views = check(run, [0, 1])
     why = views[1]["lost"]["2"]
-    assert f"has heard nothing of host {os.uname().nodename}({lab.address(2)})" in why, why
-    # Both of the others miss it, and both were waited for.
+    assert f"has heard nothing of host {name(lab.address(2))}" in why, why
+    # Both of the others miss it, and both are named.
     assert lab.address(0) in why and lab.address(1) in why
     # It is still cut off, and sees by the record that the run is over.
     assert run.agents[2].wait(timeout=support.TIMEOUT_S) == 0
@@ -91,13 +112,15 @@ def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
 
 def test_a_link_cut_one_way_costs_one_of_its_two_ends(lab, run):
     """Host 1 does not hear host 2; host 0 hears both, and both hear host 0: one of 1 and 2 leaves, never both."""
-    support.wait_for_step(run, 3)
+    support.wait_for(lambda: run.gate.waiting() == GROUPS, run)
     lab.deafen(1, to=2)
+    support.wait_for(lambda: silences(run), run)
     views = check(run, [0, 1])
     why = views[1]["lost"]["2"]
     assert why.startswith("cut off") and lab.address(1) in why and lab.address(0) not in why
 
 
+@pytest.mark.parametrize("run", [PATIENT], indirect=True)
 def test_a_short_cut_costs_nobody(lab, run):
     """The link is back before the silence counts: the packets of the all-reduce are sent again, nothing else happens."""
     for step in (3, 8, 13):
@@ -111,7 +134,7 @@ def test_a_short_cut_costs_nobody(lab, run):
     assert len(views) == 1 and not run.events("silence")
 
 
-@pytest.mark.parametrize("run", [{"heartbeat_timeout_s": PATIENT_S}], indirect=True)
+@pytest.mark.parametrize("run", [PATIENT], indirect=True)
 def test_a_link_that_flaps_for_shorter_than_the_timeout_costs_nobody(lab, run, failure_free):
     """Unplugged and plugged in again, several times, the host of the store too."""
     for step, host in ((2, 2), (5, 1), (8, 0), (11, 2), (14, 2)):
@@ -120,15 +143,6 @@ def test_a_link_that_flaps_for_shorter_than_the_timeout_costs_nobody(lab, run, f
         lab.plug_in(host)
     views = check(run, [0, 1, 2], failure_free)
     assert len(views) == 1 and not run.events("silence")
-
-
-def silences(run) -> set[tuple[str, str]]:
-    """(who says so, about whom), of those that last."""
-    found = set()
-    for line in run.events("silence"):
-        pair = line["by"], line["about"]
-        found = found - {pair} if line["heard"] else found | {pair}
-    return found
 
 
 def test_a_link_that_flaps_for_longer_costs_the_groups_of_that_host_alone(lab, run, failure_free):
@@ -141,12 +155,14 @@ def test_a_link_that_flaps_for_longer_costs_the_groups_of_that_host_alone(lab, r
         support.wait_for_step(run, step)
         lab.cut(2)
     lab.plug_in(2)
+    # While the others still run: else its host finds the run over, and nobody tells the rank anything.
+    log = run.directory / "logs" / "g2.p0.log"
+    support.wait_for(lambda: "group 2 is outside view" in log.read_text(), run)
     views = check(run, [0, 1], failure_free)
     assert [sorted(view["lost"]) for view in views] == [[], ["2"]]
     why = views[1]["lost"]["2"]
-    assert f"has heard nothing of host {os.uname().nodename}({lab.address(2)})" in why, why
+    assert f"has heard nothing of host {name(lab.address(2))}" in why, why
     run.agents[2].wait(timeout=support.TIMEOUT_S)
-    assert "group 2 is outside view" in (run.directory / "logs" / "g2.p0.log").read_text()
 
 
 def test_a_link_that_is_back_as_soon_as_it_is_missed_never_costs_another_host(lab, run, failure_free):
@@ -156,6 +172,7 @@ def test_a_link_that_is_back_as_soon_as_it_is_missed_never_costs_another_host(la
         lab.cut(2)
         support.wait_for(lambda: silences(run) or len(run.events("view")) > 1, run)
         lab.plug_in(2)
+    run.gate.open()
     run.agents[0].wait(timeout=support.TIMEOUT_S)
     out = run.events("view")[-1]["live"] == [0, 1]
     check(run, [0, 1] if out else [0, 1, 2], failure_free)
@@ -180,10 +197,12 @@ class Spared:
     def __init__(self, lab, directory, data_dir) -> None:
         self.lab, self.directory, self.data_dir = lab, directory, data_dir
         self.agents: list[subprocess.Popen] = []
+        self.gate = Gate(directory)
 
     def start(self, address, said: bool = False) -> None:
         """``said``: the hosts are told which address is theirs."""
-        what = job(self.directory / "run", self.data_dir, LONG, rejoin={}, detector={"straggler_factor": 0})
+        detector = {"straggler_factor": 0, **BEATS}
+        what = job(self.directory / "run", self.data_dir, LONG, self.gate.script, rejoin={}, detector=detector)
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         for host in self.lab.hosts:
             where = ["--hosts", GROUPS + 1, "--spare-hosts", 1, "--host-rank", host]
@@ -209,6 +228,7 @@ class Spared:
 
     def check(self, reference) -> None:
         """All its groups have got to the end, and so did each step, once, with all microbatches and the right loss."""
+        self.gate.open()
         said = "\n".join(f"== host {host}\n{self.said(host)}" for host in self.lab.hosts)
         assert self.agents[0].wait(timeout=support.TIMEOUT_S) == 0, said + self.run.logs()
         found = checkers.check_history(self.run.history, GROUPS * support.PER_GROUP, reference)
@@ -233,15 +253,11 @@ def spared(tmp_path, data_dir):
     lab.close()
 
 
-def name(address: str) -> str:
-    return f"{os.uname().nodename}({address})"
-
-
 def test_a_rank_that_is_killed_comes_back_on_its_host_although_there_is_a_spare_one(spared, long_failure_free):
     spared.start(spared.lab.address)
     support.wait_for_step(spared.run, 3)
-    ranks = json.loads((spared.run.directory / "ranks.json").read_text())
-    os.kill(next(rank["pid"] for rank in ranks if rank["group"] == 2), signal.SIGKILL)
+    support.wait_for(lambda: inject.pid_of(spared.run.directory, 2), spared.run)  # its agent may not have said so yet
+    os.kill(inject.pid_of(spared.run.directory, 2), signal.SIGKILL)
     spared.await_back(2)
     spared.check(long_failure_free)
     assert not spared.taken_over() and spared.run.events("restart")[-1]["host"] == name(spared.lab.address(2))
@@ -319,7 +335,7 @@ def test_of_two_interfaces_the_run_uses_the_one_it_is_told(spared, long_failure_
     support.wait_for_step(spared.run, 3)
     for host in lab.hosts:
         lab.cut(host)
-    support.wait_for_step(spared.run, 15)
+    support.wait_for_step(spared.run, spared.run.events("step")[-1]["step"] + 8)  # longer than a silence has to last
     assert len(spared.run.events("view")) == 1 and not spared.run.events("silence")
     lab.cut_second(1)
     spared.await_back(1)

@@ -56,9 +56,6 @@ class Array(Submitted):
         assert pids, self.said()
         proc.send(sorted(pids)[:1], 9)
 
-    def await_back(self, group: int) -> None:
-        self.await_(lambda: any(group in view["joined"] for view in self.events("view")), f"group {group} is back")
-
     def await_spares(self, count: int) -> None:
         what = f"{count} elements have come as spares"
         self.await_(lambda: [line["what"] for line in self.events("host")].count("spare") == count, what)

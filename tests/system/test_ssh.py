@@ -14,12 +14,13 @@ import pytest
 from megatron_ft.faults import checkers
 from megatron_ft.runtime import history
 from tests import sshd, support
+from tests.gate import Gate
 from tests.stores import await_
 from tools import proc
 
 pytestmark = pytest.mark.system
 
-GROUPS, SPARES, STEPS, ENDLESS = 3, 1, 80, 100_000
+GROUPS, SPARES, STEPS, ENDLESS = 3, 1, 60, 100_000
 DEADLINE_S = 180.0
 
 
@@ -56,15 +57,17 @@ class Job:
         self.run_dir = directory / "runs" / "a"
         self.hosts = [f"root@{lab.address(host)} slots=1" for host in range(GROUPS + SPARES)]
         self.process: subprocess.Popen | None = None
+        self.gate = Gate(directory)
 
     def start(self, *options, steps: int = STEPS, cwd: Path = support.ROOT, saves: bool = False, **detector) -> None:
         (self.directory / "hosts").write_text("\n".join(self.hosts))
-        detector = {"straggler_factor": 0, **detector}
+        detector = {"straggler_factor": 0, "heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S, **detector}
         checkpoint = {"directory": str(self.directory / "saved")} if saves else {}
         changes = {"rejoin": {}, "detector": detector, "checkpoint": checkpoint}
         config = support.write_config(self.directory / "config.json", **changes)
         where = ["--ssh", "--ssh-command", self.lab.ssh, "--hostfile", self.directory / "hosts", "--spare-hosts", SPARES]
-        what = ["--groups", GROUPS, "--config", config, "--run-dir", self.run_dir, *options, support.SCRIPT]
+        script = support.SCRIPT if steps == ENDLESS else self.gate.script
+        what = ["--groups", GROUPS, "--config", config, "--run-dir", self.run_dir, *options, script]
         command = support.command("launch", *where, *what, "--", *own(self.data_dir, steps))
         said = (self.directory / "said.log").open("w")
         # Python finds this package whatever the directory is.
@@ -83,6 +86,9 @@ class Job:
 
     def events(self, event: str) -> list[dict]:
         return [line for line in history.read(self.run_dir) if line["event"] == event]
+
+    def ranks(self) -> list[dict]:
+        return json.loads((self.run_dir / "ranks.json").read_text())
 
     def await_(self, condition, what: str) -> None:
         try:
@@ -143,6 +149,7 @@ def test_the_run_goes_on_when_who_has_started_it_is_killed_and_all_connections_w
     lab.power_off(lab.start)
     for host in range(GROUPS + SPARES):
         proc.send({pid for pid in lab.processes(host) if proc.program(pid) == "sshd"}, signal.SIGKILL)
+    job.gate.open()
     job.await_(lambda: job.events("end"), "the end")
     job.await_nobody()
     job.check(failure_free)
@@ -159,11 +166,13 @@ def test_a_host_without_power_is_replaced_by_the_spare_one(lab, job, up, failure
     assert {"ONE=two words", "MEGATRON_FT_OF_THE_TEST=7", "OMP_NUM_THREADS=1"} <= set(environment)
     lab.power_off(1)
     job.await_back(1)
+    told = f"{lab.address(0)}: megatron_ft: "
+    lines = lambda: [line for line in job.said().splitlines() if line.startswith(told)]  # noqa: E731
+    job.await_(lambda: any(lab.address(1) in line for line in lines()), "host 0 has said whom it misses")
+    job.gate.open()
     assert job.await_exit() == 0, job.all_said()
     job.check(failure_free)
     assert [line["what"] for line in job.events("host")] == ["spare", "took over"]
-    said = job.said().splitlines()
-    assert any(line.startswith(f"{lab.address(0)}: megatron_ft: ") and lab.address(1) in line for line in said), job.said()
     assert f"all {STEPS} steps done" in job.said()
     job.await_nobody()
 
@@ -189,7 +198,8 @@ def test_ctrl_c_twice_ends_the_agents_of_a_run_that_cannot_stop_in_order(job, up
     """It would save first, and one rank is stopped."""
     job.start(steps=ENDLESS, saves=True, stopped_timeout_s=DEADLINE_S, hang_timeout_s=DEADLINE_S)
     job.await_step(3)
-    os.kill(json.loads((job.run_dir / "ranks.json").read_text())[1]["pid"], signal.SIGSTOP)
+    job.await_(lambda: len(job.ranks()) == GROUPS, "all agents have written down their ranks")
+    os.kill(job.ranks()[1]["pid"], signal.SIGSTOP)
     job.process.send_signal(signal.SIGINT)
     job.await_(lambda: "the run is told to save and to stop" in job.said(), "it is told to stop")
     job.process.send_signal(signal.SIGINT)
@@ -256,6 +266,8 @@ def test_hosts_with_two_networks_run_over_the_one_that_the_hostfile_names(lab, j
     job.await_step(3)
     for host in lab.hosts:
         lab.cut(host)
+    job.await_step(13)  # for longer than a silence has to last
+    job.gate.open()
     assert job.await_exit() == 0, job.all_said()
     job.check(failure_free)
     assert len(job.events("view")) == 1 and not job.events("silence")
