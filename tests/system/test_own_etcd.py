@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core import quorum
-from megatron_ft.launch import etcd_keeper, record
+from megatron_ft.errors import StoreError
+from megatron_ft.launch import addresses, etcd_keeper, record
 from megatron_ft.launch.members import Members
 from megatron_ft.runtime.store import ControlStore, patient
+from megatron_ft.runtime.store.gateway import Gateway
 from tests.stores import DEADLINE_S, await_, etcd_missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())]
@@ -38,6 +40,17 @@ class Host:
         return json.loads(path.read_text()) if path.exists() else None
 
 
+    def answers(self) -> bool:
+        """Whether its member runs, and follows a leader."""
+        gateway = Gateway((addresses.split(self.members._own.client),), 5.0)
+        try:
+            return self.entry is not None and gateway.call("/v3/maintenance/status", {}).get("leader", "0") != "0"
+        except StoreError:
+            return False
+        finally:
+            gateway.close()
+
+
 class Launch:
     """Three hosts that found the store, and others that come to it."""
 
@@ -49,6 +62,8 @@ class Launch:
         for thread in self._founding:
             thread.start()
         await_(lambda: len(self.hosts) == quorum.SIZE, "all hosts have met")
+        for host in self.hosts.values():  # two of them would do for the store, and a test may strike the third
+            await_(host.answers, f"the member of host {host.rank} answers")
         self.store = ControlStore(self.hosts[0].members.address, "run", SILENCE_S)
         patient(lambda: self.store.get("any"), patience_s=DEADLINE_S)
         (run_dir / "config.json").write_text(json.dumps({"store_address": self.hosts[0].members.address}))
@@ -82,10 +97,14 @@ class Launch:
 
         await_(looked, what, every_s=0.05)
 
+    def await_votes(self, *names: str) -> None:
+        """These members have a vote, and no other; the one that is asked may hear of a change later than others."""
+        self.await_(lambda: self.votes() == set(names), f"{', '.join(names)} have a vote")
+
     def votes(self) -> set[str]:
-        """The members that are there, with a vote."""
+        """The members that are there, with a vote, as one of them says."""
         gateway = self.hosts[max(self.hosts)].members._gateway
-        listed = gateway.call("/v3/cluster/member/list", {})["members"]
+        listed = patient(lambda: gateway.call("/v3/cluster/member/list", {}), patience_s=DEADLINE_S)["members"]
         return {raw.get("name", "?") for raw in listed if not raw.get("isLearner")}
 
     def close(self) -> None:
@@ -117,12 +136,13 @@ def test_what_is_lost_one_after_the_other_is_replaced_and_old_clients_find_the_n
         launch.lose(lost)
         launch.come(comes)
         launch.await_(lambda comes=comes: launch.hosts[comes].members._voter, f"host {comes} has a vote")
-        assert launch.votes() == {f"h{rank}" if rank < quorum.SIZE else f"h{rank}.1" for rank in launch.hosts}
+        launch.await_votes(*(f"h{rank}" if rank < quorum.SIZE else f"h{rank}.1" for rank in launch.hosts))
         assert patient(lambda: launch.store.get("key"), patience_s=DEADLINE_S) == 1
-        launch.store._client._gateway.learn()  # as every client does now and then
-    launch.store.set("key", 2)
-    late = ControlStore(launch.announced, "run", SILENCE_S)
-    assert late.get("key") == 2, "who comes later finds the new members in the run directory"
+        patient(launch.store._client._gateway.learn, patience_s=DEADLINE_S)  # as every client does now and then
+    patient(lambda: launch.store.set("key", 2), patience_s=DEADLINE_S)
+    late = patient(lambda: ControlStore(launch.announced, "run", SILENCE_S), patience_s=DEADLINE_S)
+    found = patient(lambda: late.get("key"), patience_s=DEADLINE_S)
+    assert found == 2, "who comes later finds the new members in the run directory"
     assert not any(directory.exists() for directory in were)
 
 
@@ -132,7 +152,7 @@ def test_one_learner_at_a_time_however_many_hosts_could_replace_the_lost_one(lau
     launch.lose(2)
     launch.await_(lambda: any(launch.hosts[rank].members._voter for rank in (3, 4)), "one of them has a vote")
     launch.await_(lambda: all(host.members._to_start is None for host in launch.hosts.values()), "all is done")
-    assert len(launch.votes()) == quorum.SIZE
+    launch.await_(lambda: len(launch.votes()) == quorum.SIZE, "it is one of three")
 
 
 def test_a_member_that_is_killed_is_started_again_on_what_it_had(launch):
@@ -143,7 +163,7 @@ def test_a_member_that_is_killed_is_started_again_on_what_it_had(launch):
         launch.await_(lambda rank=rank, before=before: (launch.hosts[rank].entry or before) != before, "another runs")
         patient(lambda rank=rank: launch.store.set("key", rank), patience_s=DEADLINE_S)
     launch.store.check_begun()
-    launch.await_(lambda: launch.votes() == {"h0", "h1", "h2"}, "all are there")
+    launch.await_votes("h0", "h1", "h2")
 
 
 def test_a_keeper_that_is_killed_is_started_again_and_its_member_goes_on(launch):
@@ -163,17 +183,18 @@ def test_a_host_that_only_seemed_lost_finds_itself_removed_and_may_come_again(la
     del launch.silent[0]
     launch.lose(1)
     launch.await_(lambda: launch.hosts[0].members._voter, "host 0 has a vote again")
-    assert launch.votes() == {"h0.1", "h2", "h3.1"}
+    launch.await_votes("h0.1", "h2", "h3.1")
 
 
 def test_a_member_whose_directory_is_gone_is_replaced_by_its_own_host(launch):
     """Started on an empty one it would vote twice."""
     own = launch.hosts[2].members._own
     pid = launch.hosts[2].entry["pid"]
+    os.kill(pid, signal.SIGSTOP)  # it would write files there meanwhile
     shutil.rmtree(own.directory / "data")
     os.kill(pid, signal.SIGKILL)
     launch.await_(lambda: launch.hosts[2].members._voter and launch.hosts[2].members._own is not own, "it has a new one")
-    assert launch.votes() == {"h0", "h1", "h2.1"}
+    launch.await_votes("h0", "h1", "h2.1")
 
 
 def test_what_etcd_says_last_is_told(tmp_path):
