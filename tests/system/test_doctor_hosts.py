@@ -12,6 +12,12 @@ PORT = 29400
 pytestmark = pytest.mark.system
 
 
+PATIENT = """
+line.SILENCE_S = hub.SILENCE_S = guest.SILENCE_S = 60.0
+disk._SEEN_S, measure._ANSWER_S, measure._HEARD_S = 30.0, 10.0, 4.0
+"""
+"""Nobody here is slow to answer but who has no processor, and that is no trouble to be named."""
+
 cluster = slurm.lab(HOSTS)
 
 
@@ -25,7 +31,7 @@ class InNamespaces(Doctors):
         for host in hosts:
             store = store or f"{self.lab.address(0)}:{PORT}"
             where = ["--hosts", HOSTS, "--host-rank", host, "--store", store]
-            own = change + (first if host == 0 else "")
+            own = PATIENT + change + (first if host == 0 else "")
             self.start(host, where, own, self.lab.inside(host, []), **env.get(f"h{host}", {}))
 
 
@@ -110,7 +116,7 @@ def test_a_host_that_is_heard_and_hears_nothing_is_named(doctors):
 def test_in_slurm_one_command_is_enough(cluster, tmp_path):
     """Slurm says who they are; they meet by a file in the directory."""
     srun = ["srun", f"-N{HOSTS}", "--ntasks-per-node=1", "--chdir", support.ROOT]
-    done = cluster.run([*srun, *command(NO_TORCH, ["--directory", tmp_path])], timeout=support.TIMEOUT_S)
+    done = cluster.run([*srun, *command(PATIENT + NO_TORCH, ["--directory", tmp_path])], timeout=support.TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert {"all 3 hosts are ready", "host 1: all 3 hosts are ready", "host 2: all 3 hosts are ready"} <= set(said)
