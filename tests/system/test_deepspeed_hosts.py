@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ class Job:
     def __init__(self, directory: Path, data_dir: Path) -> None:
         self.directory = directory
         detector = {"stopped_timeout_s": support.TIMEOUT_S, "straggler_factor": 0}
+        detector["heartbeat_timeout_s"] = support.HEARTBEAT_TIMEOUT_S
         engine = {"pipeline": {"stages": 2}}
         self.config = support.write_config(directory / "ds.json", engine=engine, model=MODEL, detector=detector)
         self.own = ["--data", data_dir, "--steps", STEPS, "--deepspeed_config", self.config]
@@ -120,16 +122,25 @@ def test_torchrun_on_two_hosts(lab, job, alone):
 def test_groups_across_hosts(lab, job, alone, tmp_path):
     """Each stage on a host of its own. One is cut off: its group is out, and the stage before it is released, from a process
     group that the script's PipelineModule has made (DeepSpeed sums the norm in it before the optimizer's step)."""
-    hold = Hold(1, 1, "update", position=1)
+    hold, pause = Hold(1, 1, "update", position=1), Hold(0, 2, "begin")
     (tmp_path / "hosts").write_text("".join(f"{lab.address(host)} slots=1\n" for host in lab.hosts))
     options = ["--groups", GROUPS, "--config", job.config, "--run-dir", tmp_path / "run"]
     for host in lab.hosts:
         command = support.command(
             "launch", "--hostfile", tmp_path / "hosts", "--port", 29500, *options, SCRIPT, "--", *job.own
         )
-        job.start(lab.inside(host, command), [hold])
+        job.start(lab.inside(host, command), [hold, pause])
     support.await_held(job.run, 1, 1)
+    leader = support.await_held(job.run, 0)
     lab.cut(3)
+
+    def missed() -> bool:
+        pairs = [(line["by"], line["about"]) for line in job.run.events("silence")]
+        return any(lab.address(2) in by and lab.address(3) in about for by, about in pairs)
+
+    # All hosts miss it; who shares a group with it knows most. No view is made before that one has said so.
+    support.wait_for(missed, job.run)
+    os.kill(leader, signal.SIGCONT)
     job.check(alone)
     (view,) = job.run.events("view")[1:]
     why = view["lost"]["1"]
