@@ -148,7 +148,8 @@ class EtcdCluster:
     """Three real nodes on loopback."""
 
     def __init__(self, directory: Path) -> None:
-        ports = _free_ports(6)
+        self._held = [_hold() for _ in range(6)]
+        ports = [held.getsockname()[1] for held in self._held]
         cluster = ",".join(f"n{i}=http://127.0.0.1:{ports[i]}" for i in range(3))
         self.nodes = [EtcdNode(f"n{i}", directory, ports[3 + i], cluster) for i in range(3)]
         self.address = "etcd://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
@@ -177,15 +178,21 @@ class EtcdCluster:
         for node in self.nodes:
             node.kill()
 
+    def close(self) -> None:
+        self.stop()
+        for held in self._held:
+            held.close()
+
 
 def etcd_missing() -> str:
     """Why the tests with etcd cannot run; empty when they can."""
     return "" if shutil.which("etcd") else "no etcd here; as root: apt-get install etcd-server"
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
+def _hold() -> socket.socket:
+    """Has a port that nobody else gets, also while its node is dead: etcd may listen there, since this socket does not. Else
+    a client that tries to connect to a dead node may be given that very port to call from, and be connected to itself."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

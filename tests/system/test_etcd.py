@@ -34,7 +34,7 @@ def etcd(tmp_path_factory):
     cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"))
     cluster.start()
     yield cluster
-    cluster.stop()
+    cluster.close()
 
 
 @pytest.fixture
