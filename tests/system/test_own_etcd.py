@@ -197,6 +197,11 @@ def test_a_member_whose_directory_is_gone_is_replaced_by_its_own_host(launch):
     launch.await_votes("h0", "h1", "h2.1")
 
 
+def test_a_keeper_that_is_stopped_does_not_keep_its_host_and_leaves_nothing(launch):
+    """That nothing is left, the fixture sees."""
+    os.kill(launch.hosts[2].members._own.pid, signal.SIGSTOP)
+
+
 def test_what_etcd_says_last_is_told(tmp_path):
     (tmp_path / "log").write_text('{"level":"warn","msg":"a"}\n{"level":"fatal","msg":"discovery failed","error":"b"}\n!\n')
     assert etcd_keeper._last_words(tmp_path / "log") == " (discovery failed: b)"
