@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,14 +50,6 @@ line.Line.silent = silent
 FACTOR = "20"
 """Loopback is as fast as the processor, which others use as well."""
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-
-
-def held_port() -> socket.socket:
-    """A port of loopback on which the doctors can listen, and that nobody else is given, as long as this is open."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 def command(change: str, options: Sequence[object]) -> list[str]:

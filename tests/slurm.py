@@ -15,7 +15,6 @@ from megatron_ft.faults import checkers
 from megatron_ft.launch import record
 from megatron_ft.runtime import history
 from tests import support
-from tests.gate import Gate
 from tests.stores import await_
 from tools.slurm_lab import Lab, missing
 
@@ -71,15 +70,15 @@ def failure_free(steps: int):
 class Submission:
     """What ``sbatch`` has been given, with these options: the example with three groups, checkpoints and a spare node.
 
-    It makes ``steps`` steps, most of them slowly (``tests.gate``) until :meth:`go`: it does not end before its test has seen
+    It makes ``steps`` steps, slowly until :meth:`go`: it does not end before its test has seen
     what it waits for.
     """
 
     def __init__(
-        self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], steps: int, pace_s: float, **variables: str
+        self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], steps: int, **variables: str
     ) -> None:
         self.lab, self.directory, self.run_dir, self.steps = lab, directory, directory / "run", steps
-        self._gate = Gate(directory, pace_s)
+        self._gate = support.Gate(directory, slowly=steps)
         settings = config(directory / "config.json", directory / "saved")
         own = {"MEGATRON_FT": str(Path(sys.executable).parent / "megatron-ft"), "RUN_DIR": str(self.run_dir)}
         own |= {"CONFIG": str(settings), "OMP_NUM_THREADS": "1", "SPARE_NODES": "1", **variables}
@@ -142,7 +141,7 @@ class Job(Submission):
         self, lab: Lab, directory: Path, data_dir: Path, *options: str, steps: int = STEPS, **variables: str
     ) -> None:
         batch = ["--nodes=4", f"--output={directory}/batch.log", *options, SBATCH_SCRIPT]
-        super().__init__(lab, directory, data_dir, batch, steps, 0.1, **variables)
+        super().__init__(lab, directory, data_dir, batch, steps, **variables)
 
     def await_end(self, *states: str) -> None:
         """In one of these. Slurm waits for lost nodes to come back, or for SlurmdTimeout."""

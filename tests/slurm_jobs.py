@@ -15,7 +15,7 @@ class Submitted(Submission):
     """One job, or array, in a lab, which is to be told to :meth:`go`; much happens to it before."""
 
     def __init__(self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], **variables: str) -> None:
-        super().__init__(lab, directory, data_dir, batch, STEPS, 0.2, **variables)
+        super().__init__(lab, directory, data_dir, batch, STEPS, **variables)
 
     def await_end(self) -> None:
         self.await_over("the end")

@@ -58,7 +58,6 @@ class TcpServer(Process):
     """``python -m megatron_ft.runtime.store.serve``, empty at every start, always on the same port."""
 
     def __init__(self) -> None:
-        # Bound and not listening: the server may listen there, again and again, and nobody else gets the port meanwhile.
         self._held = held_port()
         self.port = self._held.getsockname()[1]
         self.start()
@@ -84,7 +83,8 @@ class TcpServer(Process):
 
 
 def held_port() -> socket.socket:
-    """A free port that stays this process's until it closes the socket; who sets SO_REUSEADDR may listen there."""
+    """A port on which a server may listen, again and again, since this socket does not; nobody else gets it meanwhile. Else
+    a client that tries to reach a dead server may be given that very port to call from, and be connected to itself."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -148,7 +148,7 @@ class EtcdCluster:
     """Three real nodes on loopback."""
 
     def __init__(self, directory: Path) -> None:
-        self._held = [_hold() for _ in range(6)]
+        self._held = [held_port() for _ in range(6)]
         ports = [held.getsockname()[1] for held in self._held]
         cluster = ",".join(f"n{i}=http://127.0.0.1:{ports[i]}" for i in range(3))
         self.nodes = [EtcdNode(f"n{i}", directory, ports[3 + i], cluster) for i in range(3)]
@@ -187,12 +187,3 @@ class EtcdCluster:
 def etcd_missing() -> str:
     """Why the tests with etcd cannot run; empty when they can."""
     return "" if shutil.which("etcd") else "no etcd here; as root: apt-get install etcd-server"
-
-
-def _hold() -> socket.socket:
-    """Has a port that nobody else gets, also while its node is dead: etcd may listen there, since this socket does not. Else
-    a client that tries to connect to a dead node may be given that very port to call from, and be connected to itself."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held

@@ -167,24 +167,6 @@ def kill(pids: Iterable[int]) -> None:
         os.close(end)
 
 
-def unhurried(path: Path, over: Path, steps: int, script: Path = SCRIPT) -> Path:
-    """The training script for a run that must not come to its end before a test has seen all that it waits for: until the
-    file ``over`` is there every step takes a little longer than the one before, the last of them for seconds."""
-    change = f"""
-import time
-from pathlib import Path
-from megatron_ft.runtime.session import Session
-train_step, over = Session.train_step, Path({str(over)!r})
-def unhurried(self, engine, dataset):
-    until = time.monotonic() + 0.002 * 2 ** (12 * self._part.step / {steps})
-    while time.monotonic() < until and not over.exists():
-        time.sleep(0.002)
-    return train_step(self, engine, dataset)
-Session.train_step = unhurried
-"""
-    return changed_script(path, change, script)
-
-
 def committed(run: Run, group: int) -> int:
     """The last step that the group has updated its model with, as it has written down itself; -1 before the first."""
     try:
@@ -193,31 +175,6 @@ def committed(run: Run, group: int) -> int:
         return -1
     lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return max((line["step"] for line in lines if any(phase == "update" for phase, *_ in line["spans"])), default=-1)
-
-
-def gated_script(path: Path, *steps: int) -> Path:
-    """The training script, which waits before each of these steps until :func:`open_gate`: so what has to happen before
-    that step, or before the end, does, however long it takes. Not for ever, in case the test has failed."""
-    return changed_script(path, f"STEPS, LONGEST_S = {steps!r}, {2 * TIMEOUT_S}" + _GATE)
-
-
-_GATE = """
-import os, pathlib, time
-from megatron_ft.runtime.session import Session
-
-passes = Session.train_step
-def train_step(self, *args):
-    step, until = self._part.step, time.monotonic() + LONGEST_S
-    gate = pathlib.Path(os.environ["MEGATRON_FT_RUN_DIR"], f"gate{step}")
-    while step in STEPS and not gate.exists() and time.monotonic() < until:
-        time.sleep(0.005)
-    return passes(self, *args)
-Session.train_step = train_step
-"""
-
-
-def open_gate(run: Run, step: int) -> None:
-    (run.directory / f"gate{step}").touch()
 
 
 def changed_script(path: Path, change: str, script: Path = SCRIPT) -> Path:
@@ -229,3 +186,47 @@ runpy.run_path({str(script)!r}, run_name="__main__")
 """
     path.write_text(change + start_it)
     return path
+
+
+_GATE = """
+import os, time
+from pathlib import Path
+from megatron_ft.runtime.session import Session
+HERE, SHUT, SLOWER_S, LONGEST_S = Path({here!r}), {shut!r}, {slower_s!r}, {longest_s!r}
+passes = Session.train_step
+def train_step(self, *arguments, **options):
+    step, began = self._part.step, time.monotonic()
+    until = began + (LONGEST_S if step in SHUT else SLOWER_S * step)
+    if step in SHUT:
+        (HERE / f"waits.{{step}}.{{os.getpid()}}").touch()
+    while not ((HERE / "open").exists() or (HERE / f"open.{{step}}").exists()) and time.monotonic() < until:
+        time.sleep(0.005)
+    return passes(self, *arguments, **options)
+Session.train_step = train_step
+"""
+
+
+class Gate:
+    """A training script that a test holds back: no run is over before its test has done, and seen, what it is about.
+
+    Every rank waits in front of the steps ``shut`` until :meth:`open`, however long what has to happen first takes; not for
+    ever, in case the test has failed. With ``slowly``, the number of the run's steps, each of them waits for a little longer
+    than the one before, and all together for minutes: so many of them come soon, for a group to come back in, and the last
+    are far away.
+    """
+
+    def __init__(self, directory: Path, *shut: int, slowly: int = 0, script: Path = SCRIPT) -> None:
+        self._directory = directory / "gate"
+        self._directory.mkdir()
+        longest_s = 2 * TIMEOUT_S
+        slower_s = 2 * longest_s / slowly**2 if slowly else 0.0
+        change = _GATE.format(here=str(self._directory), shut=shut, slower_s=slower_s, longest_s=longest_s)
+        self.script = changed_script(self._directory / "train.py", change, script)
+
+    def open(self, step: int | None = None) -> None:
+        """In front of that step, or of all."""
+        (self._directory / ("open" if step is None else f"open.{step}")).touch()
+
+    def waiting(self, step: int) -> int:
+        """How many ranks have come to that step."""
+        return len(list(self._directory.glob(f"waits.{step}.*")))

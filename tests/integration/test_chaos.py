@@ -42,13 +42,13 @@ def test_random_kills(tmp_path, data_dir, long_reference, seed, descheduled):
     """Three of four groups die at random moments of random steps, nobody else is lost. The record says when."""
     rng = random.Random(seed)
     victims = rng.sample(range(support.GROUPS), 3)
-    script = support.gated_script(tmp_path / "train.py", STEPS - 1)
-    run = support.start(tmp_path / "run", data_dir, steps=STEPS, script=script)
+    gate = support.Gate(tmp_path, STEPS - 1)
+    run = support.start(tmp_path / "run", data_dir, steps=STEPS, script=gate.script)
     after = 0
     for number, victim in enumerate(victims):
         after += rng.randint(1, 9)
         bystander = rng.choice(sorted(set(range(support.GROUPS)) - set(victims[: number + 1])))
         kill_at_random(run, victim, after, rng, bystander if descheduled else None)
-    support.open_gate(run, STEPS - 1)
+    gate.open()
     run.check(long_reference)
     assert {line["group"] for line in run.events("fault")} == set(victims)

@@ -388,13 +388,13 @@ def test_a_wipe_out_says_from_where_a_later_start_goes_on(tmp_path, data_dir):
 
 
 def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, data_dir):
-    saved, over = tmp_path / "saved", tmp_path / "over"
-    options = {"steps": 60, "groups": 2, "script": support.unhurried(tmp_path / "train.py", over, 60)}
+    saved, gate = tmp_path / "saved", support.Gate(tmp_path, slowly=60)
+    options = {"steps": 60, "groups": 2, "script": gate.script}
     run = start(tmp_path / "run", data_dir, saved, OFTEN, rejoin={"enabled": True}, **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     run.process.send_signal(signal.SIGSTOP)  # no group is started again before all are dead
     support.kill(pids_of(run))
-    over.touch()
+    gate.open()
     run.process.send_signal(signal.SIGCONT)
     said = went_well(run)
     assert "the whole job is started again" in said

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from tests.doctors import FEWER, FREEZE, NO_TORCH, PATIENT, Doctors, held_port
+from tests.doctors import FEWER, FREEZE, NO_TORCH, PATIENT, Doctors
+from tests.stores import held_port
 
 HOSTS = 3
 ANY_SPEED = ["--factor", 1e9]

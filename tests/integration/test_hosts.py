@@ -15,12 +15,7 @@ from tests import support
 from tests.stores import held_port
 
 HOSTS, GROUPS, STEPS = 3, 6, 10
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+BEATS = {"heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S}
 
 
 class Agents:
@@ -29,9 +24,8 @@ class Agents:
     def __init__(self, directory, data) -> None:
         self.directory, self._held = directory, held_port()
         self.port = self._held.getsockname()[1]
-        # Of a host that is not lost nothing may be heard for long, on a busy machine.
-        self.config = support.write_config(directory / "config.json", detector={"heartbeat_timeout_s": 5.0})
-        self.script = support.gated_script(directory / "train.py", 5)
+        self.config = support.write_config(directory / "config.json", detector=BEATS)
+        self.script = support.SCRIPT
         self.own = ["--data", data, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
         self.agents: dict[int, subprocess.Popen] = {}
 
@@ -70,6 +64,8 @@ def agents(tmp_path, data_dir):
 
 def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     """kill -9 of an agent takes its ranks along; the other agents hear nothing of it any more."""
+    gate = support.Gate(agents.directory, 5)
+    agents.script = gate.script
     for host in range(HOSTS):
         agents.start(host)
     run = support.Run(agents.directory / "run", agents.agents[0])
@@ -77,7 +73,7 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     ranks = json.loads((run.directory / "ranks.json").read_text())
     assert sorted(rank["group"] for rank in ranks) == list(range(GROUPS))
     agents.agents[1].send_signal(signal.SIGKILL)
-    support.open_gate(run, 5)
+    gate.open()
     assert [agents.agents[host].wait(timeout=support.TIMEOUT_S) for host in (0, 2)] == [0, 0], agents.said(0)
     found = checkers.check_history(run.history, GROUPS * support.PER_GROUP)
     assert not found, found

@@ -34,19 +34,21 @@ def long_reference(tmp_path_factory, data_dir) -> support.Run:
     return run
 
 
-def start(tmp_path, data_dir, *gates: int, **options) -> support.Run:
+def start(tmp_path, data_dir, *gates: int, **options) -> tuple[support.Run, support.Gate]:
     """A run that waits before these steps: an injector is as slow to start as it is."""
-    script = support.gated_script(tmp_path / "train.py", *gates)
-    return support.start(tmp_path / "run", data_dir, steps=STEPS, script=script, **options)
+    gate = support.Gate(tmp_path, *gates)
+    return support.start(tmp_path / "run", data_dir, steps=STEPS, script=gate.script, **options), gate
 
 
-def inject(run: support.Run, schedule: str, *options: object, orders: Sequence[int]) -> subprocess.CompletedProcess:
+def inject(
+    run: support.Run, gate: support.Gate, schedule: str, *options: object, orders: Sequence[int]
+) -> subprocess.CompletedProcess:
     """The run goes on from ``FIRST`` when there are orders for these groups; it waits at ``LATE`` afterwards."""
     command = support.command("inject", run.directory, schedule, *options)
     injector = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=support.ROOT)
     for group in orders:
         support.wait_for(points.mailbox(run.directory, group, 0).exists, run)
-    support.open_gate(run, FIRST)
+    gate.open(FIRST)
     said = injector.communicate(timeout=support.TIMEOUT_S)
     return subprocess.CompletedProcess(command, injector.returncode, *said)
 
@@ -65,9 +67,9 @@ def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, l
         {"kind": "kill", "group": 0, "step": 8},
         {"kind": "oom", "group": 3, "step": STEPS - 1},
     )
-    run = start(tmp_path, data_dir, FIRST, LATE)
-    done = inject(run, schedule, orders=(1, 2))
-    support.open_gate(run, LATE)
+    run, gate = start(tmp_path, data_dir, FIRST, LATE)
+    done = inject(run, gate, schedule, orders=(1, 2))
+    gate.open(LATE)
     run.check(long_reference)
     assert "3 of 4 faults injected" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1
@@ -91,12 +93,12 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
         Fault(kind="kill", group=0, step=4, point="begin"),
     )
     schedule = write(tmp_path / "schedule.json", *(fault.to_json() for fault in faults))
-    run = start(tmp_path, data_dir, 3)
+    run, gate = start(tmp_path, data_dir, 3)
     first = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
     support.wait_for(lambda: len(run.events("inject")) == 1 and points.mailbox(run.directory, 0, 0).exists(), run)
     first.kill()
     first.wait()
-    support.open_gate(run, 3)
+    gate.open(3)
     support.await_held(run, 0)
     second = support.ft("inject", run.directory, schedule)
     run.check()
@@ -107,7 +109,7 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
 
 def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
     """Agent and store are frozen, the steps go on without them, and they go on when their time is up."""
-    run = start(tmp_path, data_dir, LATE)
+    run, gate = start(tmp_path, data_dir, LATE)
     support.wait_for_step(run, 4)
     schedule = Schedule((
         Fault(kind="agent", how="stop", duration_s=0.2, step=4),
@@ -118,7 +120,7 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
     said: list[str] = []
     injector = Injector(run.directory, schedule, support.GROUPS, 1, say=said.append)
     assert [case.state for case in injector.run()] == ["injected", "injected", "missed"]
-    support.open_gate(run, LATE)
+    gate.open(LATE)
     run.check()
     assert {line.partition(":")[2][:2] for line in said if line.startswith("undone")} == {" 1", " 2"}
     stopped = [(line["pid"], line["signal"]) for line in run.events("inject")]
@@ -135,10 +137,10 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
         {"kind": "store", "wait_s": 0},
         {"kind": "kill", "group": 0, "step": 10, "point": "backward"},
     )
-    run = start(tmp_path, data_dir, FIRST, LATE)
-    done = inject(run, schedule, "--min-survivors", 2, orders=(0, 2))
+    run, gate = start(tmp_path, data_dir, FIRST, LATE)
+    done = inject(run, gate, schedule, "--min-survivors", 2, orders=(0, 2))
     support.wait_for(lambda: [line["what"] for line in run.events("store")].count("restarted") == 2, run)
-    support.open_gate(run, LATE)
+    gate.open(LATE)
     run.check(long_reference)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["kind"] for line in run.events("inject")] == ["store", "kill", "store", "kill"]
@@ -149,10 +151,10 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
 def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir):
     """Both ranks of group 1 shall die at bucket 0, which one of them owns: it freezes there, the other one never comes."""
     detector = {"stopped_timeout_s": 0.5}
-    run = start(tmp_path, data_dir, FIRST, LATE, groups=3, extra=["--ranks-per-group", "2"], detector=detector)
+    run, gate = start(tmp_path, data_dir, FIRST, LATE, groups=3, extra=["--ranks-per-group", "2"], detector=detector)
     fault = {"kind": "kill", "group": 1, "position": "all", "step": 3, "point": "bucket", "bucket": 0}
-    done = inject(run, write(tmp_path / "schedule.json", fault), orders=(1,))
-    support.open_gate(run, LATE)
+    done = inject(run, gate, write(tmp_path / "schedule.json", fault), orders=(1,))
+    gate.open(LATE)
     run.check()
     assert "not reached" in done.stdout, done.stdout
     assert not run.events("inject")
@@ -161,7 +163,7 @@ def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_dir, number):
-    run = start(tmp_path, data_dir, LATE)
+    run, gate = start(tmp_path, data_dir, LATE)
     schedule = write(tmp_path / "schedule.json", {"kind": "kill", "group": 1, "step": STEPS - 1, "point": "gate"})
     injector = subprocess.Popen(
         support.command("inject", run.directory, schedule),
@@ -178,15 +180,15 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
     assert injector.returncode == 130
     assert "0 of 1 faults injected" in said and "the injector was ended" in said
     assert json.loads(mailbox.read_text())["orders"] == []
-    support.open_gate(run, LATE)
+    gate.open(LATE)
     run.check()
     assert not run.events("fault")
 
 
 def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, long_reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
-    run = start(tmp_path, data_dir, FIRST)
-    done = inject(run, schedule, orders=(1,))
+    run, gate = start(tmp_path, data_dir, FIRST)
+    done = inject(run, gate, schedule, orders=(1,))
     run.check(long_reference)
     assert done.returncode == 0, done.stdout
     assert not run.events("fault")

@@ -10,11 +10,9 @@ import subprocess
 import pytest
 
 from tests import support
-from tests.integration.test_hosts import Agents
+from tests.integration.test_hosts import BEATS, Agents
 
 GROUPS, STEPS = 2, 100_000
-SILENT_S = 4.0
-"""A host that is lost is noticed so late; one that is only busy for a second or two is not taken for that."""
 """A run goes on until all that was to be seen has been: however long a busy machine takes for it."""
 
 
@@ -23,9 +21,7 @@ class Hosts(Agents):
 
     def __init__(self, directory, data) -> None:
         super().__init__(directory, data)
-        self.config = support.write_config(
-            directory / "config.json", rejoin={"enabled": True}, detector={"heartbeat_timeout_s": SILENT_S}
-        )
+        self.config = support.write_config(directory / "config.json", rejoin={"enabled": True}, detector=BEATS)
         # A learning rate at which one rounding in another order stays one.
         self.own[self.own.index("--steps") + 1] = STEPS
         self.own += ["--lr", 1e-4]

@@ -36,15 +36,14 @@ def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_d
 
 
 def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data_dir):
-    over = tmp_path / "over"
-    script = support.unhurried(tmp_path / "train.py", over, STEPS)
-    options = {"steps": STEPS, "own": OWN, "script": script, "rejoin": {"enabled": True}}
+    gate = support.Gate(tmp_path, slowly=STEPS)
+    options = {"steps": STEPS, "own": OWN, "script": gate.script, "rejoin": {"enabled": True}}
     run = support.start(tmp_path / "run", data_dir, policy="drop", **options)
     support.wait_for_step(run, 2)
     inject.kill(run.directory, 1, "anywhere")
     support.wait_for(lambda: bool(run.events("rejoined")), run)
     support.wait_for_step(run, run.events("rejoined")[0]["step"] + 1)  # its share is its own again in the next step
-    over.touch()
+    gate.open()
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
     counted = [line["microbatches"] for line in run.events("step")]
@@ -54,12 +53,12 @@ def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data
 
 def test_with_restart_any_loss_starts_the_job_again_from_the_last_checkpoint(tmp_path, data_dir):
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}
-    over = tmp_path / "over"
-    options = {"steps": STEPS, "own": OWN, "script": support.unhurried(tmp_path / "train.py", over, STEPS)}
+    gate = support.Gate(tmp_path, slowly=STEPS)
+    options = {"steps": STEPS, "own": OWN, "script": gate.script}
     run = support.start(tmp_path / "run", data_dir, policy="restart", checkpoint=saved, **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     inject.kill(run.directory, 1, "anywhere")
-    over.touch()
+    gate.open()
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
     assert "a group is lost: the whole job is started again" in " ".join(output.split())

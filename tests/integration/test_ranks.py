@@ -92,14 +92,15 @@ def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
 
 def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data_dir, alone):
     hold = follower(2, "backward")
-    run = start(tmp_path / "run", data_dir, [hold], script=support.gated_script(tmp_path / "train.py", 6))
+    gate = support.Gate(tmp_path, 6)
+    run = start(tmp_path / "run", data_dir, [hold], script=gate.script)
     pid = support.await_held(run, 2, 1)
     os.kill(pid, signal.SIGTERM)
     os.kill(pid, signal.SIGCONT)
     # Its leader hears of it through the store, whatever step that is in.
     leader = run.directory / "logs" / "g2.p0.log"
     support.wait_for(lambda: "group 2 is asked to leave" in leader.read_text(), run)
-    support.open_gate(run, 6)
+    gate.open()
     run.check(alone)
     ((group, after, reason),) = [(line["group"], line["after"], line["reason"]) for line in run.events("leave")]
     assert group == 2 and after >= 3 and "SIGTERM" in reason

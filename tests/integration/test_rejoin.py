@@ -17,7 +17,6 @@ SMALL = ("--layers", 1, "--width", 32, "--seq-len", 16, "--lr", 1e-4)
 
 
 def start(directory, data_dir, holds=(), **options) -> support.Run:
-    """With ``script`` unhurried where groups have to be back before the last step."""
     return support.start(directory, data_dir, holds, **{"steps": STEPS, "rejoin": REJOIN, "own": SMALL, **options})
 
 
@@ -56,9 +55,8 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     again with others, in the same process. One is frozen on its way for many steps, and nobody waits for it."""
     holds = [Hold(1, None, "follow", incarnation=number) for number in (2, 3)] + [Hold(3, None, "follow", incarnation=2)]
     checkpoints = {"directory": str(tmp_path / "saved"), "period_s": 0.2}
-    over = tmp_path / "over"
-    script = support.unhurried(tmp_path / "train.py", over, STEPS)
-    run = start(tmp_path / "run", data_dir, holds, checkpoint=checkpoints, script=script)
+    gate = support.Gate(tmp_path, slowly=STEPS)
+    run = start(tmp_path / "run", data_dir, holds, checkpoint=checkpoints, script=gate.script)
     support.wait_for_step(run, 3)
     for victims in [(0,), (1, 3)]:
         run.process.send_signal(signal.SIGSTOP)  # none of them is started again before all are dead
@@ -85,7 +83,7 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     for victim in (0, 2):
         kill(run, victim)
         await_back(run, victim, 2)
-    over.touch()
+    gate.open()
     check(run, reference)
     assert len(run.events("inject")) == 9 and len(run.events("rejoined")) == 8, "one was killed on its way back"
     assert back(run, 1) == [1, 3]
@@ -100,15 +98,14 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
 
 def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
     """Each rank follows those of its own position; one that dies takes the other along, and both come back."""
-    over, steps = tmp_path / "over", STEPS // 3
-    script = support.unhurried(tmp_path / "train.py", over, steps)
-    run = start(tmp_path / "run", data_dir, extra=["--ranks-per-group", 2], steps=steps, script=script)
+    gate, steps = support.Gate(tmp_path, slowly=STEPS // 3), STEPS // 3
+    run = start(tmp_path / "run", data_dir, extra=["--ranks-per-group", 2], steps=steps, script=gate.script)
     support.wait_for_step(run, 3)
     kill(run, 1, position=1)
     await_back(run, 1, 1)
     kill(run, 1, position=0)
     await_back(run, 1, 2)
-    over.touch()
+    gate.open()
     check(run)
     assert checkers.largest_loss_difference(run.history, reference.history) < checkers.LOSS_TOLERANCE
 
@@ -116,17 +113,17 @@ def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
 def test_a_pipeline_comes_back(tmp_path, data_dir):
     """The optimizer's state is in parts at the ranks of the group (ZeRO-1)."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    over, steps = tmp_path / "over", 80
+    steps = 80
     options = {"steps": steps, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
     alone = deepspeed_kills.start(tmp_path / "alone", data_dir, **options)
     alone.check()
     holds = [Hold(1, 4, "forward", position=1), Hold(0, 8, "begin"), Hold(1, None, "warm", incarnation=1)]
-    script = support.unhurried(tmp_path / "train.py", over, steps, deepspeed_kills.SCRIPT)
-    run = deepspeed_kills.start(tmp_path / "run", data_dir, holds, script=script, **options)
+    gate = support.Gate(tmp_path, slowly=steps, script=deepspeed_kills.SCRIPT)
+    run = deepspeed_kills.start(tmp_path / "run", data_dir, holds, script=gate.script, **options)
     run.strike(holds[0])
     # One group alone would be done before the other has made its pipeline again.
     for frozen in [support.await_held(run, group) for group in (0, 1)]:
         os.kill(frozen, signal.SIGCONT)
     await_back(run, 1, 1)
-    over.touch()
+    gate.open()
     check(run, alone)

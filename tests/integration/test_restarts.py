@@ -17,8 +17,7 @@ import pytest
 from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import inject, processes
 from tests import support
-from tests.integration.test_hosts import free_port
-from tests.stores import await_
+from tests.stores import await_, held_port
 
 GROUPS = 3
 SCRIPT = """
@@ -277,14 +276,15 @@ HOSTS = 4
 @pytest.fixture
 def several(tmp_path):
     """Two groups of two ranks on four hosts, each an agent with a loopback address of its own."""
-    port = free_port()
+    held = held_port()
     detector = {"heartbeat_timeout_s": support.TIMEOUT_S}  # no host is lost: a busy one must not be taken for that
     config = support.write_config(tmp_path / "config.json", rejoin={"enabled": True}, detector=detector)
     text = script(tmp_path / "script.py", "")
     agents = []
     for host in range(HOSTS):
         flags = ["--groups", 2, "--ranks-per-group", 2, "--config", config, "--run-dir", tmp_path / "run"]
-        where = ["--hosts", HOSTS, "--host-rank", host, "--store", f"127.0.0.1:{port}", "--address", f"127.0.0.{host + 1}"]
+        where = ["--hosts", HOSTS, "--host-rank", host, "--store", f"127.0.0.1:{held.getsockname()[1]}"]
+        where += ["--address", f"127.0.0.{host + 1}"]
         agents.append(
             subprocess.Popen(
                 support.command("launch", *flags, *where, text),
@@ -298,6 +298,7 @@ def several(tmp_path):
     for agent in agents:
         agent.kill()
         agent.communicate()
+    held.close()
 
 
 def test_hosts_that_share_a_group_start_it_again_as_one(several):

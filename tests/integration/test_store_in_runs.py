@@ -66,13 +66,14 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
 @pytest.mark.parametrize("first", ["store", "rank"])
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
     hold = Hold(1, 4, "reduce", 1)
-    run = support.start(tmp_path / "run", data_dir, [hold], script=support.gated_script(tmp_path / "train.py", 6))
+    gate = support.Gate(tmp_path, 6)
+    run = support.start(tmp_path / "run", data_dir, [hold], script=gate.script)
     support.await_held(run, hold.group)
     kills = [lambda: os.kill(store_of(run.directory), signal.SIGKILL), lambda: run.strike_in_step(hold)]
     for kill in kills if first == "store" else reversed(kills):
         kill()
     support.wait_for(lambda: restarts(run) == 1, run)  # it is there before its keeper says so
-    support.open_gate(run, 6)
+    gate.open()
     run.check(reference)
     assert restarts(run) == 1
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]

@@ -23,13 +23,13 @@ def test_a_slow_group_is_reported_and_gets_less_to_do(tmp_path, data_dir):
     reference = support.start(tmp_path / "reference", data_dir, steps=steps)
     reference.check()
     detector = {"straggler_factor": 2.0}
-    script = support.gated_script(tmp_path / "train.py", 1)
-    run = support.start(tmp_path / "run", data_dir, steps=steps, detector=detector, script=script)
+    gate = support.Gate(tmp_path, 1)
+    run = support.start(tmp_path / "run", data_dir, steps=steps, detector=detector, script=gate.script)
     schedule = tmp_path / "slow.json"
     schedule.write_text(json.dumps({"faults": [{"kind": "slow", "group": 1, "factor": 12.0, "steps": 16, "step": 2}]}))
     injector = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
     support.wait_for(points.mailbox(run.directory, 1, 0).exists, run)
-    support.open_gate(run, 1)
+    gate.open()
     run.check(reference)
     assert injector.wait(support.TIMEOUT_S) == 0
     found = [line for line in run.events("stragglers") if "1" in line["slow"]]

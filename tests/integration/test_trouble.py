@@ -14,8 +14,6 @@ from megatron_ft.runtime.points import Hold
 from tests import support
 from tests.stores import parent_of, store_of
 
-GATE = 5
-
 
 @pytest.mark.parametrize(
     "hold", [Hold(2, 3, "reduce", 1), Hold(0, 3, "update")], ids=["in an all-reduce", "the writer, before it wrote"]
@@ -54,13 +52,14 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
 
 def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
     """Agent, store and its keeper are frozen in the middle of a run: the steps go on without them."""
-    run = support.start(tmp_path / "run", data_dir, steps=40, script=support.gated_script(tmp_path / "train.py", 20))
+    gate = support.Gate(tmp_path, 20)
+    run = support.start(tmp_path / "run", data_dir, steps=40, script=gate.script)
     support.wait_for_step(run, 5)
     store = store_of(run.directory)
     frozen = (run.process.pid, parent_of(store), store)
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    support.open_gate(run, 20)
+    gate.open()
     support.wait_for_step(run, 39)
     assert not run.events("end"), "agreeing on the end needs the store"
     for pid in frozen:
@@ -69,13 +68,13 @@ def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
 
 
 def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, data_dir, reference):
-    run = start_tracked(tmp_path, data_dir)
+    run, gate = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)
     killed = tracker_pid(run)
     os.kill(killed, signal.SIGKILL)
     # At the end nobody waits long for a tracker: the new one has to be there by then.
     support.wait_for(lambda: any(f".{killed}." not in file.name for file in run.directory.glob("tensorboard/*")), run)
-    support.open_gate(run, GATE)
+    gate.open()
     run.check(reference)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,19 +84,19 @@ def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, 
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, data_dir, reference):
-    run = start_tracked(tmp_path, data_dir)
+    run, gate = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)
     hung = tracker_pid(run)
     os.kill(hung, signal.SIGSTOP)
-    support.open_gate(run, GATE)
+    gate.open()
     run.check(reference)
     assert not os.path.exists(f"/proc/{hung}")
 
 
-def start_tracked(tmp_path: Path, data_dir: Path) -> support.Run:
+def start_tracked(tmp_path: Path, data_dir: Path) -> tuple[support.Run, support.Gate]:
     """The run stays until what shall happen to its tracker has happened."""
-    script = support.gated_script(tmp_path / "train.py", GATE)
-    return support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"), script=script)
+    gate = support.Gate(tmp_path, 5)
+    return support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"), script=gate.script), gate
 
 
 def tracker_pid(run: support.Run) -> int:

@@ -14,7 +14,6 @@ from megatron_ft.faults import checkers, inject
 from megatron_ft.launch import addresses
 from megatron_ft.runtime import history
 from tests import netlab, support
-from tests.gate import SHUT, Gate
 
 STEPS, GROUPS = 40, 3
 LONG = 60
@@ -54,7 +53,7 @@ def failure_free(tmp_path_factory, data_dir) -> list[dict]:
 def run(lab, request, tmp_path, data_dir):
     """A run on all of them, with the detector's settings of ``request``; its parts are ended by pid, whatever the test did.
     It makes its last steps when its gate is opened."""
-    gate = Gate(tmp_path, SHUT, HELD)
+    gate = support.Gate(tmp_path, HELD)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # each agent believes that it has the machine for itself
     agents = []
     for host in lab.hosts:
@@ -98,7 +97,7 @@ def silences(run) -> set[tuple[str, str]]:
 
 def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
     # All are between two steps: no view is made before both of the others have said what they miss.
-    support.wait_for(lambda: run.gate.waiting() == GROUPS, run)
+    support.wait_for(lambda: run.gate.waiting(HELD) == GROUPS, run)
     lab.cut(2)
     support.wait_for(lambda: {(name(lab.address(host)), name(lab.address(2))) for host in (0, 1)} <= silences(run), run)
     views = check(run, [0, 1])
@@ -112,7 +111,7 @@ def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
 
 def test_a_link_cut_one_way_costs_one_of_its_two_ends(lab, run):
     """Host 1 does not hear host 2; host 0 hears both, and both hear host 0: one of 1 and 2 leaves, never both."""
-    support.wait_for(lambda: run.gate.waiting() == GROUPS, run)
+    support.wait_for(lambda: run.gate.waiting(HELD) == GROUPS, run)
     lab.deafen(1, to=2)
     support.wait_for(lambda: silences(run), run)
     views = check(run, [0, 1])
@@ -197,7 +196,7 @@ class Spared:
     def __init__(self, lab, directory, data_dir) -> None:
         self.lab, self.directory, self.data_dir = lab, directory, data_dir
         self.agents: list[subprocess.Popen] = []
-        self.gate = Gate(directory)
+        self.gate = support.Gate(directory, slowly=LONG)
 
     def start(self, address, said: bool = False) -> None:
         """``said``: the hosts are told which address is theirs."""

@@ -13,7 +13,6 @@ import pytest
 from megatron_ft.faults import checkers
 from megatron_ft.runtime import history
 from tests import netlab, support
-from tests.gate import Gate
 from tests.stores import etcd_missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())]
@@ -51,7 +50,7 @@ class Launch:
         self.lab, self.directory = lab, directory
         config = settings(directory / "config.json")
         self.agents: dict[int, subprocess.Popen] = {}
-        self.gate = Gate(directory)
+        self.gate = support.Gate(directory, slowly=STEPS)
         what = script(data_dir, steps, support.SCRIPT if steps == ENDLESS else self.gate.script)
         for host in lab.hosts:
             where = ["--hosts", HOSTS, "--spare-hosts", HOSTS - GROUPS, "--host-rank", host, "--groups", GROUPS]

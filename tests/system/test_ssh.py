@@ -14,7 +14,6 @@ import pytest
 from megatron_ft.faults import checkers
 from megatron_ft.runtime import history
 from tests import sshd, support
-from tests.gate import Gate
 from tests.stores import await_
 from tools import proc
 
@@ -57,7 +56,7 @@ class Job:
         self.run_dir = directory / "runs" / "a"
         self.hosts = [f"root@{lab.address(host)} slots=1" for host in range(GROUPS + SPARES)]
         self.process: subprocess.Popen | None = None
-        self.gate = Gate(directory)
+        self.gate = support.Gate(directory, slowly=STEPS)
 
     def start(self, *options, steps: int = STEPS, cwd: Path = support.ROOT, saves: bool = False, **detector) -> None:
         (self.directory / "hosts").write_text("\n".join(self.hosts))
