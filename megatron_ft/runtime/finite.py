@@ -12,14 +12,16 @@ nobody else leaves. Of several groups that find one in the same step only the fi
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import isfinite
 
 from megatron_ft.engines.base import Engine, StepResult
-from megatron_ft.errors import RunStopped
+from megatron_ft.errors import RunStopped, StoreError
 from megatron_ft.runtime.agreement import Agreement
 from megatron_ft.runtime.history import History
 from megatron_ft.types import Microbatch
 
+_STOP = "nonfinite/stop"
 MOST_IN_A_ROW = 10
 """A model that has diverged does not recover by skipping: after so many steps in a row the run stops."""
 
@@ -47,6 +49,11 @@ class NonFinite:
             )
         self._kept = step
 
+    def stopped(self) -> str | None:
+        """Why the others have ended, if it is this; asked when groups are lost. A group that was still in that step would
+        compute theirs again, perhaps get a gradient that is finite, and go on alone."""
+        return self._agreement.get(_STOP) if self._policy == "stop" else None
+
     def check(self, result: StepResult, engine: Engine) -> None:
         """After each update. Raises ``RunStopped`` when the run must not go on, in every group alike."""
         if isfinite(result.gradient_norm):
@@ -57,7 +64,10 @@ class NonFinite:
             self._history.note("nonfinite", group=self._group, step=result.step, policy=self._policy)
         what = f"step {result.step}: the gradient's norm is {result.gradient_norm}"
         if self._policy == "stop":
-            raise RunStopped(f"{what}, and nonfinite is 'stop'; the groups it came from are in the run record")
+            why = f"{what}, and nonfinite is 'stop'; the groups it came from are in the run record"
+            with suppress(StoreError):
+                self._agreement.say(_STOP, why)  # before it ends: who is still in that step hears of an end, and asks
+            raise RunStopped(why)
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunStopped(f"{what}, like those of the {MOST_IN_A_ROW - 1} steps before; the model has diverged")
         print(f"megatron_ft: group {self._group}: {what}; the update is skipped", flush=True)

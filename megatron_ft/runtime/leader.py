@@ -467,6 +467,9 @@ class Leader:
         if view.epoch <= self._state.view.epoch:
             return
         self._agreement.adopted(view)
+        if view.lost and (why := self._rank.nonfinite.stopped()):
+            self._crew.stop(why, False)
+            raise RunStopped(why)
         if self._lingers:
             self._lingers = False
             self._crew.close_epoch()

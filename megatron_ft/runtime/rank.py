@@ -89,7 +89,7 @@ class Rank:
         self._began = self._written = 0.0
         self.lost_because = ""
         self._env, self._config, self._settings = env, env.config, env.config.fault_tolerance
-        self._nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
+        self.nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
         self._connector = Connector(env, agreement)
         self._prefetcher = Prefetcher(random_state=lambda: torch.get_rng_state().tolist())
         self.engine: Engine | JointEngine | None = None
@@ -244,7 +244,7 @@ class Rank:
             seed = microbatch_seed(self._settings.seed, microbatch)
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
             self.points.corrupt(step, self.engine)
-            self._nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
+            self.nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
         self.pulse.advance()
         return prefetched, time.monotonic() - started
 
@@ -421,7 +421,7 @@ class Rank:
         self.timeline.assign(self.result.step, epoch)
         if time.monotonic() - self._began > _LONG_S:
             self._write_down()  # at once: the next chance may be minutes away
-        self._nonfinite.check(self.result, self.engine)
+        self.nonfinite.check(self.result, self.engine)
 
     def _meanwhile(self) -> None:
         """What is done while reductions are on their way."""

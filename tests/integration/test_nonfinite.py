@@ -48,6 +48,39 @@ def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
     assert [line["group"] for line in run.events("nonfinite")] == [1]
 
 
+LOSES_THE_SUM = """
+import os, time
+from pathlib import Path
+from megatron_ft.runtime.communicator import Broken
+from megatron_ft.runtime.reduction import Reduction
+start, reduce, all_started = Reduction._start, Reduction._finish, []
+def starts(self, outer, step, bucket):
+    start(self, outer, step, bucket)
+    self.now = step
+def loses(self, bucket):
+    reduce(self, bucket)
+    if self.now == 3 and not all_started:
+        all_started.append(bucket)
+        while not Path({ended!r}).exists():
+            time.sleep(0.01)
+        raise Broken("the others are gone")
+if os.environ["MEGATRON_FT_GROUP"] == "3":
+    Reduction._start, Reduction._finish = starts, loses
+"""
+
+
+def test_who_is_still_in_that_step_when_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir):
+    """The last group's sums are lost when the others end, who had them. Without their gradient its own step is finite."""
+    ended = tmp_path / "ended"
+    script = support.changed_script(tmp_path / "train.py", LOSES_THE_SUM.format(ended=str(ended)))
+    run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop", script=script)
+    support.wait_for(lambda: {0, 1, 2} <= {line["group"] for line in run.events("fault")}, run)
+    ended.touch()
+    said = " ".join(run.finish().split())
+    assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
+    assert [line["step"] for line in run.events("step")] == [0, 1, 2, 3]
+
+
 def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir):
     reference = support.start(tmp_path / "reference", data_dir, steps=30)
     reference.check()

@@ -45,6 +45,7 @@ def view_of_the_others(leader: Leader) -> View:
 def test_a_view_that_is_outdated_when_it_is_adopted_takes_nothing_from_the_next(tmp_path):
     """Groups 0 and 2 are dead by then: group 1 adopts view 1 and, in there, view 2, and has to write the record."""
     rank = MagicMock(group=1, incarnation=0, size=1, inner=None, num_buckets=2, lost_because="")
+    rank.nonfinite.stopped.return_value = None
     first = View(epoch=0, live=tuple(range(GROUPS)), reason="the run starts", step=0, begun=Begun(tuple(range(GROUPS))))
     config = RunConfig(groups=GROUPS, microbatches_per_group=2)
     leader = Leader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
