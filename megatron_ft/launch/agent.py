@@ -370,7 +370,8 @@ class Agent:
         first = min(position for group, position in self._hosts.ranks if group == start.group)
         owner = self._voice.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
         if owner not in (None, self._hosts.place.rank):
-            self._returns.forget(start.group)  # it was taken for lost; the news that it has been replaced is on its way
+            self._returns.forget(start.group)
+            self._idles = True  # it was taken for lost; the news that it has been replaced is on its way, and it stays
         return owner == self._hosts.place.rank
 
     def _start_again(self, start: returns.Start) -> None:

@@ -33,6 +33,7 @@ class Spare:
         self._hosts, self._voice, self._returns = hosts, voice, returns
         self._refused: set[tuple[int, GroupId]] = set()
         self._unwanted: set[GroupId] = set()
+        self._ended: list[detector.Ended] = []
         self._silences: dict[tuple[Unit, Unit], detector.Silent] = {}
 
     def hear(self, signal: detector.Signal) -> None:
@@ -43,9 +44,8 @@ class Spare:
                 self._silences.pop(signal.units, None)
             case detector.Silent():
                 self._silences[signal.units] = signal
-            case detector.Ended(exit=exit_, incarnation=incarnation):
-                if restarts.kind_of(exit_, incarnation, self._returns.seats) in restarts.WANTED:
-                    self._unwanted.add(exit_.group)
+            case detector.Ended():
+                self._ended.append(signal)
             case _ if isinstance(verdict := detector.judge(signal), Leaves):
                 self._unwanted.add(verdict.group)
 
@@ -54,11 +54,19 @@ class Spare:
         me = self._hosts.place.rank
         if self._voice.away or any(host == me for host, _ in self._refused):
             return []
+        self._judge()
         away = self._hosts.beats.silent() | self._accused()
         lost = spares.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
         fit = spares.fitting(lost, self._hosts.room - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
         return [(part, last) for part, last in found if last is not None]
+
+    def _judge(self) -> None:
+        """Now: when it was heard, the view that says whether the others go on without that group may not have been."""
+        ended, self._ended = self._ended, []
+        for end in ended:
+            if restarts.kind_of(end.exit, end.incarnation, self._returns.seats) in restarts.WANTED:
+                self._unwanted.add(end.exit.group)
 
     def _accused(self) -> set[int]:
         """Hosts that others do not hear, of those that this one does not listen to: they are too many."""

@@ -166,6 +166,7 @@ class Voice:
             return None
         if self._away_until is not None:
             say("the control store answers again")
+            self.stir()  # what was asked in vain counts as asked
         self._away_until = None
         return answer
 

@@ -386,6 +386,15 @@ def test_a_group_that_left_or_was_told_to_end_is_not_taken_over(spare):
     assert look_around() == []
 
 
+def test_a_group_that_was_left_out_and_ended_is_taken_over_even_if_both_are_heard_at_once(spare):
+    """With the view of before, the run would look as if it had stopped."""
+    store, hosts, look_around = spare
+    hosts.silent = {1}
+    store.log.append(dead(1, signal=None, code=RunStopped.exit_code))
+    store.view = View(1, (0,), "group 1 was cut off")
+    assert look_around() == [(1, 0)]
+
+
 def test_a_group_that_failed_too_often_at_home_is_taken_over_and_no_more_than_fits(spare):
     store, hosts, look_around = spare
     store.log += [dead(0), dead(1), detector.Refused(0, 0, 0), detector.Refused(1, 1, 0)]

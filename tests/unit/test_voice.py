@@ -67,6 +67,17 @@ def test_the_newest_view_is_found_from_any_older_one(place, agent):
     assert newest.epoch == 2 and agent.newest_view(newest) == newest
 
 
+def test_what_was_asked_in_vain_is_asked_again_when_the_store_answers_something_else(place, agent):
+    """Else its agent would take the oldest view for the newest: a group that was left out, for one whose run is over."""
+    agent.listen()
+    place.client().set("view/1", View(1, (0,), "").to_json())
+    agent._away_until = float("inf")  # as after a question that nobody has answered
+    assert agent.newest_view(FIRST) == FIRST
+    agent._away_until = 0.0
+    agent.tell(RESETS[0])
+    assert not agent.away and agent.newest_view(FIRST).epoch == 1
+
+
 def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent):
     """The survivors put back their newest view only; what was said before is said again."""
     agent.tell(RESETS[0])
