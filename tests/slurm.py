@@ -70,8 +70,7 @@ def failure_free(steps: int):
 class Submission:
     """What ``sbatch`` has been given, with these options: the example with three groups, checkpoints and a spare node.
 
-    It makes ``steps`` steps, slowly until :meth:`go`: it does not end before its test has seen
-    what it waits for.
+    It makes ``steps`` steps, slowly until :meth:`go`: it does not end before its test has seen what it waits for.
     """
 
     def __init__(
