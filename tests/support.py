@@ -217,7 +217,7 @@ class Gate:
 
     def __init__(self, directory: Path, *shut: int, slowly: int = 0, script: Path = SCRIPT) -> None:
         self._directory = directory / "gate"
-        self._directory.mkdir()
+        self._directory.mkdir(exist_ok=True)  # a job that goes on has its gate where it was
         longest_s = 2 * TIMEOUT_S
         slower_s = 2 * longest_s / slowly**2 if slowly else 0.0
         change = _GATE.format(here=str(self._directory), shut=shut, slower_s=slower_s, longest_s=longest_s)
