@@ -6,8 +6,9 @@ thread and has not touched a device. A rank forked from it is the agent's child 
 it adopt), so everything between the two is as if the agent had started it itself: it is waited for, and it ends with the
 agent.
 
-Failures it assumes: the server cannot be started, or dies: the agent starts the rank as an interpreter of its own then.
-Ranks that were forked already need it no more.
+Failures it assumes: the server cannot be started, is silent or dies: the agent starts the rank as an interpreter of its own
+then. Ranks that were forked already need it no more. A rank begins when the agent says so, which it does once it knows of
+it: one whose start was given up, because the server answered too late, ends instead, or there would be two of it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SERVE = "--serve-forks"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")
 """Before a request its length, and the pid that is the answer."""
+_BEGIN = b"1"
 _START_S, _ANSWER_S = 120.0, 10.0
 """Importing takes that long on the slowest of file systems; a fork that long on a host that swaps. An agent that waits for
 it looks after nothing else."""
@@ -110,12 +112,17 @@ class ForkServer:
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> Forked:
         """Run ``launch.bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
-        try:
-            socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno()])
-            self._end.sendall(request)
-            answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
-        except OSError as error:
-            raise self._failed(f"does not answer ({error})") from None
+        begins, begin = os.pipe()
+        with open(begin, "wb", buffering=0) as begin_it:
+            try:
+                with open(begins, "rb", buffering=0):
+                    socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno(), begins])
+                self._end.sendall(request)
+                answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
+                if len(answer) == _LENGTH.size:
+                    begin_it.write(_BEGIN)
+            except OSError as error:
+                raise self._failed(f"does not answer ({error})") from None
         if len(answer) < _LENGTH.size:
             raise self._failed("has ended")
         self._end.settimeout(_ANSWER_S)
@@ -164,15 +171,20 @@ def serve(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # what is shared with the ranks stays shared: their collectors do not write to it
     while True:
-        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 1)
+        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
         if not length:
             os._exit(0)
         request = end.recv(*_LENGTH.unpack(length), socket.MSG_WAITALL)
         if not _fork(end, agent):
             break
-        os.close(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
     end.close()
-    _become(json.loads(request), *descriptors)
+    output, begins = descriptors
+    if os.read(begins, 1) != _BEGIN:
+        os._exit(1)  # the agent has started another one
+    os.close(begins)
+    _become(json.loads(request), output)
 
 
 def _fork(end: socket.socket, agent: int) -> bool:

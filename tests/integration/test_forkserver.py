@@ -71,6 +71,23 @@ def test_its_death_is_seen_like_any_childs(tmp_path, server, script):
     rank.kill()  # nobody
 
 
+def test_a_rank_that_is_forked_too_late_does_not_begin(tmp_path, script, monkeypatch):
+    """Its agent has started it otherwise by then."""
+    monkeypatch.setattr(forkserver, "_ANSWER_S", 0.2)
+    server, own = forkserver.ForkServer(os.environ), environment(os.getpid())
+    with (tmp_path / "log").open("wb") as output:
+        assert server.start([str(script), str(tmp_path / "said")], own, output).wait() == 0
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(forkserver.NotForked, match="does not answer"):
+            server.start([str(script), str(tmp_path / "late")], own, output)
+        os.kill(server.pid, signal.SIGCONT)
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED)
+    server.close()
+    ctypes.CDLL(None).prctl(36, 0)
+    assert ended.si_pid != server.pid and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 1)
+    assert not (tmp_path / "late").exists()
+
+
 AGENT = """
 import os, sys, time
 from megatron_ft.launch import forkserver
