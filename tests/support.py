@@ -153,6 +153,20 @@ def await_held(run: Run, group: int, position: int = 0) -> int:
     return inject.pid_of(run.directory, group, position)
 
 
+def inject_when_ready(
+    run: Run, gate: Gate, before: int, schedule: object, *options: object, orders: Iterable[int]
+) -> subprocess.CompletedProcess:
+    """Run an injector to its end. It is as slow to start as a run, so the gate in front of the step ``before`` is opened
+    when there are orders for these groups."""
+    words = command("inject", run.directory, schedule, *options)
+    injector = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    for group in orders:
+        wait_for(points.mailbox(run.directory, group, 0).exists, run)
+    gate.open(before)
+    said = injector.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(words, injector.returncode, *said)
+
+
 def kill(pids: Iterable[int]) -> None:
     """All of them, then wait until each has ended, with every thread of it: nothing it has had is held any more."""
     ends = []

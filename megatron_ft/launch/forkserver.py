@@ -113,18 +113,16 @@ class ForkServer:
         """Run ``launch.bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         begins, begin = os.pipe()
-        with open(begin, "wb", buffering=0) as begin_it:
+        with open(begins, "rb", buffering=0), open(begin, "wb", buffering=0) as told:
             try:
-                with open(begins, "rb", buffering=0):
-                    socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno(), begins])
+                socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno(), begins])
                 self._end.sendall(request)
                 answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
-                if len(answer) == _LENGTH.size:
-                    begin_it.write(_BEGIN)
             except OSError as error:
                 raise self._failed(f"does not answer ({error})") from None
-        if len(answer) < _LENGTH.size:
-            raise self._failed("has ended")
+            if len(answer) < _LENGTH.size:
+                raise self._failed("has ended")
+            told.write(_BEGIN)
         self._end.settimeout(_ANSWER_S)
         return Forked(*_LENGTH.unpack(answer))
 

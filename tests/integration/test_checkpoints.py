@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.faults import checkers, inject
+from megatron_ft.faults import checkers, inject, processes
 from megatron_ft.runtime import checkpoint
 from megatron_ft.runtime.checkpoint.memory import Shelf
 from megatron_ft.runtime.points import Hold
@@ -30,7 +29,7 @@ def start(directory: Path, data_dir: Path, saved: Path, period_s: float = ONCE, 
 
 
 def pids_of(run: support.Run) -> list[int]:
-    return [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
+    return [rank.pid for rank in processes.ranks(run.directory)]
 
 
 def complete(saved: Path) -> list[int]:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,19 +39,6 @@ def start(tmp_path, data_dir, *gates: int, **options) -> tuple[support.Run, supp
     return support.start(tmp_path / "run", data_dir, steps=STEPS, script=gate.script, **options), gate
 
 
-def inject(
-    run: support.Run, gate: support.Gate, schedule: str, *options: object, orders: Sequence[int]
-) -> subprocess.CompletedProcess:
-    """The run goes on from ``FIRST`` when there are orders for these groups; it waits at ``LATE`` afterwards."""
-    command = support.command("inject", run.directory, schedule, *options)
-    injector = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=support.ROOT)
-    for group in orders:
-        support.wait_for(points.mailbox(run.directory, group, 0).exists, run)
-    gate.open(FIRST)
-    said = injector.communicate(timeout=support.TIMEOUT_S)
-    return subprocess.CompletedProcess(command, injector.returncode, *said)
-
-
 def write(path, *faults) -> str:
     path.write_text(json.dumps({"faults": list(faults)}))
     return str(path)
@@ -68,7 +54,7 @@ def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, l
         {"kind": "oom", "group": 3, "step": STEPS - 1},
     )
     run, gate = start(tmp_path, data_dir, FIRST, LATE)
-    done = inject(run, gate, schedule, orders=(1, 2))
+    done = support.inject_when_ready(run, gate, FIRST, schedule, orders=(1, 2))
     gate.open(LATE)
     run.check(long_reference)
     assert "3 of 4 faults injected" in done.stdout, done.stdout + done.stderr
@@ -138,7 +124,7 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
         {"kind": "kill", "group": 0, "step": 10, "point": "backward"},
     )
     run, gate = start(tmp_path, data_dir, FIRST, LATE)
-    done = inject(run, gate, schedule, "--min-survivors", 2, orders=(0, 2))
+    done = support.inject_when_ready(run, gate, FIRST, schedule, "--min-survivors", 2, orders=(0, 2))
     support.wait_for(lambda: [line["what"] for line in run.events("store")].count("restarted") == 2, run)
     gate.open(LATE)
     run.check(long_reference)
@@ -153,7 +139,7 @@ def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir)
     detector = {"stopped_timeout_s": 0.5}
     run, gate = start(tmp_path, data_dir, FIRST, LATE, groups=3, extra=["--ranks-per-group", "2"], detector=detector)
     fault = {"kind": "kill", "group": 1, "position": "all", "step": 3, "point": "bucket", "bucket": 0}
-    done = inject(run, gate, write(tmp_path / "schedule.json", fault), orders=(1,))
+    done = support.inject_when_ready(run, gate, FIRST, write(tmp_path / "schedule.json", fault), orders=(1,))
     gate.open(LATE)
     run.check()
     assert "not reached" in done.stdout, done.stdout
@@ -188,7 +174,7 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
 def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, long_reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
     run, gate = start(tmp_path, data_dir, FIRST)
-    done = inject(run, gate, schedule, orders=(1,))
+    done = support.inject_when_ready(run, gate, FIRST, schedule, orders=(1,))
     run.check(long_reference)
     assert done.returncode == 0, done.stdout
     assert not run.events("fault")

@@ -18,6 +18,7 @@ from megatron_ft.launch.forkserver import AGENT_VARIABLE
 from megatron_ft.runtime import history
 from tests import support
 from tests.support import ft
+from tools import proc
 
 ABOUT_THE_STORE = re.compile("control store .*training goes on without it|the control store answers again")
 
@@ -40,14 +41,7 @@ def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None
 
 def living_ranks(agent: int) -> list[int]:
     """Processes whose environment names that agent: a rank that was forked has its own values in memory only."""
-    mark, found = f"{AGENT_VARIABLE}={agent}".encode(), []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+    return [pid for pid in proc.pids() if f"{AGENT_VARIABLE}={agent}" in proc.environment(pid)]
 
 
 def script(path: Path, text: str) -> Path:

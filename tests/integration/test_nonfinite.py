@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
 
-from megatron_ft.runtime import points
-from megatron_ft.runtime.points import Hold
 from tests import support
 
 
-def start_with_nan(directory, data_dir, group: int, step: int, **options) -> support.Run:
-    """A run in which a gradient of that group becomes NaN. The group stands still until it has the order: whichever of the
-    two commands is up first."""
+def start_with_nan(directory, data_dir, group: int, step: int, script=support.SCRIPT, **options) -> support.Run:
+    """A run in which a gradient of that group becomes NaN."""
     path = directory.with_suffix(".faults.json")
     path.write_text(json.dumps({"faults": [{"kind": "nan", "group": group, "step": step}]}))
-    run = support.start(directory, data_dir, [Hold(group, step - 2, "begin")], **options)
-    frozen = support.await_held(run, group)
-    command = support.command("inject", run.directory, path)
-    injector = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=support.ROOT)
-    support.wait_for(points.mailbox(run.directory, group, 0).exists, run)
-    os.kill(frozen, signal.SIGCONT)
-    said, _ = injector.communicate(timeout=support.TIMEOUT_S)
-    assert injector.returncode == 0, said
+    gate = support.Gate(directory.parent, step - 2, script=script)
+    run = support.start(directory, data_dir, script=gate.script, **options)
+    done = support.inject_when_ready(run, gate, step - 2, path, orders=(group,))
+    assert done.returncode == 0, done.stdout + done.stderr
     return run
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 
-from megatron_ft.runtime import points
 from tests import support
 
 
@@ -27,11 +26,9 @@ def test_a_slow_group_is_reported_and_gets_less_to_do(tmp_path, data_dir):
     run = support.start(tmp_path / "run", data_dir, steps=steps, detector=detector, script=gate.script)
     schedule = tmp_path / "slow.json"
     schedule.write_text(json.dumps({"faults": [{"kind": "slow", "group": 1, "factor": 12.0, "steps": 16, "step": 2}]}))
-    injector = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
-    support.wait_for(points.mailbox(run.directory, 1, 0).exists, run)
-    gate.open()
+    done = support.inject_when_ready(run, gate, 1, schedule, orders=(1,))
+    assert done.returncode == 0, done.stdout + done.stderr
     run.check(reference)
-    assert injector.wait(support.TIMEOUT_S) == 0
     found = [line for line in run.events("stragglers") if "1" in line["slow"]]
     assert found and found[0]["slow"]["1"] >= 2.0, run.events("step")
     share = computed(run, 1)[found[0]["step"] + 1]

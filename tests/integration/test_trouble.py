@@ -13,6 +13,7 @@ from megatron_ft.faults import inject
 from megatron_ft.runtime.points import Hold
 from tests import support
 from tests.stores import parent_of, store_of
+from tools import proc
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,4 @@ def tracker_pid(run: support.Run) -> int:
 
 def trackers(run: support.Run) -> list[int]:
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"megatron_ft.report.tracker" in command_line(pid)]
-
-
-def command_line(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    return [pid for pid in map(int, children) if "megatron_ft.report.tracker" in proc.command(pid)]
