@@ -141,9 +141,11 @@ class Crew:
         """The run has ended."""
         self._order("end")
 
-    def stop(self, reason: str, left: bool) -> None:
-        """The group does not go on."""
-        self._order("stop", reason=reason, left=left)
+    def stop(self, reason: str, left: bool, nonfinite: int | None = None) -> None:
+        """The group does not go on. ``nonfinite``: the step, if that is why, whose gradient may have been this group's."""
+        self._order("stop", reason=reason, left=left, nonfinite=nonfinite)
+        if nonfinite is not None:
+            self.rank.nonfinite.name(nonfinite, self.rank.engine)
 
 
 def connect_together(rank: Rank, view: View, step: int, interrupted: Callable[[], bool]) -> int:

@@ -49,10 +49,16 @@ class NonFinite:
             )
         self._kept = step
 
-    def stopped(self) -> str | None:
-        """Why the others have ended, if it is this; asked when groups are lost. A group that was still in that step would
-        compute theirs again, perhaps get a gradient that is finite, and go on alone."""
-        return self._agreement.get(_STOP) if self._policy == "stop" else None
+    def stopped(self) -> tuple[int, str] | None:
+        """The step in which the others have ended, and why, if it is this; asked when groups are lost. A group that was
+        still in that step would compute theirs again, perhaps get a gradient that is finite, and go on alone."""
+        said = self._agreement.get(_STOP) if self._policy == "stop" else None
+        return (said["step"], said["why"]) if said else None
+
+    def name(self, step: int, engine: Engine) -> None:
+        """Put into the run record whose gradient it was, if it was this rank's."""
+        if not engine.local_finite():
+            self._history.note("nonfinite", group=self._group, step=step, policy=self._policy)
 
     def check(self, result: StepResult, engine: Engine) -> None:
         """After each update. Raises ``RunStopped`` when the run must not go on, in every group alike."""
@@ -60,13 +66,12 @@ class NonFinite:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        if not engine.local_finite():
-            self._history.note("nonfinite", group=self._group, step=result.step, policy=self._policy)
+        self.name(result.step, engine)
         what = f"step {result.step}: the gradient's norm is {result.gradient_norm}"
         if self._policy == "stop":
             why = f"{what}, and nonfinite is 'stop'; the groups it came from are in the run record"
-            with suppress(StoreError):
-                self._agreement.say(_STOP, why)  # before it ends: who is still in that step hears of an end, and asks
+            with suppress(StoreError):  # before it ends: who is still in that step hears of an end, and asks
+                self._agreement.say(_STOP, {"step": result.step, "why": why})
             raise RunStopped(why)
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunStopped(f"{what}, like those of the {MOST_IN_A_ROW - 1} steps before; the model has diverged")

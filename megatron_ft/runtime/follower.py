@@ -112,6 +112,8 @@ class Follower:
             case "fingerprint":
                 rank.fingerprint()
             case "stop":
+                if fields["nonfinite"] is not None:
+                    rank.nonfinite.name(fields["nonfinite"], rank.engine)
                 raise (GroupLeft if fields["left"] else RunStopped)(fields["reason"])
         return name
 

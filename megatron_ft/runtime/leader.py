@@ -467,8 +467,9 @@ class Leader:
         if view.epoch <= self._state.view.epoch:
             return
         self._agreement.adopted(view)
-        if view.lost and (why := self._rank.nonfinite.stopped()):
-            self._crew.stop(why, False)
+        if view.lost and (stopped := self._rank.nonfinite.stopped()):
+            step, why = stopped
+            self._crew.stop(why, False, nonfinite=step)
             raise RunStopped(why)
         if self._lingers:
             self._lingers = False

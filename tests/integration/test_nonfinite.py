@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from tests import support
 
 
@@ -54,21 +56,25 @@ def loses(self, bucket):
         while not Path({ended!r}).exists():
             time.sleep(0.01)
         raise Broken("the others are gone")
-if os.environ["MEGATRON_FT_GROUP"] == "3":
+if os.environ["MEGATRON_FT_GROUP"] == "{late}":
     Reduction._start, Reduction._finish = starts, loses
 """
 
 
-def test_who_is_still_in_that_step_when_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir):
-    """The last group's sums are lost when the others end, who had them. Without their gradient its own step is finite."""
+@pytest.mark.parametrize("late", [1, 3], ids=["it came from this group", "it came from another"])
+def test_who_is_still_in_that_step_when_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir, late):
+    """The late group's sums are lost when the others end, who had them. Without their gradient its own step may be
+    finite; and nobody but itself can say whether it was its own that was not."""
     ended = tmp_path / "ended"
-    script = support.changed_script(tmp_path / "train.py", LOSES_THE_SUM.format(ended=str(ended)))
+    script = support.changed_script(tmp_path / "train.py", LOSES_THE_SUM.format(ended=str(ended), late=late))
     run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop", script=script)
-    support.wait_for(lambda: {0, 1, 2} <= {line["group"] for line in run.events("fault")}, run)
+    others = set(range(support.GROUPS)) - {late}
+    support.wait_for(lambda: others <= {line["group"] for line in run.events("fault")}, run)
     ended.touch()
     said = " ".join(run.finish().split())
     assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
     assert [line["step"] for line in run.events("step")] == [0, 1, 2, 3]
+    assert [(line["group"], line["step"]) for line in run.events("nonfinite")] == [(1, 3)]
 
 
 def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir):
