@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 RUN := runs/demo
 RUNS ?= 60
 SEED ?= 0
+# The tests start thousands of processes. Where this is set, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-system chaos deepspeed-kills checkpoint-kills lint bench clean
 .DEFAULT_GOAL := help
