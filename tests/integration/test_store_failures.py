@@ -5,7 +5,6 @@ No call hangs, nothing is decided twice, and what was standing is put back by th
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,6 @@ from megatron_ft.runtime.store import (
     StoreSilent,
     patient,
 )
-from megatron_ft.runtime.store.tcp import TcpStore
 from tests.stores import DEADLINE_S, TcpServer, await_, store_threads
 
 SILENCE_S = 0.5
@@ -102,20 +100,6 @@ def test_every_call_on_a_killed_store_says_that_it_is_gone(server):
     for name in clients:
         with pytest.raises(StoreGone, match="is gone"):
             CALLS[name](clients[name])
-
-
-def test_a_store_that_dies_while_it_is_connected_to_is_gone_and_not_silent():
-    """It answers the plain socket; then torch is refused, and would try again for all the time a call may take."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()[:2]
-
-        def dies() -> None:
-            listener.accept()[0].close()
-            listener.close()
-
-        threading.Thread(target=dies, daemon=True).start()
-        with pytest.raises(StoreGone, match="is gone"):
-            TcpStore(address, PATIENCE_S).get("key")
 
 
 def test_who_waits_for_a_key_hears_of_the_death(server):

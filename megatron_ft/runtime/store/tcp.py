@@ -31,9 +31,6 @@ Answer = TypeVar("Answer")
 
 _CONNECTING = threading.Lock()
 """One client at a time: which socket belongs to a client is told by which one appeared while it was made."""
-_CONNECT_S = 2.0
-"""So long torch goes on trying where nobody listens: a store that dies right after it was asked with a plain socket would
-cost its clients more than their ``timeout_s``. A slow server takes longer and may: only being refused counts."""
 
 
 class TcpStore:
@@ -180,9 +177,8 @@ class _Client:
         self._own: sockets.Sockets | None = None
 
     def connect(self, host: str, port: int, timeout_s: float) -> None:
-        refused = timedelta(seconds=min(timeout_s, _CONNECT_S))
-        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=refused)
-        self.store.set_timeout(timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self._own = self._appeared()
         sockets.keep(self, self._own)
 
