@@ -1,4 +1,5 @@
-"""Decisions only: no torch, clock, thread, randomness or environment (a test reads the imports).
+"""The decisions, as functions of values to values: no torch, clock, thread, randomness or environment (a test reads the
+imports).
 
-``runtime`` and ``sim`` are two shells around this package. Everything here is a function of values to values.
+``worker``, ``agent`` and ``simulation.protocol`` are shells around this package.
 """

@@ -1,16 +1,17 @@
-"""Hosts that do not hear each other: when silence counts, and who leaves.
+"""Hosts that do not hear each other: the limit of a silence, and the hosts that leave.
 
-Every agent sends a beat to every other one, ten times a second; of many hosts, to some (:func:`are_partners`). A beat that
-does not come says little: the other host is gone, or the way from it, or the way *to* it, or it was too busy. So silence
-accuses a pair of hosts, not one of them, and what all agents say is put together before anybody leaves (hard cases 12, 13):
+Every agent sends a beat to every other one, ten times a second; if there are many hosts, to some
+(:func:`are_partners`). A missing beat has several possible causes: the other host is gone, or the way from it, or the
+way *to* it, or it was too busy. So silence accuses a pair of hosts, not one of them, and the silences of all agents are
+combined before any host leaves (hard cases 12, 13):
 
-- who misses, or is missed by, the most others leaves first, until no two that stay miss each other. One that is cut off
-  from everybody but the control store is *itself* the one that leaves, whatever it believes;
-- among equals one that has not said anything itself: it is probably gone; then the one with fewer live groups; then the
-  one with the higher number, so that everybody would decide the same.
+- the host that misses, or is missed by, the most others leaves first, until no two that stay miss each other. A host
+  that is cut off from all others but not from the control store is *itself* the one that leaves, whatever it believes;
+- among equals, a host that has not accused another leaves first: it is probably gone; then the one with fewer live
+  groups; then the one with the higher number, so that all groups decide the same.
 
-Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. Who was
-never heard may not know this host yet, and is waited for longer.
+Assumes: beats may be lost, doubled or late. Time in which the agent itself did not run does not count as silence. A
+host that was never heard may not know this host yet, and is waited for longer.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from dataclasses import dataclass, replace
 from megatron_ft.types import GroupId
 
 LISTEN_S = 0.25
-"""The most that one look adds to a silence."""
+"""The most seconds that one look adds to a silence."""
 FIRST_S = 30.0
-"""How long the first beat of a host is waited for."""
+"""Least time in seconds for which the first beat of a host is awaited."""
 _FACTOR = 3.0
 _GAP_FORGOTTEN = 0.999
 """The longest gap fades with every beat: half of it is forgotten after about 700, one and a half minutes."""
 
 EVERYBODY = 32
-"""So many hosts, or fewer, all beat to each other."""
+"""Up to this number of hosts, all send beats to each other."""
 
 Unit = tuple[GroupId, ...]
-"""The groups of one host: they are reached, and lost, together."""
+"""The groups of one host, which are reached, and lost, together."""
 
 
 def are_partners(one: int, other: int, hosts: int) -> bool:
-    """Whether two of ``hosts`` hosts beat to each other. Those that came later, with numbers from ``hosts`` on, stand where
-    one of the first does.
+    """Return whether two of ``hosts`` hosts send beats to each other. A host that came later, with a number from
+    ``hosts`` on, takes the place of that number modulo ``hosts``.
 
-    Of many, those that are 1, 2, 4, 8, ... numbers apart, around the circle: 2 log2(hosts) for each. Neighbours, which share
-    a rack, and hosts far away are among them, so when racks are cut off, all of their hosts are missed and leave.
+    Of many hosts, those that are 1, 2, 4, 8, ... numbers apart around the circle do: 2 log2(hosts) partners for each.
+    These are neighbours, which share a rack, and hosts far away, so when racks are cut off, all their hosts are missed
+    and leave.
     """
     if one == other:
         return False
@@ -51,7 +53,15 @@ def are_partners(one: int, other: int, hosts: int) -> bool:
 
 @dataclass(frozen=True)
 class Peer:
-    """What an agent knows of another: the beats it heard, for how long none came, and the longest gap between two."""
+    """The knowledge of an agent about another one.
+
+    Attributes:
+        looked: local time of the last look, in seconds; None before the first.
+        beats: number of beats heard.
+        silent_s: seconds since the last beat.
+        longest_s: the longest gap between two beats in seconds, fading.
+        lost: the other is silent for longer than allowed.
+    """
 
     looked: float | None = None
     beats: int = 0
@@ -60,12 +70,12 @@ class Peer:
     lost: bool = False
 
     def timeout_s(self, least_s: float) -> float:
-        """How long a silence may last: three times the longest gap, as long as that is remembered."""
+        """Return the seconds a silence may last: three times the longest remembered gap, and at least ``least_s``."""
         return max(least_s, _FACTOR * self.longest_s) if self.beats else max(least_s, FIRST_S)
 
 
 def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
-    """Take in how many beats have come so far. Its ``lost`` says whether the other is silent for too long."""
+    """Take in the number of beats heard so far; ``lost`` of the result tells whether the other is silent for too long."""
     if peer.looked is None:
         return replace(peer, looked=now, beats=beats)
     silent_s = peer.silent_s + min(max(now - peer.looked, 0.0), LISTEN_S)
@@ -78,20 +88,27 @@ def listen(peer: Peer, beats: int, now: float, least_s: float) -> Peer:
 
 
 def who_leaves(silences: Collection[tuple[Unit, Unit]], live: Collection[GroupId]) -> frozenset[GroupId]:
-    """The groups to leave out, so that no two hosts that stay miss each other. ``silences``: (who says so, about whom)."""
+    """Return the groups to leave out, so that no two hosts that stay miss each other.
+
+    Args:
+        silences: pairs (groups of the host that listens, groups of the host that it does not hear).
+        live: the live groups.
+    """
     present = set(live)
     pairs = {(by, about) for by, about in silences if present & set(by) and present & set(about) and by != about}
     units = _worst_first(pairs, present)
-    if len(units) > 2:  # racks are cut off, perhaps: where few listen to each other, the worst are not all of one side
+    if len(units) > 2:  # racks may be cut off; where each host hears few others, the worst are not all of one side
         fewest = _fewest(pairs)
         units = fewest if fewest is not None and len(fewest) < len(units) else units
     return frozenset(present.intersection(itertools.chain(*units)))
 
 
 def _worst_first(pairs: Collection[tuple[Unit, Unit]], present: Collection[GroupId]) -> list[Unit]:
-    speakers = {by for by, _ in pairs}
     leaving: list[Unit] = []
     while pairs:
+        speakers = {
+            by for by, _ in pairs
+        }  # only accusations of hosts that still stay: a host that accused one that leaves may be lost since
         missed: dict[Unit, set[Unit]] = {}
         for by, about in pairs:
             missed.setdefault(by, set()).add(about)
@@ -103,8 +120,8 @@ def _worst_first(pairs: Collection[tuple[Unit, Unit]], present: Collection[Group
 
 
 def _fewest(pairs: Collection[tuple[Unit, Unit]]) -> list[Unit] | None:
-    """The fewest hosts without which no two miss each other (Koenig's theorem); None where they have not two sides."""
-    import networkx  # hundreds of modules, for what hardly ever happens
+    """Return the fewest hosts without which no two miss each other (Koenig's theorem); None if they have not two sides."""
+    import networkx  # hundreds of modules, which are hardly ever needed
 
     graph = networkx.Graph(sorted(pairs))
     if not networkx.is_bipartite(graph):

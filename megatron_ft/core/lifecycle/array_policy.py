@@ -1,16 +1,16 @@
-"""What the elements of a Slurm array job do, each a job of one node with one agent: decisions only.
+"""The elements of a Slurm array job, each a job of one node with one agent: decisions only.
 
-Intuition. No element looks after the others, any may be lost and come back, and they start when their turn comes. So each
-says now and then that it is there and what its agent does (a *beat*), and what all must do alike is written down under
-numbers: begin a run with these hosts, it is over, requeue yourselves. The first decision under a number counts. It is
-proposed by the lowest element that is heard; when two take themselves for that one, no harm is done.
+Intuition. No element controls the others, any may be lost and come back, and Slurm starts them at different times. So
+each element writes now and then that it is alive and the state of its agent (a *beat*), and the decisions for all
+elements are written under numbers: begin a run with these hosts, the run is over, requeue. The first decision under a
+number counts. The lowest element that is heard proposes it; if two elements take themselves for that one, no harm is done.
 
-Who is not among the hosts of the newest run, or has lost its agent, joins as a spare: the agents bring back what is lost
-(``core.spares``), elements only see to it that agents are there. A run that nobody works on any more, and that has not got
-to its end, is begun again from its checkpoint: so after all elements were requeued, too.
+An element that is not among the hosts of the newest run, or has lost its agent, joins as a spare: the agents bring back
+lost groups (``core.lifecycle.spare_policy``), and the elements only start agents. A run that no agent works on, and
+that has not reached its end, is begun again from its checkpoint; the same holds after all elements were requeued.
 
-Assumes: beats may be late, and those of the dead stay; who is silent may be frozen and go on later; an element that was
-requeued has a higher count of restarts. Decisions carry the clock of whoever wrote them, seconds since 1970.
+Assumes: beats may be late, and those of dead elements stay; a silent element may be frozen and go on later; an element
+that was requeued has a higher count of restarts. Decisions carry the clock of their writer, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megatron_ft.core import restarts
+from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError, StoreError
 
 ElementId = int
 _SIGNALLED = 128
 _LOST = (WIPED_OUT, StoreError.exit_code)
-"""Exit codes with which a run is not over for good."""
+"""Exit codes after which a run can be begun again."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What an element says of itself. ``run``: the newest one it has had an agent in, -1: none; ``runs``: the agent is
-    there, else ``code`` is what it ended with. ``told``: why it has to give its node back soon."""
+    """An element's report of itself.
+
+    Attributes:
+        element: its index in the array.
+        restarts: number of times that Slurm has restarted it.
+        run: the newest run it has had an agent in; -1: none.
+        runs: True if the agent runs.
+        code: exit code of the agent that has ended, else None.
+        told: why the element has to give its node back soon; empty if it has not.
+    """
 
     element: ElementId
     restarts: int = 0
@@ -43,7 +51,13 @@ class Beat:
 
 @dataclass(frozen=True)
 class Begin:
-    """Run ``number`` is begun by these elements, in the order of hosts; the others are spares of it."""
+    """The decision to begin a run.
+
+    Attributes:
+        number: of the decision, which is also that of the run.
+        hosts: the elements that begin the run, in the order of its hosts; the others are spares.
+        at: time of the decision, in seconds since 1970.
+    """
 
     number: int
     hosts: tuple[ElementId, ...]
@@ -52,7 +66,13 @@ class Begin:
 
 @dataclass(frozen=True)
 class Requeue:
-    """All go on later: who has been restarted no more often than this requeues itself."""
+    """The decision to go on later.
+
+    Attributes:
+        number: of the decision.
+        restarts: an element requeues itself if its count of restarts is no higher than the one given here.
+        why: the reason, for people.
+    """
 
     number: int
     restarts: Mapping[ElementId, int]
@@ -61,7 +81,13 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Over:
-    """Everybody ends with that code."""
+    """The decision that all elements end.
+
+    Attributes:
+        number: of the decision.
+        code: exit code of all elements.
+        why: the reason, for people.
+    """
 
     number: int
     code: int
@@ -73,20 +99,33 @@ Decision = Begin | Requeue | Over
 
 @dataclass(frozen=True)
 class Limits:
-    """``hosts``: how many elements a run needs. ``per_node``: so many agents may end on a node before its element asks for
-    another one. ``whole``: how often the whole run is begun again, None: never (there are no checkpoints)."""
+    """The limits of restarts.
+
+    Attributes:
+        hosts: number of elements that a run needs.
+        per_node: number of agents that may fail on a node before its element asks for another node.
+        whole: limits for beginning the whole run again; None: never (there are no checkpoints).
+        first_s: first pause before another start, in seconds; each further pause is twice as long.
+        longest_s: the longest pause, in seconds.
+    """
 
     hosts: int
     per_node: int = 3
-    whole: restarts.Limits | None = None
+    whole: restart_policy.Limits | None = None
     first_s: float = 1.0
     longest_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One look. ``beats``: of the elements that are heard; ``unsure``: of those not heard yet who have not been silent for
-    long. ``outcome``: the exit code of the newest run by its record, None when that says nothing."""
+    """One look at the job.
+
+    Attributes:
+        now: time of the look, in seconds since 1970.
+        beats: of the elements that are heard.
+        unsure: of elements that are not heard yet, but have not been silent for long.
+        outcome: exit code of the newest run by its record; None if the record has none.
+    """
 
     now: float
     beats: Mapping[ElementId, Beat]
@@ -95,7 +134,7 @@ class Seen:
 
 
 def decide(made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | None:
-    """What is to be written down next, for all; None: nothing yet. ``made``: the decisions so far, in order."""
+    """Return the next decision for all elements, or None if none is due. ``made``: the decisions so far, in order."""
     newest, number = (made[-1] if made else None), len(made)
     match newest:
         case Over():
@@ -108,7 +147,7 @@ def decide(made: Sequence[Decision], seen: Seen, limits: Limits) -> Decision | N
 
 
 def _ready(seen: Seen, newest: Decision | None) -> list[ElementId]:
-    """Who could have an agent now."""
+    """Return the elements that could start an agent now."""
     before = newest.restarts if isinstance(newest, Requeue) else {}
     return sorted(k for k, beat in seen.beats.items() if not beat.told and beat.restarts > before.get(k, -1))
 
@@ -135,7 +174,7 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
     if limits.whole is None:
         return Over(number, WIPED_OUT, "no group is left, and there are no checkpoints to go on from")
     again = [b.at for a, b in pairwise(made) if isinstance(a, Begin) and isinstance(b, Begin)]
-    recent = [at for at in again if at > seen.now - restarts.HOUR_S]
+    recent = [at for at in again if at > seen.now - restart_policy.HOUR_S]
     if len(recent) >= limits.whole.per_hour:
         why = f"it was begun again {len(recent)} times within an hour, and fault_tolerance.rejoin.restarts_per_hour is "
         return Over(number, WIPED_OUT, f"the whole run is lost: {why}{limits.whole.per_hour}")
@@ -144,16 +183,16 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
 
 
 def working(run: Begin, beats: Mapping[ElementId, Beat]) -> bool:
-    """Whether anybody has an agent in that run."""
+    """Return whether any element has an agent in that run."""
     return any(beat.runs and beat.run == run.number for beat in beats.values())
 
 
-# --- what one of them does --------------------------------------------------------------------------------------------
+# --- the actions of one element ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Start an agent as that host of the run."""
+    """Start an agent as host ``rank`` of run ``run``."""
 
     run: int
     rank: int
@@ -161,14 +200,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class Join:
-    """Start an agent in reserve."""
+    """Start an agent in reserve, as a spare of run ``run``."""
 
     run: int
 
 
 @dataclass(frozen=True)
 class GiveBack:
-    """Requeue this element; ``bad``: its node seems to be the reason."""
+    """Requeue this element.
+
+    Attributes:
+        why: the reason, for people.
+        bad: True if its node seems to be the cause.
+    """
 
     why: str
     bad: bool = False
@@ -179,8 +223,13 @@ Action = Launch | Join | GiveBack | Over
 
 @dataclass(frozen=True)
 class Own:
-    """``failures``: how many agents have ended here by themselves; ``due``: not before that (seconds since 1970) is the next
-    one started."""
+    """The state of this element.
+
+    Attributes:
+        beat: its newest beat.
+        failures: number of agents that were taken down or broke here.
+        due: time in seconds since 1970 before which no further agent is started.
+    """
 
     beat: Beat
     failures: int = 0
@@ -188,15 +237,21 @@ class Own:
 
 
 def ended(own: Own, beat: Beat, now: float, quick: int, limits: Limits) -> Own:
-    """The agent has ended, with ``beat.code``. Who was taken down (a signal) or broke (1) counts against the node; other
-    codes say something of the run, which is asked again a little later. ``quick``: how often in a row that was."""
+    """Return the element's state after its agent has ended with ``beat.code``.
+
+    An agent that was taken down (a signal) or broke (code 1) counts against the node; other codes concern the run,
+    whose state is looked at again after a pause. ``quick``: number of such ends in a row.
+    """
     broke = beat.code is not None and (beat.code < 0 or beat.code == 1 or beat.code >= _SIGNALLED)
     pause = min(limits.first_s * 2.0 ** min(quick, 30), limits.longest_s)
     return Own(beat, own.failures + broke, now + pause)
 
 
-def act(own: Own, made: Sequence[Decision], others: Mapping[ElementId, Beat], now: float, limits: Limits) -> Action | None:
-    """What this element, which has no agent now, is to do; None: wait. ``others``: beats of those not known to be lost."""
+def act(
+    own: Own, made: Sequence[Decision], others: Mapping[ElementId, Beat], now: float, limits: Limits
+) -> Action | None:
+    """Return the action of this element, which has no agent now; None: wait. ``others``: beats of elements not known to
+    be lost."""
     newest, me = (made[-1] if made else None), own.beat
     match newest:
         case Over():
@@ -212,6 +267,6 @@ def act(own: Own, made: Sequence[Decision], others: Mapping[ElementId, Beat], no
     if own.failures >= limits.per_node:
         return GiveBack(f"{own.failures} agents have ended there within one job", bad=True)
     if me.run == newest.number and me.code == GroupLeft.exit_code:
-        return None  # for maintenance
+        return None  # the group left in order, for maintenance of the node
     there = {k: beat for k, beat in others.items() if k != me.element}
     return Join(newest.number) if now >= own.due and working(newest, there) else None

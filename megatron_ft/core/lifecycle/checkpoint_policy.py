@@ -1,7 +1,7 @@
-"""Checkpoints: who writes which part, how often, which one to go on from and which to delete. Decisions only.
+"""Checkpoints: the writers of the parts, the period, the checkpoint to go on from, those to delete. Decisions only.
 
-A checkpoint is for what the groups cannot survive together: a wipe-out, a power cut, the end of the time that was
-allotted. Ranks of equal position hold the same state in all groups, so each of ``parts`` groups writes one part of it.
+A checkpoint is for failures that the groups cannot survive together: a wipe-out, a power cut, the end of the time that
+was allotted. Ranks of equal position hold the same state in all groups, so each of ``parts`` groups writes one part of it.
 
 Assumes: any checkpoint on disk may be unfinished, damaged or from another version, and any of its writers may be lost
 while it writes; then that checkpoint never becomes complete, and the one before it still counts.
@@ -19,10 +19,11 @@ from typing import Any
 from megatron_ft.types import GroupId
 
 LONGEST_S = 3600.0
-"""At most an hour is lost. What ends whole jobs is often in no MTBF: operators, quotas, power, a full file system. A save
-that costs a minute then takes 1.7% of the time, even where no failure was ever seen and ten times less would do."""
+"""The longest period in seconds, so that at most an hour is lost. The causes that end whole jobs are often in no MTBF:
+operators, quotas, power, a full file system. A save that costs a minute then takes 1.7% of the time, even where no
+failure was ever seen and a period ten times longer would do."""
 LEAST_SAVES = 10.0
-"""A period is at least ten times what a save costs training: saving never takes more than a tenth of the time.
+"""A period is at least this multiple of the time that a save costs training: saving takes at most a tenth of the time.
 
 It is the optimum only where the uptime is below 40 saves. There the estimate rests on a few failures in a burst, and the
 optimum is flat: at an uptime of 20 saves the limit costs one percentage point of availability.
@@ -33,10 +34,10 @@ optimum is flat: at an uptime of 20 saves the limit costs one percentage point o
 
 
 def parts(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Divide tensors of these sizes among ``count`` parts: the indices of each, ascending. Largest first, to the smallest.
+    """Divide tensors of these sizes among ``count`` parts, and return the indices of each, ascending.
 
-    Whole tensors only, so the largest part exceeds the smallest by at most one tensor. The same input gives the same
-    parts everywhere; no writer needs to ask another.
+    Each tensor, the largest first, goes to the smallest part as a whole, so the largest part exceeds the smallest by at
+    most one tensor. The same input gives the same parts everywhere; no writer needs to ask another.
     """
     chosen: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]
@@ -48,10 +49,10 @@ def parts(sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def writers(live: Collection[GroupId], domains: Mapping[GroupId, Hashable], count: int) -> tuple[GroupId, ...]:
-    """The groups that write, the i-th of them part i: ``count`` of the living, or all where there are fewer.
+    """Return the groups that write, the i-th of them part i: ``count`` of ``live``, or all if there are fewer.
 
-    One from each failure domain before the second from any: domains are racks or hosts, and each has its own way to the
-    storage. A group whose domain is not known counts as one of its own.
+    One group of each failure domain is taken before the second of any: domains are racks or hosts, and each has its own
+    way to the storage. A group whose domain is not known counts as a domain of its own.
     """
     members: dict[Hashable, list[GroupId]] = {}
     for group in sorted(live):
@@ -61,8 +62,11 @@ def writers(live: Collection[GroupId], domains: Mapping[GroupId, Hashable], coun
 
 
 def partner(host: int, domains: Mapping[int, Collection[Hashable]]) -> int | None:
-    """The host that keeps a second copy of what ``host`` has in memory: the next one, of other failure domains if there is
-    one. ``domains``: of each host that could, those of its groups; not known: none. None where there is no other host."""
+    """Return the host that keeps a second copy of the checkpoints in the memory of ``host``; None if there is no other.
+
+    It is the next host, if possible one of other failure domains. ``domains``: host that can keep copies -> the domains
+    of its groups, empty if not known.
+    """
     others = sorted((other for other in domains if other != host), key=lambda other: (other < host, other))
     own = set(domains.get(host, ()))
     apart = [other for other in others if not own & set(domains[other])]
@@ -73,18 +77,21 @@ def partner(host: int, domains: Mapping[int, Collection[Hashable]]) -> int | Non
 
 
 def checkpoint_period(checkpoint_s: float, uptime_s: float, restart_s: float) -> float:
-    """T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)): the maximiser of ``planner.closed_forms.availability`` (SPARe).
+    """Return T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)), which maximises ``planning.closed_forms.availability`` (SPARe).
 
-    From A' = 0: T_c^2 - 2 T_s T_c - 2 T_s (T_f + T_r) = 0.
+    It follows from A' = 0: T_c^2 - 2 T_s T_c - 2 T_s (T_f + T_r) = 0. All times are in seconds.
     """
     return checkpoint_s + sqrt(checkpoint_s**2 + 2 * checkpoint_s * (uptime_s + restart_s))
 
 
 def expected_uptime_s(ran_s: float, ends: int, prior_s: float) -> float:
-    """The time between two restarts, T_f, from ``ends`` of them in ``ran_s``; what masked failures ended is none.
+    """Return the expected time between two restarts, T_f, in seconds. A masked failure is no restart.
 
-    ``prior_s`` is what one believes beforehand (the planner's uptime, or the MTBF of the nodes) and weighs as much as one
-    end that was seen. So no failure yet means at least as long as believed, and longer the longer it lasts; never for ever.
+    Args:
+        ran_s: time that the job has run.
+        ends: number of restarts in that time.
+        prior_s: the estimate made beforehand (the planner's uptime, or the MTBF of the nodes). It weighs as much as one
+            restart, so without a failure the result is at least ``prior_s``, and grows with ``ran_s``.
     """
     return (prior_s + ran_s) / (1 + ends)
 
@@ -92,29 +99,39 @@ def expected_uptime_s(ran_s: float, ends: int, prior_s: float) -> float:
 def period_s(
     save_s: float, uptime_s: float, restart_s: float, *, write_s: float = 0.0, longest_s: float = LONGEST_S
 ) -> float:
-    """How often to save: :func:`checkpoint_period` within limits.
+    """Return the period of saves in seconds: :func:`checkpoint_period` within limits.
 
-    ``save_s`` is what a save costs *training*, the copy mostly; ``write_s``, how long it is written in the background, is
-    a limit only: one save at a time. ``restart_s`` is all the time from the end to the next step, loading included.
+    Args:
+        save_s: time that a save costs *training*, mostly for the copy.
+        uptime_s: expected time between two restarts.
+        restart_s: time from an end to the next step, loading included.
+        write_s: time for which a save is written in the background; a limit only, because saves do not overlap.
+        longest_s: the longest period.
     """
     best_s = longest_s if isinf(uptime_s) else checkpoint_period(save_s, uptime_s, restart_s)
     return max(min(best_s, longest_s), LEAST_SAVES * save_s, write_s)
 
 
 def due(since_s: float, period_s: float, step_s: float = 0.0) -> bool:
-    """Whether to save at this step boundary: the one nearest to the period's end, with steps of ``step_s``."""
+    """Return whether to save at this step boundary: the one nearest to the period's end, with steps of ``step_s``."""
     return since_s + step_s / 2 >= period_s
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- checkpoints on disk ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on disk, as far as a look at it tells: the state that ``step`` starts from.
+    """A checkpoint on disk, as one look at it shows.
 
-    ``complete``: its manifest and all its files are there, with their sizes. If not, ``reason`` says what is wrong, and
-    ``unfinished`` that it has no manifest: its save was interrupted, or is going on.
+    Attributes:
+        path: its directory.
+        step: it holds the state that this step starts from.
+        complete: its manifest and all its files are there, with the right sizes.
+        reason: why it is not complete; empty if it is.
+        unfinished: it has no manifest: its save was interrupted, or is going on.
+        saved_at: time of the save, in seconds since 1970.
+        manifest: contents of its manifest.
     """
 
     path: str
@@ -128,20 +145,26 @@ class Found:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from, or None, and every later one with the reason why it is not that."""
+    """The choice of a checkpoint.
+
+    Attributes:
+        found: the checkpoint to go on from, or None.
+        skipped: every later one, with the reason why it was not chosen.
+    """
 
     found: Found | None
     skipped: tuple[tuple[Found, str], ...]
 
 
 def newest_first(found: Collection[Found]) -> list[Found]:
-    """By step; of one step that was saved twice, the later save first."""
+    """Return the checkpoints by descending step; if a step was saved twice, the later save comes first."""
     return sorted(found, key=lambda one: (one.step, one.saved_at, one.path), reverse=True)
 
 
 def choose(found: Collection[Found], damaged: Mapping[str, str] | None = None) -> Choice:
-    """The newest that can be loaded. ``damaged``: path -> reason, of those that a closer look has found wanting."""
-    skipped, damaged = [], damaged or {}
+    """Return the newest that can be loaded. ``damaged``: path -> reason, of checkpoints that a closer look has rejected."""
+    skipped: list[tuple[Found, str]] = []
+    damaged = damaged or {}
     for one in newest_first(found):
         if one.complete and one.path not in damaged:
             return Choice(one, tuple(skipped))
@@ -150,10 +173,10 @@ def choose(found: Collection[Found], damaged: Mapping[str, str] | None = None) -
 
 
 def to_delete(found: Collection[Found], keep: int) -> tuple[Found, ...]:
-    """The complete ones beyond the ``keep`` newest, and the unfinished ones of steps before the newest complete.
+    """Return the complete ones beyond the ``keep`` newest, and the unfinished ones of steps before the newest complete.
 
-    Never the newest complete one, whatever ``keep`` says, and nothing later. Never one that has a manifest and cannot be
-    read here: it may be whole and of a newer version, or its disk away for a while; whoever looks at it decides.
+    The newest complete one and later ones are never deleted, whatever ``keep`` is. Nor is one that has a manifest and
+    cannot be read here: it may be whole and of a newer version, or its disk may be away for a while; a person has to decide.
     """
     ordered = newest_first(found)
     complete = [one for one in ordered if one.complete]

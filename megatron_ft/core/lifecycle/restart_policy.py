@@ -1,18 +1,19 @@
-"""Whether, and when, a lost group is started again.
+"""Restarts of lost groups: the time of the next start, or the reason for none.
 
 Intuition. A group that was taken down from outside (a signal, a node that failed, a link that was cut) is started again at
-once: its place is empty, and the others do its work meanwhile. One that ended by itself, with an exception, is started a
-moment later: what it fell over may be about to take its neighbours as well, and then there is nobody to come back to. Who
-is lost again soon waits twice as long each time. Some do not come back at all:
+once: its place is empty, and the others do its work meanwhile. A group that ended by itself, with an exception, is
+started a moment later: the same error may be about to take its neighbours as well, and then there is no run to come
+back to. A group that is soon lost again waits twice as long each time. Some groups do not come back at all:
 
-- who left in order, was told to end (SIGTERM), or whose script came to its end by itself: somebody wanted that;
-- who stopped because the whole run stops (``min_groups``, a microbatch that kills whoever computes it). Who stopped because
-  the others have left it out while it lived (stopped and awake again, cut off and healed) does come back;
-- who fails twice in the same words before its first step: it would the third time, too;
-- who was started as often within an hour as is allowed;
-- anybody, once no group has the model any more: there is nobody who could hand it over.
+- a group that left in order, was told to end (SIGTERM), or whose script ended by itself: that was wanted;
+- a group that stopped because the whole run stops (``min_groups``, a microbatch that kills each group that computes
+  it). A group that stopped because the others left it out while it lived (stopped and awake again, cut off and healed)
+  comes back;
+- a group that fails twice with the same message before its first step: a third start would fail, too;
+- a group that was started as often within an hour as is allowed;
+- any group, once no group has the model any more, because no group could hand it over.
 
-Every start of a group is an *incarnation*, numbered from 0; what is said about an older one changes nothing.
+Every start of a group is an *incarnation*, numbered from 0; a verdict about an older one changes nothing.
 
 Assumes: verdicts may come twice, late, or about an older incarnation. ``now`` is a local monotonic clock.
 """
@@ -23,27 +24,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_ft.errors import GroupLeft, RunStopped, StartOver, StoreError
+from megatron_ft.errors import GroupLeft, InvariantBroken, RunStopped, StartOver, StoreError
 from megatron_ft.types import Exit, GroupId, View
 
 HOUR_S = 3600.0
 _DOUBLINGS = 30
-"""More would only overflow: the longest pause is reached long before."""
+"""The largest number of doublings of a pause, against overflow: the longest pause is reached long before."""
 
 Kind = Literal["died", "failed", "left", "ended", "over"]
-"""died: taken down from outside, or left out or cut off while it lived. failed: ended by itself, with an exception. left: in
-order. ended: somebody, or its script, wanted it to end. over: it stopped because the whole run does."""
+"""The kind of a loss. died: taken down from outside, or left out or cut off while it lived. failed: ended by itself,
+with an exception. left: in order. ended: an operator or its script wanted it to end. over: it stopped because the whole
+run does."""
 
 
 WANTED: frozenset[Kind] = frozenset({"left", "ended", "over"})
-"""Such a group does not come back."""
+"""The kinds of loss after which a group does not come back."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``per_hour``: starts of one group in any hour, the very first not counted. A pause is ``first_s`` or twice the one
-    before, at most ``longest_s``. A group begins anew when it has lived for ``well_s``, or has been a member again for
-    ``well_times`` as long as its return took: to have it back pays off then, however short the steps are."""
+    """The limits of restarts. The pauses begin anew after a group has lived for ``well_s``, or has been a member again
+    for ``well_times`` the duration of its return: its return has then paid off, however short the steps are.
+
+    Attributes:
+        per_hour: starts of one group in any hour, the very first not counted.
+        first_s: first pause, in seconds; each further one is twice as long.
+        longest_s: the longest pause, in seconds.
+        well_s: lifetime in seconds after which the pauses begin anew.
+        well_times: multiple of the duration of the return after which they do.
+    """
 
     per_hour: int = 6
     first_s: float = 1.0
@@ -54,7 +63,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Loss:
-    """An incarnation is lost. ``why``: its last words; ``begun``: it has had a part in a committed step."""
+    """The loss of an incarnation.
+
+    Attributes:
+        incarnation: the start that is lost.
+        kind: of the loss.
+        why: its last message.
+        begun: True if it has had a part in a committed step.
+    """
 
     incarnation: int
     kind: Kind
@@ -64,12 +80,19 @@ class Loss:
 
 @dataclass(frozen=True)
 class Group:
-    """One group as the agent that brings it back knows it.
+    """One group as the agent that brings it back knows it. Times are in seconds on a local monotonic clock.
 
-    ``incarnation`` lives unless it is ``down``. A group that is down is started again at ``due``, or never, with the reason.
-    ``again``: when it was started again, within the last hour; ``since``: when for the last time; ``back``: when it was a
-    member again after that; ``quick``: how often in a row it was lost soon; ``words``: the last ones of who failed before
-    its first step.
+    Attributes:
+        incarnation: its newest start.
+        down: True if that start is lost.
+        due: time of the next start of a group that is down.
+        never: why it is not started again; empty if it is.
+        again: times at which it was started again, within the last hour.
+        since: time of the last start.
+        back: time at which it was a member again after that; None before.
+        quick: number of losses in a row without a good time in between.
+        words: last message of a start that failed before its first step, else None.
+        lost_at: time of the last loss.
     """
 
     incarnation: int = 0
@@ -85,17 +108,17 @@ class Group:
 
     @property
     def pending(self) -> bool:
-        """It will be started again, if nothing comes between."""
+        """True if the group is down and will be started again."""
         return self.down and not self.never
 
     @property
     def attempt(self) -> int:
-        """Which start in a row the next one is, without a good time in between; from 1."""
+        """The number of the next start, from 1, among those in a row without a good time in between."""
         return self.quick
 
 
 def lost(group: Group, loss: Loss, now: float, limits: Limits) -> Group:
-    """The verdict against an incarnation; the first one counts."""
+    """Take in the loss of an incarnation; the first verdict against it counts."""
     if loss.incarnation != group.incarnation or group.down:
         return group
     words = loss.why if loss.kind == "failed" and not loss.begun else None
@@ -113,14 +136,14 @@ def _lived_well(group: Group, now: float, limits: Limits) -> bool:
 
 
 def _pause_s(doublings: int, limits: Limits) -> float:
-    """Nothing the first time, then ``first_s``, twice that, ..."""
+    """Return the pause in seconds: 0 the first time, then ``first_s``, twice that, ..."""
     if not doublings:
         return 0.0
     return min(limits.first_s * 2.0 ** min(doublings - 1, _DOUBLINGS), limits.longest_s)
 
 
 def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits) -> str:
-    """Why it is not started again; empty if it is."""
+    """Return why the group is not started again; empty if it is."""
     if loss.kind in WANTED:
         return loss.why
     if group.words is not None and group.words == words_before:
@@ -137,30 +160,31 @@ def _refusal(group: Group, words_before: str | None, loss: Loss, limits: Limits)
 
 
 def never(group: Group, why: str) -> Group:
-    """Whatever happens to it, it is not started again; the first reason stands."""
+    """Return the group marked as never to be started again; the first reason stands."""
     return replace(group, never=group.never or why)
 
 
 def is_due(group: Group, now: float) -> bool:
+    """Return whether the group's next incarnation is to be started now."""
     return group.pending and group.due is not None and now >= group.due
 
 
 def started(group: Group, now: float) -> Group:
-    """Its next incarnation is started now."""
+    """Return the group after its next incarnation was started at ``now``."""
     assert is_due(group, now), f"{group} is not due at {now}"
     again = (*(start for start in group.again if start > now - HOUR_S), now)
     return replace(group, incarnation=group.incarnation + 1, down=False, due=None, again=again, since=now, back=None)
 
 
 def member(group: Group, now: float) -> Group:
-    """The incarnation that was started last is a member, seen now; the first sight counts."""
+    """Note that the newest incarnation is a member; the first such time counts."""
     if group.down or group.back is not None or not group.incarnation:
         return group
     return replace(group, back=now)
 
 
 def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:
-    """What the end of a process says about its group."""
+    """Return the kind of loss that the end of a process means for its group."""
     if exit_.signal is not None:
         return "ended" if exit_.signal == "SIGTERM" else "died"
     match exit_.code:
@@ -169,19 +193,26 @@ def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:
         case GroupLeft.exit_code:
             return "left"
         case StoreError.exit_code | StartOver.exit_code:
-            return "died"  # it was cut off from the store for too long, or has lost those it followed
+            return "died"  # it was cut off from the store for too long, or has lost its donors
+        case InvariantBroken.exit_code:
+            return "over"
         case RunStopped.exit_code:
             return "died" if seats.left_out(exit_.group, incarnation) else "over"
     return "failed"
 
 
-# --- who has the model ------------------------------------------------------------------------------------------------
+# --- groups that have the model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Who is a member, from the newest view and the deaths that are known. ``graves``: the newest incarnation of a group
-    that is dead; ``min_groups``: with fewer the run stops."""
+    """The members, from the newest view and the deaths that are known.
+
+    Attributes:
+        view: the newest view.
+        min_groups: with fewer live groups the run stops.
+        graves: group -> its newest incarnation that is dead.
+    """
 
     view: View
     min_groups: int = 1
@@ -191,22 +222,22 @@ class Seats:
         return replace(self, view=view) if view.epoch > self.view.epoch else self
 
     def without(self, group: GroupId, incarnation: int) -> Seats:
-        """That one is dead."""
+        """Return the seats after the death of that incarnation."""
         if incarnation <= self.graves.get(group, -1):
             return self
         return replace(self, graves={**self.graves, group: incarnation})
 
     @property
     def taken(self) -> frozenset[GroupId]:
-        """Members that are not known to be dead: they have the model, or get it before anybody new does."""
+        """The members that are not known to be dead: they have the model, or get it before any new group does."""
         incarnations = self.view.incarnations
         return frozenset(g for g in self.view.live if incarnations.get(g, 0) > self.graves.get(g, -1))
 
     @property
     def enough(self) -> bool:
-        """Whether there is a run to come back to."""
+        """True if there is a run to come back to."""
         return bool(self.taken) and len(self.view.live) >= self.min_groups
 
     def left_out(self, group: GroupId, incarnation: int) -> bool:
-        """Whether others go on without that incarnation, which was not a reason for them to stop."""
+        """Return whether other groups go on without that incarnation."""
         return not self.view.seats(group, incarnation) and len(self.view.live) >= self.min_groups

@@ -1,14 +1,16 @@
-"""Who takes over the ranks of a host that is lost: idle hosts, *spares*.
+"""Idle hosts, *spares*, that take over the ranks of a lost host.
 
-Intuition. A host runs *parts*: of each of its groups all ranks, or an equal share of them. A group that is lost is started
-again where it was (``core.restarts``). That comes to nothing when the host itself is gone, or when it has failed with the
-group as often as is allowed. Then an idle host takes over that part, and the group comes back as it would have at home.
+Intuition. A host runs *parts*: all ranks of each of its groups, or an equal share of them. A group that is lost is
+started again where it was (``core.lifecycle.restart_policy``). That is impossible if the host itself is gone, or has
+failed with the group as often as is allowed. Then an idle host takes over that part, and the group comes back as on its
+own host.
 
-Nobody decides for the others: every spare looks for itself, and the control store says who was first. Its key is that of
-the start it is about to make, which the host at home needs, too: so no start of a group is made twice.
+No host decides for the others: every spare looks for vacant parts by itself, and the control store decides which was
+first. The key there is that of the start to be made, which the group's own host needs, too: so no start of a group is
+made twice.
 
 Assumes: a host may be silent and well (a link was cut). Its groups are vacant only once the others have gone on without
-them; back again, it finds that they are somebody else's.
+them; when the host is heard again, it finds that another host has taken them over.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from megatron_ft.types import GroupId
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """The ranks of one group on one host."""
+    """The ranks of one group on one host.
+
+    Attributes:
+        group: the group.
+        positions: of the ranks in the group.
+        host: number of the host.
+    """
 
     group: GroupId
     positions: tuple[int, ...]
@@ -29,7 +37,7 @@ class Part:
 
 
 def parts_of(host: int, ranks: Collection[tuple[GroupId, int]]) -> tuple[Part, ...]:
-    """The parts of a host, from (group, position) of its ranks."""
+    """Return the parts of a host, from (group, position) of its ranks."""
     groups = sorted({group for group, _ in ranks})
     return tuple(Part(group, tuple(sorted(p for g, p in ranks if g == group)), host) for group in groups)
 
@@ -41,12 +49,13 @@ def vacant(
     unwanted: Collection[GroupId],
     members: Collection[GroupId],
 ) -> tuple[Part, ...]:
-    """The parts that an idle host may take over, in the order of their groups.
+    """Return the parts that an idle host may take over, in the order of their groups.
 
     Args:
-        away: hosts of which nothing is heard.
-        refused: (host, group) that is not started again there.
-        unwanted: groups that have left in order: somebody wanted that.
+        parts: the parts of all hosts.
+        away: hosts that are not heard.
+        refused: (host, group) of groups that are not started again on that host.
+        unwanted: groups that have left in order, on purpose.
         members: groups that have the model, or get it.
     """
     lost = [part for part in parts if part.host in away or (part.host, part.group) in refused]
@@ -54,7 +63,7 @@ def vacant(
 
 
 def fitting(parts: Collection[Part], room: int) -> tuple[Part, ...]:
-    """Those of ``parts`` that a host with room for so many ranks takes, the first ones first."""
+    """Return the parts, in order, that a host with room for ``room`` ranks takes."""
     taken: list[Part] = []
     for part in parts:
         if len(part.positions) <= room:

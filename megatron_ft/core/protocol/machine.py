@@ -1,17 +1,17 @@
 """The in-step protocol of one group as a state machine: ``step(state, event, now) -> state, actions``.
 
-Intuition. A group always has at most one thing to do in its training thread: compute a microbatch, reduce the buckets,
-hand over state, update, or wait. What that is follows from the state alone (:func:`next_action`), so a fault can never
-leave a queue of stale orders behind: the event changes the state, and the next action is asked for anew. Fault-free
-steps contain no agreement; all of it lives in the epoch change:
+Intuition. The training thread of a group always has at most one action to do: compute a microbatch, reduce the buckets,
+hand over state, update, or wait. That action follows from the state alone (:func:`next_action`), so a fault can never
+leave a queue of stale orders behind: the event changes the state, and the next action is computed anew. Fault-free
+steps contain no agreement; all of it is in the epoch change:
 
     unblock   a suspicion closes the epoch here: abort the communicator, nothing of the epoch may finish any more
     report    publish step, finished buckets (once per epoch)
-    agree     the first view written for epoch+1 is everybody's
+    agree     the first view written for epoch+1 is that of all groups
     decide    lost microbatches are patched, final buckets fetched, a decided step caught up with
-    continue  compute what is missing, reduce what is unfinished, update
+    continue  compute the missing microbatches, reduce the unfinished buckets, update
 
-Why every survivor's local gradient can be summed again: a group adds each microbatch it computes to *all* its local
+Every survivor's local gradient can be summed again, because a group adds each microbatch it computes to *all* its local
 buckets, also to those that are already final. So at any time the local gradients of the live groups hold disjoint sets
 of microbatches whose union is the step, and any bucket can become unfinished again (its only owner died) at no cost.
 
@@ -21,11 +21,14 @@ a local monotonic clock, used for durations only.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from megatron_ft.core import links, membership, stragglers
-from megatron_ft.core.membership import admissible
-from megatron_ft.core.protocol import (
+from megatron_ft.core.detection import link_detector, stragglers
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.protocol import membership
+from megatron_ft.core.protocol.membership import admissible
+from megatron_ft.core.protocol.messages import (
     Abort,
     Action,
     Announce,
@@ -41,12 +44,14 @@ from megatron_ft.core.protocol import (
     Finish,
     Follow,
     Followed,
+    Halted,
     Leaves,
     Missed,
     Propose,
     Publish,
     Reduce,
     Reduced,
+    Replaced,
     ReportsSeen,
     Stop,
     Strayed,
@@ -57,16 +62,15 @@ from megatron_ft.core.protocol import (
     Updated,
     ViewSeen,
 )
-from megatron_ft.core.state import GroupState, Job, changed
-from megatron_ft.core.stragglers import Speeds
+from megatron_ft.core.protocol.state import GroupState, Job, changed
 from megatron_ft.types import Begun, GroupId, Plan, Report, View
 
 _LOOKS = 10
-"""A report is looked for at least so often before its group is given up."""
+"""The least number of looks for a report before its group is given up."""
 
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
-    """The state of a group that enters with ``view``."""
+    """Return the state of group ``me`` that enters with ``view``."""
     plan = job.plan(view.step, view.begun, Speeds())
     following = me in view.joined
     return GroupState(
@@ -83,10 +87,12 @@ def start(me: GroupId, job: Job, view: View) -> GroupState:
 
 
 def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple[Action, ...]]:
-    """Take in one event; return the new state and what to do, in order. The last action is the training thread's."""
+    """Take in one event; return the new state and the actions to do, in order. The last is for the training thread."""
     if state.stopped:
-        return state, (Stop(state.stopped),)
+        return state, (Stop(state.stopped, state.halted),)
     match event:
+        case Halted(reason=reason):
+            state = changed(state, stopped=reason, halted=True)
         case Died():
             state = _died(state, event)
         case Leaves():
@@ -103,6 +109,9 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
             state = _reports(state, reports)
         case ViewSeen(view=view):
             state = _adopt(state, view)
+        case Replaced():
+            own = {group: report for group, report in state.reports.items() if group == state.me}
+            state = changed(state, reports=own, looked=None, waited_s=0.0)
         case Tick():
             state = _looked(state, now)
         case _:
@@ -112,14 +121,14 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
 
 
 def next_action(state: GroupState) -> Action:
-    """The one thing this group's training thread has to do now."""
+    """Return the one action that this group's training thread has to do now."""
     if state.stopped:
-        return Stop(state.stopped)
+        return Stop(state.stopped, state.halted)
     if state.reported:
         # The view is being agreed on; work that will be needed under any view goes on meanwhile.
         if state.todo and state.synced:
             return _compute(state)
-        return awaited(state)
+        return _await_view(state)
     if state.complete and state.ahead is not None:
         return Update(state.step)  # the step is decided, and nothing of it is missing here
     if state.following:
@@ -138,10 +147,15 @@ def next_action(state: GroupState) -> Action:
 
 
 def awaited(state: GroupState) -> AwaitView | None:
-    """What can be looked for between two microbatches, or two instructions of a pipeline, while the training thread goes on
-    computing: the sooner the view is known, the more of its communicator is built meanwhile."""
-    if not state.reported or state.stopped:
-        return None
+    """Return the look that is possible while the training thread computes, between two microbatches or two instructions
+    of a pipeline; None if there is nothing to look for.
+
+    The sooner the view is known, the more of its communicator is built meanwhile.
+    """
+    return None if not state.reported or state.stopped else _await_view(state)
+
+
+def _await_view(state: GroupState) -> AwaitView:
     return AwaitView(state.view.epoch, _unreported(state) if state.collects else ())
 
 
@@ -151,25 +165,26 @@ def _compute(state: GroupState) -> Compute:
 
 
 def plan_ahead(state: GroupState) -> Plan:
-    """The plan of the step after this one, if until then nobody dies, enters, or becomes faster or slower."""
+    """Return the plan of the next step, if until then no group dies, enters, or becomes faster or slower."""
     return state.job.plan(state.step + 1, Begun(state.view.live), state.speeds)
 
 
 def _died(state: GroupState, event: Died) -> GroupState:
-    """Remember it, whether that incarnation has a seat or not: a view that gives it one may be on its way."""
+    """Remember the death, whether that incarnation has a seat or not: a view that gives it one may be on its way."""
     state = _blamed(state, event)
+    if event.ended:  # for each group, the incarnation that is a member and the one reported last are kept
+        others = {seat for seat in state.ended if seat[0] != event.group or state.view.seats(*seat)}
+        state = changed(state, ended=frozenset(others | {(event.group, event.incarnation)}))
     if event.incarnation < state.graves.get(event.group, (0, ""))[0]:
         return state
     asking = {g: a for g, a in state.asking.items() if g != event.group or a.incarnation > event.incarnation}
-    return changed(
-        state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)}
-    )
+    return changed(state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)})
 
 
 def _blamed(state: GroupState, event: Died) -> GroupState:
-    """A microbatch in which two groups have died would take one group after the other: stop instead.
+    """Stop if two groups have died in the same microbatch, which would take one group after the other.
 
-    One that is committed here nobody has to compute any more.
+    A microbatch that is committed here is ignored: no group has to compute it any more.
     """
     microbatch = event.microbatch
     if microbatch is None or microbatch.step < state.step:
@@ -187,7 +202,8 @@ def _blamed(state: GroupState, event: Died) -> GroupState:
 
 
 def _leaves(state: GroupState, event: Leaves) -> GroupState:
-    """A store that was rebuilt may say it again, of an earlier start too: the newest start's first word counts."""
+    """Remember that a group leaves. The first message about its newest start counts: a rebuilt store may repeat
+    messages, those about earlier starts as well."""
     said = state.leaving.get(event.group)
     if said is not None and (said.incarnation, -said.after) >= (event.incarnation, -event.after):
         return state
@@ -195,7 +211,7 @@ def _leaves(state: GroupState, event: Leaves) -> GroupState:
 
 
 def _asked(state: GroupState, event: Asked) -> GroupState:
-    """A seat is for an incarnation that neither has, or had, one nor is dead already; the notice may be late."""
+    """Remember the request, unless that incarnation has or had a seat or is dead already: the notice may be late."""
     alive = event.incarnation > state.graves.get(event.group, (-1, ""))[0]
     seated = event.incarnation <= _seat(state.view, event.group)
     if seated or not alive:
@@ -204,7 +220,7 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
 
 
 def _broke(state: GroupState, event: Broke) -> GroupState:
-    """Of what was said of an epoch the first word counts; unless a later one ends it sooner."""
+    """Remember the first message about an epoch, or a later one that ends the epoch sooner."""
     said = state.broken.get(event.epoch)
     if event.epoch < state.view.epoch or (said is not None and said.after <= event.after):
         return state
@@ -212,19 +228,19 @@ def _broke(state: GroupState, event: Broke) -> GroupState:
 
 
 def _missed(state: GroupState, event: Missed) -> GroupState:
-    others = {pair: why for pair, why in state.missed.items() if pair != (event.by, event.about)}
+    others = {pair: said for pair, said in state.missed.items() if pair != (event.by, event.about)}
     if event.heard:
         return changed(state, missed=others)
-    return changed(state, missed={**others, (event.by, event.about): event.reason}, settled_s=0.0)
+    return changed(state, missed={**others, (event.by, event.about): event}, settled_s=0.0)
 
 
 def _seat(view: View, group: GroupId) -> int:
-    """The newest incarnation of ``group`` that ever had a seat; -1 if none had."""
+    """Return the newest incarnation of ``group`` that ever had a seat; -1 if none had."""
     return view.incarnations.get(group, 0 if group in view.live else -1)
 
 
 def _progress(state: GroupState, event: Event) -> GroupState:
-    """The training thread did what it was asked to."""
+    """Take in the end of an action of the training thread."""
     match event:
         case Computed(microbatch=microbatch):
             assert microbatch in state.plan.of(state.me), f"{microbatch} is not group {state.me}'s"
@@ -238,7 +254,7 @@ def _progress(state: GroupState, event: Event) -> GroupState:
         case Transferred(epoch=epoch):
             return _transferred(state, event) if _current(state, epoch) else state
         case Reduced(bucket=bucket):
-            # Feeding a completion seen after the abort would be a bug of the shell: it could be garbage.
+            # A shell that feeds a completion seen after the abort has a bug: the bucket could be garbage.
             assert not state.reported, f"bucket {bucket} finished after the report of epoch {state.view.epoch}"
             return changed(state, have=state.have | {bucket})
         case Updated(step=done, measured=measured):
@@ -254,7 +270,7 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 
 def _begin(state: GroupState, new: int) -> GroupState:
-    """Enter step ``new`` under the present view, or with the plan that others follow for it already."""
+    """Enter step ``new`` under the present view, or with the plan that other groups follow for it already."""
     begun = state.ahead or Begun(state.view.live)
     return changed(
         state,
@@ -264,34 +280,40 @@ def _begin(state: GroupState, new: int) -> GroupState:
         ahead=None,
         computed=frozenset(),
         have=frozenset(),
+        # A committed microbatch cannot kill another group.
+        deadly={microbatch: groups for microbatch, groups in state.deadly.items() if microbatch.step >= new},
     )
 
 
 def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
-    """If something is wrong with the present epoch, close it at this group: abort, and report what was finished by now.
+    """Close the present epoch at this group if there is a reason: abort, and report the step and the finished buckets.
 
-    What is wrong may have been heard before the view came: a member of it died meanwhile, or a faster group has already
+    The reason may have been heard before the view came: a member of it died meanwhile, or a faster group has already
     broken it.
     """
     if state.reported or state.stopped or not _news(state):
         return state, ()
     epoch, change = state.view.epoch, _parting(state) or _entry(state)
-    # Not everybody comes to see these: who hears of a cut late may hear at the same time that it has healed, who has
-    # finished sees nobody leave, and who asks may be dead before others had to let it in. They would stay in an epoch the
-    # others have left. Those who are still in the step before somebody leaves or enters finish that one first.
+    # This group announces a cut, a departure or an entry, because other groups may never see it and would stay in an epoch
+    # that is over: a group that hears of a cut late may hear at the same time that it has healed, a group that has finished
+    # sees no group leave, and a group that asks may be dead before others had to let it in. Groups that are still in the
+    # step before a group leaves or enters finish that step first.
     cut = "; ".join(state.cut.values())
     said = state.broken.get(epoch)
-    told = said is not None and said.after < state.step
-    failed = said.reason if told and not said.in_order else ""
-    wrong = failed or "; ".join(state.dead.values()) or cut
-    reason = wrong or (said.reason if told else "") or change
+    if said is not None and said.after >= state.step:
+        said = None
+    failed = said.reason if said and not said.in_order else ""
+    accused = "; ".join(state.dead.values())
+    wrong = accused or failed or cut
+    reason = wrong or (said.reason if said else "") or change
     if not reason:
         return state, ()
-    # A bucket that holds a lost group's part would be that of another batch than those that are reduced again.
+    # With ``drop``, a bucket that holds a lost group's part belongs to another batch than those that are reduced again.
     have = () if state.job.drop else tuple(sorted(state.have))
     report = Report(epoch, state.me, state.step, have, state.synced, state.complete)
     reports = {**state.reports, state.me: report}
-    state = changed(state, reported=True, closed_by=reason, reports=reports, looked=None, waited_s=0.0)
+    noticed = "" if reason == accused else reason
+    state = changed(state, reported=True, closed_by=reason, noticed=noticed, reports=reports, looked=None, waited_s=0.0)
     state = changed(state, collects=_turn(state) == 0)
     after = -1 if wrong else state.step - 1
     announcement = (Announce(epoch, reason, after),) if reason in (cut, change) else ()
@@ -299,33 +321,34 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
 
 
 def _news(state: GroupState) -> bool:
-    """Whether anything was ever heard that may end an epoch. Asked first, because it nearly never was."""
+    """Return whether any message that may end an epoch is held. Checked first for speed: there is nearly never one."""
     return bool(state.broken or state.graves or state.missed or state.leaving or state.asking)
 
 
 def _parting(state: GroupState) -> str:
-    """The reason to end an epoch because somebody has left.
+    """Return the reason to end an epoch because a group has left in order; empty if there is none.
 
-    Not before a step that others have decided is committed here, too: who has finished would propose the same members
-    again, for ever. Who has left has not gone: it stays until a view says so.
+    A step that others have decided must first be committed here: a group that has finished would propose the same
+    members again, forever. A group that has left in order stays reachable until a view leaves it out.
     """
     return "; ".join(state.left.values()) if state.left and _settled(state) and state.ahead is None else ""
 
 
 def _settled(state: GroupState) -> bool:
-    """Whether everybody can finish what it is at under this view, if this group ends the epoch here and in order.
+    """Return whether every group can finish its present work under this view, if this group ends the epoch in order.
 
-    A view that hands over something is left alone until that is done, which it is everywhere once a step of it is committed.
+    A view that hands over state or buckets is not ended before the transfers are done; they are done at all groups once
+    a step of the view is committed.
     """
     view = state.view
     return state.connected and state.synced and (state.step > view.step or not (view.behind or view.missing))
 
 
 def _entry(state: GroupState) -> str:
-    """The reason to end an epoch for those who ask for a seat; empty while that would cost anybody anything.
+    """Return the reason to end an epoch for groups that ask for a seat; empty while that would cost any group work.
 
-    Everybody ends it at the boundary after the step that was asked for, so nobody is in the middle of a reduction. Who
-    hears of it only after that does so at once: the others are waiting in that step by then.
+    All groups end it at the boundary after the step that the request names, so none is in the middle of a reduction. A
+    group that hears of the request later ends the epoch at once: the others already wait in that step.
     """
     if state.have or state.finished or not _settled(state):
         return ""
@@ -340,7 +363,7 @@ def _reports(state: GroupState, reports: tuple[Report, ...]) -> GroupState:
 
 
 def _turn(state: GroupState) -> int:
-    """The lowest groups collect the reports at once; the next ones when those should have been able to, and so on."""
+    """Return this group's turn to collect reports: 0 for the ``Job.collectors`` lowest live groups, 1 for the next ones."""
     out = _out(state)
     return sum(group < state.me and group not in out for group in state.view.live) // state.job.collectors
 
@@ -351,10 +374,10 @@ def _unreported(state: GroupState) -> tuple[GroupId, ...]:
 
 
 def _looked(state: GroupState, now: float) -> GroupState:
-    """The store has answered, and there was nothing new.
+    """Count the time since the last look: the store has answered, and there was nothing new.
 
-    Only time in which it answers counts as waiting. While it was away nobody could report: whoever is back first must
-    not leave the others out for that (hard case 16).
+    Only time in which the store answers counts as waiting. While it was away no group could report, and the group that
+    reaches it first must not leave the others out for that (hard case 16).
     """
     if not state.reported:
         return state
@@ -362,39 +385,60 @@ def _looked(state: GroupState, now: float) -> GroupState:
     longest = state.patience_s / _LOOKS
     waited_s, settled_s = state.waited_s + min(since, longest), state.settled_s + since
     if not state.collects and waited_s >= _turn(state) * longest:
-        # Nobody is given up on for what was never looked for: the time begins anew.
+        # No group is given up for a report that was never looked for: the time begins anew.
         return changed(state, looked=now, collects=True, waited_s=0.0, settled_s=settled_s)
     return changed(state, looked=now, waited_s=waited_s, settled_s=settled_s)
 
 
 def _proposal(state: GroupState) -> tuple[Action, ...]:
-    """Propose the next view as soon as everybody who is not dead has reported, or has been waited for long enough."""
+    """Propose the next view once each group that is not dead has reported, or has been waited for as long as allowed."""
     if state.stopped or not state.collects or not _has_say(state):
         return ()
     silent: dict[GroupId, str] = {}
     if state.waited_s >= state.patience_s:
-        # Who is a step ahead may have another patience: what the view says must not depend on who writes it.
+        # A group that is a step ahead may have another patience, and the view's text must not depend on its writer.
         why = f"no report within {state.job.report_timeout_s:g} s of the end of epoch {state.view.epoch}"
         silent = dict.fromkeys(_unreported(state), why)
     if state.cut and state.settled_s < state.job.settle_s:
         return ()
-    over = any(report.step >= state.job.steps for report in state.reports.values())  # nobody would connect any more
+    over = any(report.step >= state.job.steps for report in state.reports.values())  # no group would connect any more
     asking = {} if over else state.asking
-    view = membership.next_view(state.view, state.reports, _out(state), silent, state.closed_by, asking)
-    return (Propose(replace(view, begun=_origin(state, view))),) if view else ()
+    view = membership.next_view(
+        state.view, state.reports, _out(state, silent), silent, state.closed_by, asking, state.noticed
+    )
+    return (_propose(state, replace(view, begun=_origin(state, view)), silent),) if view else ()
 
 
-def _out(state: GroupState) -> dict[GroupId, str]:
-    """Members that will not be in the next view, whatever they report, with the reason."""
-    return {**_cut_off(state), **state.left, **state.dead}
+def _propose(state: GroupState, view: View, silent: Mapping[GroupId, str]) -> Propose:
+    """Return the proposal, with the seats to fence: those that the view leaves out and that may live and go on as the run.
+
+    The end of a later start of a group does not show the end of an earlier one, which may be frozen on another host. No
+    group goes on under a view with too few members, so such a view needs no fence.
+    """
+    if not view.lost or len(view.live) < max(state.job.min_groups, 1):
+        return Propose(view)
+    doubtful = {**_cut_off(state, silent), **state.dead, **silent}
+    seats = {group: (group, state.view.incarnations.get(group, 0)) for group in view.lost}
+    gone = {group for group in state.left if group not in doubtful}
+    fence = (seat for group, seat in sorted(seats.items()) if group not in gone and seat not in state.ended)
+    return Propose(view, tuple(fence), reads_log=True)
 
 
-def _cut_off(state: GroupState) -> dict[GroupId, str]:
-    """Who leaves because hosts do not hear each other, with what was said about it."""
+def _out(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupId, str]:
+    """Return the members that will not be in the next view, whatever they report, with the reason."""
+    return {**_cut_off(state, silent), **state.left, **state.dead}
+
+
+def _cut_off(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupId, str]:
+    """Return the groups that leave because hosts do not hear each other, with the reason.
+
+    Groups that are given up because they have not reported (``silent``) accuse no host: two hosts that are lost at once
+    must not outvote the third, which misses both.
+    """
     cut = state.cut
     if not cut:
         return {}
-    leaving = links.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys())
+    leaving = link_detector.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys() - set(silent))
     return {
         group: "cut off: " + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
         for group in sorted(leaving)
@@ -402,10 +446,10 @@ def _cut_off(state: GroupState) -> dict[GroupId, str]:
 
 
 def _has_say(state: GroupState) -> bool:
-    """Whether this group knows how the step came about that would go on.
+    """Return whether this group knows the plan origin of the step that would go on, and so may propose a view.
 
-    Who has just entered knows that of its own step only. So does who has committed a step that the others have not, and
-    is to be left out: it has forgotten the one they are in.
+    A group that has just entered knows the origin of its own step only. The same holds for a group that has committed a
+    step that the others have not, and is to be left out: it has forgotten the origin of the step they are in.
     """
     out = _out(state)
     told = [report.step for group, report in state.reports.items() if group not in out and report.synced]
@@ -415,7 +459,8 @@ def _has_say(state: GroupState) -> bool:
 
 
 def _give_up(state: GroupState) -> GroupState:
-    """Without a say and with nobody who decides there is nothing to wait for; the others, if they live, need no one."""
+    """Stop a group that may not propose a view, once no other group has decided on one for twice the patience. The
+    others, if they live, do not need it."""
     patience_s = 2 * state.patience_s
     if state.stopped or state.waited_s < patience_s or _has_say(state):
         return state
@@ -424,10 +469,11 @@ def _give_up(state: GroupState) -> GroupState:
 
 
 def _origin(state: GroupState, view: View) -> Begun:
-    """Where the plan of the view's step comes from, its own losses included.
+    """Return the plan origin of the view's step, the view's own losses included.
 
-    Who is a step ahead began that step under the view that ends now (or stood there in the view before already), lost
-    groups included, and keeps what it computed. A group that enters gets its share with the next step.
+    A group that is a step ahead began that step under the view that ends now (or stood there in the view before
+    already), lost groups included, and keeps its computed microbatches. A group that enters gets its share with the
+    next step.
     """
     if view.step == state.step:
         return state.begun.after(view.lost, view.joined)
@@ -435,13 +481,14 @@ def _origin(state: GroupState, view: View) -> Begun:
 
 
 def _adopt(state: GroupState, view: View) -> GroupState:
-    """Everything that follows from the next view, as a pure function of it."""
+    """Adopt the next view; the new state is a pure function of it and of the present state."""
     if view.epoch <= state.view.epoch:
         return state
-    assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
     if not view.seats(state.me, state.incarnation):
         why = view.lost.get(state.me, view.reason)
         return changed(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
+    # A group that misses a view has not reported in its epoch, so it is no member of the one after.
+    assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
     if len(view.live) < state.job.min_groups:
         groups = " ".join(map(str, view.live))
         return changed(
@@ -453,7 +500,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     behind = view.step > state.step
     begun = state.begun.after(view.lost, view.joined) if behind else view.begun
     if state.job.drop and behind and state.complete:
-        begun = state.begun  # all buckets are there, with everybody's part
+        begun = state.begun  # all buckets are here, with the parts of all groups
     return changed(
         state,
         view=view,
@@ -466,6 +513,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         reported=False,
         collects=False,
         closed_by="",
+        noticed="",
         broken={epoch: why for epoch, why in state.broken.items() if epoch >= view.epoch},
         asking={group: asked for group, asked in state.asking.items() if asked.incarnation > _seat(view, group)},
         reports={},
@@ -475,7 +523,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
 
 
 def _transferred(state: GroupState, event: Transferred) -> GroupState:
-    """Transfers of the view are done here: who was behind stands at its step now, and final buckets are held."""
+    """Take in the end of the view's transfers: a group that was behind is now at its step, and final buckets are held."""
     taken = event.speeds if state.me in state.view.behind else None
     state = changed(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
     if state.ahead is None:

@@ -1,4 +1,4 @@
-"""The replication manager: which groups host (prefetch) which shards (SPARe, arXiv 2603.00357, section 4).
+"""The replication manager: the groups that host (prefetch) each shard (SPARe, arXiv 2603.00357, section 4).
 
 Shard j of N is hosted by r groups; a group's r shards are its *stack*, its own shard first. SPARe's Theorem 4.1 needs
 that *any two shards share at most one host*. Intuition: the deaths that exhaust one shard then cost every other shard
@@ -14,12 +14,11 @@ the hosts of a shard. A shard without a live host is a wipe-out to SPARe; to quo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
 from math import floor, gcd, isqrt, log, log2
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,31 +31,9 @@ Ints = NDArray[np.int64]
 Stacks = Sequence[tuple[int, ...]]
 
 
-class Source(NamedTuple):
-    """Live groups that hold a shard's samples, none if they have to be read from the dataset; and why."""
-
-    groups: tuple[GroupId, ...]
-    reason: str
-
-
 @dataclass(frozen=True)
-class Change:
-    """What a membership change does to the hosting.
-
-    ``shards`` have one live host fewer (leave) or more (join), ``unhosted`` have none afterwards, ``prefetch`` is what
-    the joiner has to read.
-    """
-
-    group: GroupId
-    shards: tuple[Shard, ...]
-    unhosted: tuple[Shard, ...]
-    prefetch: tuple[Shard, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Rotation(Sequence):
-    """Row i is i + o mod N for each offset o, made when asked for: ``full(10_000)`` would have 10^8 entries."""
+class _Rotation(Sequence[tuple[int, ...]]):
+    """Rows made on demand: row i is i + o mod N for each offset o. A table of ``full(10_000)`` would have 10^8 entries."""
 
     groups: int
     offsets: tuple[int, ...]
@@ -64,18 +41,23 @@ class _Rotation(Sequence):
     def __len__(self) -> int:
         return self.groups
 
-    def __getitem__(self, index: int) -> tuple[int, ...]:
+    def __getitem__(self, index: int) -> tuple[int, ...]:  # type: ignore[override]  # no slices
         row = range(self.groups)[index]
         return tuple((row + o) % self.groups for o in self.offsets)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Who hosts what. Every group hosts ``redundancy`` shards, every shard has as many hosts.
+    """The hosts of every shard. Every group hosts ``redundancy`` shards, and every shard has as many hosts.
 
-    ``stacks[g]`` are the shards of group g and ``hosts[s]`` the groups of shard s, the own one first in both.
-    ``offsets`` generate them (group i hosts i + o mod N); empty where no single set does. ``warnings`` say what was
-    asked for and could not be had.
+    Attributes:
+        groups: number N of groups, and of shards.
+        redundancy: number r of shards of a group, and of hosts of a shard.
+        kind: name of the construction.
+        stacks: ``stacks[g]`` are the shards of group g, its own first.
+        hosts: ``hosts[s]`` are the groups that host shard s, its own first.
+        offsets: the set that generates both (group i hosts i + o mod N); empty if no single set does.
+        warnings: properties that were asked for and are impossible, for people.
     """
 
     groups: int
@@ -91,15 +73,15 @@ class Placement:
 
     @cached_property
     def _hash(self) -> int:
-        """Worked out once: plans are looked up by their placement in every step."""
+        """The hash, computed once, because plans are looked up by their placement in every step."""
         return hash((self.groups, self.kind, self.stacks))
 
     def stack(self, group: GroupId) -> tuple[Shard, ...]:
-        """The shards ``group`` hosts, and so has to prefetch; a group that came on top of the first N included."""
+        """Return the shards that ``group`` hosts, and so has to prefetch; it may be a group beyond the first N."""
         return self.stacks[group % self.groups]
 
     def hosts_of(self, shard: Shard, live: Collection[GroupId]) -> tuple[GroupId, ...]:
-        """The groups of ``live`` that host ``shard``, in the order of the placement, then those beyond the first N."""
+        """Return the groups of ``live`` that host ``shard`` in the order of the placement, those beyond the first N last."""
         beyond = sorted(group for group in live if group >= self.groups and self.is_host(group, shard))
         return (*(group for group in self.hosts[shard] if group in live), *beyond)
 
@@ -107,44 +89,21 @@ class Placement:
         return self.redundancy == self.groups or group % self.groups in self.hosts[shard]
 
     def unhosted(self, live: Collection[GroupId]) -> tuple[Shard, ...]:
-        """Shards that no group of ``live`` hosts."""
+        """Return the shards that no group of ``live`` hosts."""
         return tuple(np.flatnonzero(self._live_hosts(live) == 0).tolist())
 
     def wiped_out(self, live: Collection[GroupId]) -> bool:
-        """SPARe's wipe-out (section 4): some shard has no surviving host."""
+        """Return whether some shard has no surviving host: SPARe's wipe-out (section 4)."""
         return bool(self.unhosted(live))
 
-    def fetch_from(self, shard: Shard, live: Collection[GroupId]) -> Source:
-        """Who can serve the samples of ``shard``; nobody is no failure, because the dataset has them too."""
-        if found := self.hosts_of(shard, live):
-            return Source(found, f"shard {shard} is held by {len(found)} groups: {_names(found)}")
-        hosts = _names(self.hosts[shard])
-        return Source((), f"no live host of shard {shard} ({hosts}): who computes it reads it from the dataset")
-
-    def on_leave(self, group: GroupId, live: Collection[GroupId]) -> Change:
-        """``group`` goes; ``live`` may or may not still contain it."""
-        own, remaining = self.stack(group), set(live) - {group}
-        unhosted, weakest = self.unhosted(remaining), self._live_hosts(remaining)[list(own)].min()
-        reason = f"group {group} leaves: {len(own)} shards lose a host, the weakest keeps {weakest}"
-        if lost := set(unhosted) & set(own):
-            reason += f"; without a live host from now on: {_names(lost)}"
-        return Change(group, own, unhosted, (), reason)
-
-    def on_join(self, group: GroupId, live: Collection[GroupId]) -> Change:
-        """``group`` comes back; ``live`` may or may not contain it already. It has to prefetch its whole stack."""
-        own, others = self.stack(group), set(live) - {group}
-        reason = f"group {group} joins and prefetches {len(own)} shards"
-        if regained := set(self.unhosted(others)) & set(own):
-            reason += f"; hosted again: {_names(regained)}"
-        return Change(group, own, self.unhosted(others | {group}), own, reason)
-
     def _live_hosts(self, live: Collection[GroupId]) -> Ints:
-        """How many hosts each shard has in ``live``."""
+        """Return the number of hosts of each shard in ``live``."""
         alive = np.bincount([group % self.groups for group in live] or [0], minlength=self.groups)
         alive *= bool(live)
         if self.redundancy == self.groups:
             return np.full(self.groups, alive.sum())
-        return alive[self.host_table].sum(axis=1)
+        found: Ints = alive[self.host_table].sum(axis=1)
+        return found
 
     @cached_property
     def host_table(self) -> Ints:
@@ -153,18 +112,18 @@ class Placement:
 
 
 def golomb(groups: int, redundancy: int, seed: int = 0) -> Placement:
-    """Cyclic rotation with Golomb offsets (SPARe, section 4, Theorem 4.1): two shards share at most one host."""
+    """Place by cyclic rotation with Golomb offsets (SPARe, section 4, Theorem 4.1): two shards share at most one host."""
     return cyclic(groups, golomb_offsets(groups, redundancy, seed), "golomb")
 
 
 def consecutive(groups: int, redundancy: int) -> Placement:
-    """Cyclic rotation with offsets 0..r-1, as SPARe's text (section 4) describes it: a baseline."""
+    """Place by cyclic rotation with offsets 0..r-1, as SPARe's text (section 4) describes it: a baseline."""
     _check(groups, redundancy)
     return cyclic(groups, tuple(range(redundancy)), "consecutive")
 
 
 def full(groups: int) -> Placement:
-    """Every group hosts every shard."""
+    """Place every shard at every group."""
     _check(groups, 1)
     return cyclic(groups, tuple(range(groups)), "full")
 
@@ -172,9 +131,9 @@ def full(groups: int) -> Placement:
 def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) -> Placement:
     """Spread the hosts of each shard over failure domains; ``domains[g]`` is the rack or switch of group g.
 
-    First the hosts of a shard share a domain as little as possible: not at all exactly if the largest domain holds at
-    most N / r groups, because its groups have r places each and every shard may use one of them. Then two shards share
-    at most one host (SPARe, section 4) where that can be kept. What could not be had is in ``warnings``.
+    First, the hosts of a shard share a domain as little as possible: not at all exactly if the largest domain holds at
+    most N / r groups, because its groups have r places each and every shard may use one of them. Second, two shards
+    share at most one host (SPARe, section 4) where that is possible. ``warnings`` name the properties that were impossible.
     """
     groups, number = len(domains), {domain: i for i, domain in enumerate(dict.fromkeys(domains))}
     _check(groups, redundancy)
@@ -191,7 +150,7 @@ def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) ->
 
 
 def shared_hosts(placement: Placement) -> int:
-    """The largest number of hosts that any two shards share; at most 1 is what SPARe's Theorem 4.1 asks for."""
+    """Return the largest number of hosts that any two shards share; SPARe's Theorem 4.1 requires at most 1."""
     N, r = placement.groups, placement.redundancy
     if r == N:
         return r if N > 1 else 0
@@ -208,7 +167,7 @@ def shared_hosts(placement: Placement) -> int:
 
 
 def cyclic(groups: int, offsets: tuple[int, ...], kind: str = "cyclic") -> Placement:
-    """Cyclic rotation (SPARe, section 4) with these offsets, 0 first: group i hosts the shards i + o (mod N)."""
+    """Place by cyclic rotation (SPARe, section 4) with these offsets, 0 first: group i hosts the shards i + o (mod N)."""
     hosts = _Rotation(groups, tuple(-o % groups for o in offsets))
     return Placement(groups, len(offsets), kind, _Rotation(groups, offsets), hosts, offsets)
 
@@ -219,15 +178,11 @@ def _check(groups: int, redundancy: int) -> None:
         raise ConfigError(f"redundancy is {redundancy} and groups is {groups}; {rule}: lower redundancy or add groups")
 
 
-def _names(numbers: Iterable[int]) -> str:
-    return " ".join(str(number) for number in sorted(numbers))
-
-
 # --- offsets: cyclic Golomb rulers ------------------------------------------------------------------------------------
 
 
 def golomb_offsets(groups: int, redundancy: int, seed: int = 0) -> tuple[int, ...]:
-    """``redundancy`` offsets, 0 first, whose pairwise differences are distinct mod ``groups`` (SPARe, section 4).
+    """Return ``redundancy`` offsets, 0 first, whose pairwise differences are distinct mod ``groups`` (SPARe, section 4).
 
     A ruler stays one when it is shifted or multiplied by a unit mod N. Seed 0 takes the unit that keeps the offsets
     farthest apart, so neighbouring groups (often of one rack) share few shards; higher seeds take the next best.
@@ -243,21 +198,21 @@ def golomb_offsets(groups: int, redundancy: int, seed: int = 0) -> tuple[int, ..
 
 @lru_cache(maxsize=1024)
 def largest_redundancy(groups: int) -> int:
-    """The largest redundancy for which :func:`golomb_offsets` finds offsets."""
+    """Return the largest redundancy for which :func:`golomb_offsets` finds offsets."""
     _check(groups, 1)
     bound = (1 + isqrt(4 * groups - 3)) // 2
     return next(r for r in range(bound, 0, -1) if _base(groups, r))
 
 
 def optimal_redundancy(groups: int) -> int:
-    """SPARe's near-optimal redundancy r* = floor(log2 N + gamma_Euler / ln 2) (section 4), at least 1 and at most N."""
+    """Return SPARe's near-optimal redundancy r* = floor(log2 N + gamma_Euler / ln 2) (section 4), between 1 and N."""
     _check(groups, 1)
     return max(1, min(groups, floor(log2(groups) + np.euler_gamma / log(2))))
 
 
 @lru_cache(maxsize=256)
 def _family(groups: int, redundancy: int) -> Ints:
-    """The base ruler times units mod N, one sorted row each, widest smallest gap first; no rows if there is none."""
+    """Return the base ruler times units mod N, one sorted row each, widest smallest gap first; no rows if none exists."""
     base = _base(groups, redundancy)
     if not base:
         return np.empty((0, redundancy), dtype=np.int64)
@@ -269,7 +224,7 @@ def _family(groups: int, redundancy: int) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _base(groups: int, redundancy: int) -> tuple[int, ...]:
-    """Some cyclic Golomb ruler mod ``groups``, empty if none is found."""
+    """Return some cyclic Golomb ruler mod ``groups``; empty if none is found."""
     if redundancy * (redundancy - 1) > groups - 1:
         return ()
     if 2 * _ruler(redundancy)[-1] < groups:  # no two differences can then meet around the ring
@@ -284,9 +239,9 @@ def _base(groups: int, redundancy: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _ruler(marks: int) -> tuple[int, ...]:
-    """A short integer Golomb ruler: the tightest run of marks in a Singer set of the next primes.
+    """Return a short integer Golomb ruler: the tightest run of marks in a Singer set of the next primes.
 
-    Optimal (as published) for 12, 14, 18 to 21 and 24 marks, at most a quarter longer for others up to 26.
+    It is optimal (as published) for 12, 14, 18 to 21 and 24 marks, and at most a quarter longer for others up to 26.
     """
     candidates = []
     for q in islice(filter(_is_prime, range(max(marks - 1, 2), 4 * marks + 8)), 3):
@@ -299,10 +254,10 @@ def _ruler(marks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=32)
 def _singer(q: int) -> Ints:
-    """Singer's difference set (q prime) times every unit, each row sorted and unrolled over two turns.
+    """Return Singer's difference set (q prime) times every unit, each row sorted and unrolled over two turns.
 
-    The set are the zeros of a linear recurrence of order 3 over GF(q) that runs through all v = q*q + q + 1 points of
-    the plane: q + 1 residues whose differences are all the non-zero residues mod v.
+    The set consists of the zeros of a linear recurrence of order 3 over GF(q) that runs through all v = q*q + q + 1
+    points of the plane: q + 1 residues whose differences are all the non-zero residues mod v.
     """
     v = q * q + q + 1
     for a, b, c in product(range(q), range(q), range(1, q)):
@@ -323,7 +278,7 @@ def _is_prime(n: int) -> bool:
 
 
 def is_golomb(groups: int, offsets: Sequence[int]) -> bool:
-    """Are all pairwise differences distinct mod ``groups``? (SPARe, section 4, the premise of Theorem 4.1)"""
+    """Return whether all pairwise differences are distinct mod ``groups`` (SPARe, section 4, premise of Theorem 4.1)."""
     return _repeats(groups, offsets) == 0
 
 
@@ -333,7 +288,7 @@ def _repeats(groups: int, offsets: Sequence[int]) -> int:
 
 
 def _climb(ring: Ints, offsets: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """Move one offset at a time to a random place as long as fewer differences repeat and the crowding stays."""
+    """Move one offset at a time to a random place, if no more differences repeat and the crowding stays."""
     groups, least, numbers = len(ring), _crowding(ring, offsets), _numbers(seed)
     repeats = _repeats(groups, offsets)
     for _ in range(4000):
@@ -347,7 +302,7 @@ def _climb(ring: Ints, offsets: tuple[int, ...], seed: int) -> tuple[int, ...]:
 
 
 def _numbers(seed: int) -> Iterator[int]:
-    """A linear congruential generator: the same numbers on every machine and with every library version."""
+    """Yield numbers of a linear congruential generator: the same on every machine and with every library version."""
     state = seed % 2**64
     while True:
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -358,22 +313,25 @@ def _numbers(seed: int) -> Iterator[int]:
 
 
 def _crowding(ring: Ints, offsets: Sequence[int]) -> int:
-    """Pairs of hosts of one shard in one domain, over all shards; ``ring`` are the domains around the ring."""
+    """Return the number of pairs of hosts of one shard in one domain, over all shards.
+
+    ``ring`` has the domains around the ring.
+    """
     hosts = (np.arange(len(ring))[:, None] - np.array(offsets)) % len(ring)
     count = _per_domain(ring[hosts])
     return int((count * (count - 1) // 2).sum())
 
 
 def _per_domain(host_labels: Ints) -> Ints:
-    """How many hosts each shard has in each domain; ``host_labels[s]`` are the domains of the hosts of shard s."""
+    """Return the number of hosts of each shard in each domain, from the domains ``host_labels[s]`` of its hosts."""
     return np.bincount((host_labels + (host_labels.max() + 1) * np.arange(len(host_labels))[:, None]).ravel())
 
 
 def _rings(label: Ints, redundancy: int) -> Iterator[tuple[Ints, tuple[int, ...]]]:
-    """Ways to lay the groups around the ring, and offsets on it with the least crowding.
+    """Yield orders of the groups around the ring, each with offsets of the least crowding.
 
-    Where every domain is one arc, evenly spaced offsets put floor(n r / N) or ceil(n r / N) hosts of a shard into one of
-    n groups: no placement does better. Where equal domains take turns, neighbouring offsets do the same.
+    If every domain is one arc, evenly spaced offsets put floor(n r / N) or ceil(n r / N) hosts of a shard into a domain
+    of n groups: no placement does better. If domains of equal size alternate, neighbouring offsets do the same.
     """
     sizes, order = np.bincount(label), np.argsort(label, kind="stable")
     yield order, tuple(k * len(label) // redundancy for k in range(redundancy))
@@ -382,7 +340,7 @@ def _rings(label: Ints, redundancy: int) -> Iterator[tuple[Ints, tuple[int, ...]
 
 
 def _spread_ring(label: Ints, redundancy: int, seed: int) -> tuple[Ints, tuple[int, ...]]:
-    """A ring order and offsets on it with the least crowding and, if possible, no difference twice."""
+    """Return a ring order and offsets on it with the least crowding and, if possible, no difference twice."""
     groups, found = len(label), []
     for order, start in _rings(label, redundancy):
         least = _crowding(label[order], start)
@@ -407,7 +365,7 @@ class _Exchange:
         self.numbers = _numbers(seed)
 
     def run(self) -> list[list[int]]:
-        """Go through the pairs of shards that share more than one host until there are none, or the budget ends."""
+        """Try exchanges for pairs of shards that share more than one host until there are none, or the budget ends."""
         while self.budget > 0 and (pairs := [pair for pair, count in self.shared.items() if count > 1]):
             for s, t in islice(pairs, self.budget):
                 self.budget -= 1
@@ -425,12 +383,12 @@ class _Exchange:
             self._swap(g, x, h, s)
 
     def _crowds(self, old: GroupId, new: GroupId, shard: Shard) -> int:
-        """How many more pairs of hosts of ``shard`` share a domain when ``new`` takes the place of ``old``."""
+        """Return the growth in pairs of hosts of ``shard`` that share a domain when ``new`` takes the place of ``old``."""
         a, b = self.label[old], self.label[new]
         return 0 if a == b else 1 + sum((self.label[host] == b) - (self.label[host] == a) for host in self.hosts[shard])
 
     def _swap(self, g: GroupId, s: Shard, h: GroupId, x: Shard) -> int:
-        """Exchange, and return how many more pairs of hosts are shared by the same two shards."""
+        """Exchange, and return the growth in pairs of hosts that the same two shards share."""
         grown = 0
         for group, old, new in ((g, s, x), (h, x, s)):
             stack = self.stacks[group]
@@ -447,7 +405,7 @@ class _Exchange:
 
 
 def _transpose(stacks: Sequence[Sequence[int]]) -> Stacks:
-    """Hosts of each shard, its own group first."""
+    """Return the hosts of each shard, its own group first."""
     hosts: list[list[int]] = [[] for _ in stacks]
     for group, stack in enumerate(stacks):
         for shard in stack:
@@ -456,7 +414,7 @@ def _transpose(stacks: Sequence[Sequence[int]]) -> Stacks:
 
 
 def _warnings(placement: Placement, label: Ints) -> tuple[str, ...]:
-    """What ``domain_aware`` could not give, with the numbers."""
+    """Return the properties that ``domain_aware`` could not give, with the numbers."""
     N, r, size, found = placement.groups, placement.redundancy, int(np.bincount(label).max()), []
     if (worst := int(_per_domain(label[np.array(list(placement.hosts))]).max())) > 1:
         found.append(

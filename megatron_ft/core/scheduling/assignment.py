@@ -1,13 +1,13 @@
-"""Who computes which microbatches of a step: the policy ``stacked_quota`` (docs/architecture.md).
+"""The assignment of a step's microbatches to groups: the policy ``stacked_quota`` (docs/architecture.md).
 
 It joins SPARe's stacks (arXiv 2603.00357, section 4) with ReCoVer's microbatch quotas (arXiv 2605.11215, versatile
-workload). Intuition: a shard is G microbatches; it may be computed by the groups that host it, and a shard without a
-live host by anybody. So a plan is a flow from shards (supply G each) through hosting edges to groups (capacity: its
-share of the largest load). The least largest load is found with maximum flows, and among the plans of that load the one
-that moves fewest microbatches with one minimum-cost flow. Flows come from scipy and ortools.
+workload). Intuition: a shard is G microbatches; the groups that host it may compute it, and any group may compute a
+shard without a live host. So a plan is a flow from shards (supply G each) through hosting edges to groups (capacity:
+its share of the largest load). The least largest load is found with maximum flows, and among the plans of that load the
+one that moves fewest microbatches with one minimum-cost flow. Flows come from scipy and ortools.
 
-With stragglers the time counts, not the load: they get less, whoever hosts it. Fetching samples takes milliseconds,
-a microbatch that everybody waits for seconds.
+With stragglers the longest time is minimised, not the load: they get less, even of shards that they host. Fetching
+samples takes milliseconds, a microbatch that all groups wait for takes seconds.
 
 Everything here is a pure function, so every group computes the same plan by itself: all nodes must run the same
 versions of those libraries. A difference would show at once, because every reduction counts its microbatches.
@@ -20,24 +20,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from megatron_ft.types import Assignment, GroupId, Microbatch, Plan
+from megatron_ft.types import Assignment, GroupId, Microbatch, Plan, listed
 
 if TYPE_CHECKING:
-    from megatron_ft.core import flow
-    from megatron_ft.core.replication import Placement
+    from megatron_ft.core.replication.placement import Placement
+    from megatron_ft.core.scheduling import maxflow
 
 Counts = Mapping[GroupId, Mapping[int, int]]
-"""Per group and shard, how many microbatches."""
+"""The number of microbatches per group and shard."""
+Item = TypeVar("Item")
 Chosen = Mapping[GroupId, Mapping[int, Sequence[int]]]
-"""Per group and shard, the indices of the microbatches."""
+"""The indices of the microbatches per group and shard."""
 
 
 def microbatches_of_step(step: int, shards: int, per_shard: int) -> tuple[Microbatch, ...]:
-    """All N*G microbatches of one step, in the order of their ids."""
+    """Return all N*G microbatches of one step, in the order of their ids."""
     return tuple(Microbatch(step, shard, index) for shard in range(shards) for index in range(per_shard))
 
 
@@ -53,14 +54,18 @@ def plan_step(
     """Assign the N*G microbatches of ``step`` to the groups of ``live``.
 
     Args:
-        placement: who hosts what; None when everybody hosts everything.
+        step: the step.
+        shards: number N of shards.
+        per_shard: number G of microbatches of a shard.
+        live: the live groups.
+        placement: the groups that host each shard; None if every group hosts every shard.
         weights: speed of the stragglers relative to the others', which is 1; a group of weight 0.5 gets half the load.
         previous: the plan whose microbatches (by shard and index) should stay where they are; without it, a group's
             home is its own shard (shard i belongs to group i).
 
     The largest load is the least possible, and as few microbatches as possible change hands. With different weights the
-    longest time (load divided by weight) is the least possible, if every group of ``weights`` keeps a microbatch: who
-    computes nothing could never show that it is fast again.
+    longest time (load divided by weight) is the least possible, if every group of ``weights`` keeps a microbatch: a
+    group that computes nothing could never show that it is fast again.
     Raises ``ValueError`` for an empty ``live`` or a weight that is not positive.
     """
     if not live:
@@ -72,11 +77,11 @@ def plan_step(
     restricted = None if _hosts_everything(placement) else placement
     fastest = max(speed)
     less = ""
-    if min(speed) < fastest:
+    if weights and min(speed) < fastest:
         tested = tuple(group in weights for group in members)
         chosen, reason = _by_time(shards, per_shard, members, restricted, speed, tested)
         slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
-        less = f", less for the slow groups {_names(slower)}"
+        less = f", less for the slow groups {listed(sorted(slower))}"
     elif previous is None:
         chosen, reason = _even(shards, per_shard, members, restricted)
     else:
@@ -93,11 +98,11 @@ def _summary(shards: int, per_shard: int, chosen: Chosen) -> str:
 
 
 def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | None = None) -> Plan:
-    """Spread the microbatches of ``lost`` groups over the others; nobody loses what it already has.
+    """Spread the microbatches of ``lost`` groups over the others, which keep their own.
 
-    The survivors are usually done with their own share when a peer is found dead, so the *added* work is levelled: patch
-    compute takes ceil(lost / survivors) microbatches. Of those that allow it, as many as possible are computed by hosts
-    of their shards, who have the samples at hand; the others have to be fetched (:func:`fetched`).
+    The survivors have usually computed their own share when a peer is found dead, so the *added* work is levelled:
+    patch compute takes ceil(lost / survivors) microbatches. Within that limit, as many as possible are computed by
+    hosts of their shards, which have the samples at hand; the samples of the others have to be fetched (:func:`fetched`).
     """
     gone = set(lost)
     added: dict[GroupId, list[Microbatch]] = {group: [] for group in plan.assignment if group not in gone}
@@ -107,46 +112,39 @@ def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | Non
     if not pool:
         return Plan(plan.step, _Patched(plan.assignment, added), plan.reason, plan.patched)
     base = {group: _load(plan.assignment, group) for group in added}
-    if _hosts_everything(placement):
+    if placement is None or _hosts_everything(placement):
         _level(added, pool, base)
     else:
         _spread(added, pool, placement, base)
     return Plan(
         step=plan.step,
         assignment=_Patched(plan.assignment, added),
-        reason=f"{len(pool)} microbatches of groups {_names(lost)} taken over by groups {_names(added)}",
+        reason=f"{len(pool)} microbatches of groups {listed(sorted(lost))} taken over by groups {listed(sorted(added))}",
         patched=plan.patched | set(pool),
     )
 
 
 def admit(plan: Plan, joined: Collection[GroupId]) -> Plan:
-    """The same plan with groups that have no share of the step yet; a later patch may give them one."""
+    """Return the same plan with groups that have no share of the step yet; a later patch may give them one."""
     nothing_new: dict[GroupId, list[Microbatch]] = {group: [] for group in sorted({*plan.assignment, *joined})}
     return Plan(plan.step, _Patched(plan.assignment, nothing_new), plan.reason, plan.patched)
 
 
 def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Placement | None) -> tuple[Microbatch, ...]:
-    """Those whose samples ``group`` has to fetch now, because their shard is not in its stack."""
-    if _hosts_everything(placement):
+    """Return the microbatches whose samples ``group`` has to fetch now, because their shard is not in its stack."""
+    if placement is None or _hosts_everything(placement):
         return ()
     return tuple(m for m in microbatches if not placement.is_host(group, m.shard))
-
-
-def check_exactly_once(assignment: Assignment, expected: Collection[Microbatch]) -> None:
-    """Raise ``AssertionError`` unless every expected microbatch is assigned exactly once and nothing else is."""
-    seen = [microbatch for own in assignment.values() for microbatch in own]
-    assert len(seen) == len(set(seen)), f"assigned twice: {sorted(m for m in set(seen) if seen.count(m) > 1)}"
-    assert set(seen) == set(expected), f"assigned and expected differ: {sorted(set(seen) ^ set(expected))}"
 
 
 def _hosts_everything(placement: Placement | None) -> bool:
     return placement is None or placement.redundancy >= placement.groups
 
 
-class _Named(Mapping):
-    """An assignment that names a group's microbatches when it is asked for them.
+class _Named(Mapping[GroupId, tuple[Microbatch, ...]]):
+    """An assignment that makes the ids of a group's microbatches on demand.
 
-    A group asks for its own only, in every step; naming all N*G takes longer than the rest of a plan.
+    A group needs only its own in every step; making all N*G ids takes longer than the rest of a plan.
     """
 
     def __init__(self, step: int, chosen: Chosen) -> None:
@@ -171,8 +169,8 @@ class _Named(Mapping):
         return sum(map(len, self.chosen[group].values()))
 
 
-class _Patched(Mapping):
-    """An assignment and what its groups do on top; only the groups of ``added`` are left, or have come."""
+class _Patched(Mapping[GroupId, tuple[Microbatch, ...]]):
+    """An assignment with added microbatches; the groups of ``added`` are those that are left or have joined."""
 
     def __init__(self, before: Assignment, added: Mapping[GroupId, Sequence[Microbatch]]) -> None:
         self._before, self._added = before, added
@@ -193,15 +191,13 @@ class _Patched(Mapping):
 
 
 def _load(assignment: Assignment, group: GroupId) -> int:
-    """How many microbatches a group has, without naming them where that can be avoided."""
+    """Return the number of a group's microbatches, without making their ids where that can be avoided."""
     return assignment.load(group) if isinstance(assignment, _Named | _Patched) else len(assignment[group])
 
 
 @lru_cache(maxsize=64)
-def _even(
-    shards: int, per_shard: int, members: tuple[GroupId, ...], placement: Placement | None
-) -> tuple[Chosen, str]:
-    """The plan of equally fast groups: it is the same in every step, so it is made, and described, once per membership."""
+def _even(shards: int, per_shard: int, members: tuple[GroupId, ...], placement: Placement | None) -> tuple[Chosen, str]:
+    """Return the plan of equally fast groups: it is the same in every step, so it is cached per membership."""
     if placement is None:
         chosen = _levelled(shards, per_shard, members)
     else:
@@ -210,11 +206,11 @@ def _even(
     return chosen, _summary(shards, per_shard, chosen)
 
 
-# --- everybody hosts everything: levelling is enough ------------------------------------------------------------------
+# --- every group hosts every shard: levelling is enough ---------------------------------------------------------------
 
 
 def _levelled(shards: int, per_shard: int, members: tuple[GroupId, ...]) -> Chosen:
-    """A group keeps its own shard up to the quota ceil(N*G / live); the rest goes to whoever has least."""
+    """Let each group keep its own shard up to the quota ceil(N*G / live), and give the rest to the groups with least."""
     quota = -(-shards * per_shard // len(members))
     keeps = {group: min(quota, per_shard) if group < shards else 0 for group in members}
     loads: dict[GroupId, list[tuple[int, int]]] = {
@@ -229,8 +225,10 @@ def _levelled(shards: int, per_shard: int, members: tuple[GroupId, ...]) -> Chos
     return chosen
 
 
-def _level(assigned: Mapping[GroupId, list], pool: Iterable, base: Mapping[GroupId, int] | None = None) -> None:
-    """Append each item of ``pool`` to the group with least; ties: the smaller base load, then the lower id."""
+def _level(
+    assigned: Mapping[GroupId, list[Item]], pool: Iterable[Item], base: Mapping[GroupId, int] | None = None
+) -> None:
+    """Append each item of ``pool`` to the group with the fewest; ties: the smaller base load, then the lower id."""
     base = base or {}
     waiting = [(len(own), base.get(group, 0), group) for group, own in assigned.items()]
     heapify(waiting)
@@ -240,7 +238,7 @@ def _level(assigned: Mapping[GroupId, list], pool: Iterable, base: Mapping[Group
         heapreplace(waiting, (count + 1, under, group))
 
 
-# --- stragglers: the time counts ------------------------------------------------------------------------------------
+# --- stragglers: the least longest time -----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
@@ -252,22 +250,22 @@ def _by_time(
     speed: tuple[float, ...],
     tested: tuple[bool, ...],
 ) -> tuple[Chosen, str]:
-    """The least longest time; as much as possible is computed by hosts, and as little as possible changes hands.
+    """Return the plan of the least longest time; hosts compute as much as possible, and as little as possible changes hands.
 
-    ``tested`` says who gets one microbatch however slow it is, as far as there are enough.
+    ``tested``: per member, True if it gets at least one microbatch however slow it is, as far as there are enough.
     """
     limits = _limits(shards * per_shard, speed, tested)
     home = _home(shards, per_shard, members, None)
     if placement is None:
         counts = _fill(shards, per_shard, members, speed, limits)
     else:
-        from megatron_ft.core import flow
+        from megatron_ft.core.scheduling import maxflow
 
         edges = _edges(np.arange(shards), members, placement)
         supply = np.full(shards, per_shard, dtype=np.int64)
-        found = flow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, home))
+        found = maxflow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, home))
         counts = dict(zip(members, found, strict=True))
-    pace, least = (dict(zip(members, some, strict=True)) for some in (speed, tested))
+    pace, least = dict(zip(members, speed, strict=True)), dict(zip(members, tested, strict=True))
     for group in members:
         if least[group] and not counts[group]:
             _give_one(counts, group, pace, least, placement)
@@ -276,13 +274,14 @@ def _by_time(
 
 
 def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[int]:
-    """What each group can take in the least time T in which all microbatches find a place: floor(T * speed).
+    """Return each group's limit floor(T * speed) for the least time T in which all microbatches find a place.
 
-    Searched among the times at which some group finishes a microbatch; a test does not make the others' T longer.
+    T is searched among the times at which some group finishes a microbatch; the microbatch of a tested group does not
+    make T longer for the others.
     """
 
     def within(time: float) -> list[int]:
-        # A product that should be whole may come out a little less.
+        # A product that should be a whole number may come out a little less.
         return [max(int(time * own + 1e-9), test) for own, test in zip(speed, tested, strict=True)]
 
     times = sorted({load / own for own in set(speed) for load in range(1, total + 1)})
@@ -292,7 +291,8 @@ def _limits(total: int, speed: Sequence[float], tested: Sequence[bool]) -> list[
 def _fill(
     shards: int, per_shard: int, members: Sequence[GroupId], speed: Sequence[float], limits: Sequence[int]
 ) -> dict[GroupId, dict[int, int]]:
-    """Everybody hosts everything: a group keeps its own shard up to its limit; who would be done first takes the rest."""
+    """Assign without a placement: a group keeps its own shard up to its limit; the group that would be done first takes
+    the next of the rest."""
     keeps = [min(limit, per_shard) if group < shards else 0 for group, limit in zip(members, limits, strict=True)]
     counts = {group: {group: keep} if keep else {} for group, keep in zip(members, keeps, strict=True)}
     kept = dict(zip(members, keeps, strict=True))
@@ -317,7 +317,7 @@ def _give_one(
     least: Mapping[GroupId, int],
     placement: Placement | None,
 ) -> None:
-    """One microbatch for a group that has none, from who needs longest; if possible of a shard that it hosts."""
+    """Move one microbatch to a group that has none, from the group that needs longest; if possible of a hosted shard."""
     givers = [giver for giver, own in counts.items() if sum(own.values()) > least[giver]]
     if givers:
         own = counts[max(givers, key=lambda giver: (sum(counts[giver].values()) / pace[giver], -giver))]
@@ -332,7 +332,7 @@ def _give_one(
 
 
 def _home(shards: int, per_shard: int, members: Sequence[GroupId], previous: Plan | None) -> Chosen:
-    """Where each microbatch would like to stay; those of absent groups have no home."""
+    """Return the home of each microbatch, where it should stay if possible; those of absent groups have no home."""
     if previous is None:
         return {group: {group: range(per_shard)} if group < shards else {} for group in members}
     if isinstance(previous.assignment, _Named):
@@ -351,17 +351,17 @@ def _quota(
     placement: Placement | None,
     home: Chosen,
 ) -> Counts:
-    """How many microbatches of each shard every group computes: least largest load, then fewest moves."""
-    from megatron_ft.core import flow  # half a second of imports that a run with full hosting never needs
+    """Return the number of microbatches of each shard that every group computes: least largest load, then fewest moves."""
+    from megatron_ft.core.scheduling import maxflow  # half a second of imports that a run with full hosting never needs
 
     edges = _edges(np.arange(shards), members, placement)
     supply = np.full(shards, per_shard, dtype=np.int64)
-    loads = flow.balance(supply, edges, np.ones(len(members)), _kept(edges, members, home))
+    loads = maxflow.balance(supply, edges, np.ones(len(members)), _kept(edges, members, home))
     return dict(zip(members, loads, strict=True))
 
 
-def _kept(edges: flow.Edges, members: Sequence[GroupId], home: Chosen) -> np.ndarray:
-    """How many microbatches are at home on each edge."""
+def _kept(edges: maxflow.Edges, members: Sequence[GroupId], home: Chosen) -> np.ndarray:
+    """Return the number of microbatches that are at home on each edge."""
     at_home = [
         (row * len(members) + column, len(indices))
         for column, group in enumerate(members)
@@ -379,7 +379,7 @@ def _kept(edges: flow.Edges, members: Sequence[GroupId], home: Chosen) -> np.nda
 
 
 def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
-    """Turn counts into indices: each group first keeps what was its own, then takes what is left, in order."""
+    """Turn counts into indices: each group first keeps its own microbatches, then takes free ones in order."""
     chosen: dict[GroupId, dict[int, list[int]]] = {group: {} for group in counts}
     short: list[tuple[GroupId, int, int]] = []
     for group, row in counts.items():
@@ -388,8 +388,8 @@ def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
             if len(own) < count:
                 short.append((group, shard, count - len(own)))
     taken: dict[int, set[int]] = {shard: set() for _, shard, _ in short}
-    for row in chosen.values():
-        for shard, own in row.items():
+    for kept_row in chosen.values():
+        for shard, own in kept_row.items():
             if shard in taken:
                 taken[shard].update(own)
     free = {shard: iter([i for i in range(per_shard) if i not in kept]) for shard, kept in taken.items()}
@@ -404,11 +404,11 @@ def _spread(
     placement: Placement,
     base: Mapping[GroupId, int],
 ) -> None:
-    """Hand the lost microbatches out evenly: as many as possible to hosts of their shards, the rest to who has least.
+    """Hand the lost microbatches out evenly: as many as possible to hosts of their shards, the rest to groups with least.
 
-    Somebody who has to fetch its samples first is still faster than a host that computes several, one after the other.
+    A group that has to fetch the samples first is still faster than a host that computes several, one after the other.
     """
-    from megatron_ft.core import flow
+    from megatron_ft.core.scheduling import maxflow
 
     members = sorted(added)
     by_shard: dict[int, list[Microbatch]] = {}
@@ -418,7 +418,7 @@ def _spread(
     supply = np.array([len(by_shard[shard]) for shard in names], dtype=np.int64)
     edges = _edges(np.array(names, dtype=np.int64), members, placement)
     most = -(-len(pool) // len(members))
-    loads = flow.most(supply, edges, np.full(len(members), most, dtype=np.int64))
+    loads = maxflow.most(supply, edges, np.full(len(members), most, dtype=np.int64))
     for group, row in zip(members, loads, strict=True):
         for position, count in sorted(row.items()):
             rest = by_shard[names[position]]
@@ -427,9 +427,9 @@ def _spread(
     _level(added, (microbatch for name in names for microbatch in by_shard[name]), base)
 
 
-def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> flow.Edges:
-    """Hosting edges as (position of the shard, position of the group); shards without a live host go to anybody."""
-    from megatron_ft.core import flow
+def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> maxflow.Edges:
+    """Return hosting edges as (position of the shard, position of the group); shards without a live host go to any group."""
+    from megatron_ft.core.scheduling import maxflow
 
     hosts = np.broadcast_to(members, (len(shards), len(members)))
     if placement is not None:
@@ -439,15 +439,11 @@ def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement 
     columns = position[hosts]
     rows, places = np.nonzero(columns >= 0)
     columns = columns[rows, places]
-    for group in members if placement else ():
-        if group >= placement.groups:  # on top of the first N
+    for group in members:
+        if placement is not None and group >= placement.groups:  # on top of the first N
             more = np.flatnonzero(np.isin(shards, placement.stack(group)))
             rows, columns = np.append(rows, more), np.append(columns, np.full(len(more), position[group]))
     order = np.argsort(rows, kind="stable")
     rows, columns = rows[order], columns[order]
     anybody = np.flatnonzero(np.bincount(rows, minlength=len(shards)) == 0)
-    return flow.Edges(rows, columns, anybody)
-
-
-def _names(groups: Iterable[GroupId]) -> str:
-    return " ".join(str(group) for group in sorted(groups))
+    return maxflow.Edges(rows, columns, anybody)

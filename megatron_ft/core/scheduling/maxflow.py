@@ -1,13 +1,13 @@
-"""Balanced integer flows from shards to groups: what ``scheduler`` asks of scipy and ortools.
+"""Balanced integer flows from shards to groups for ``assignment``, solved with scipy and ortools.
 
 A problem is a supply per row (shard), edges from rows to columns (groups) that may carry any amount, and a weight per
-column. The least T is sought for which every column gets at most floor(T * weight); then, at that T, the flow that keeps
-most of what is where it is. Rows without an edge may go to any column through one shared node.
+column. The solution is a flow for the least T for which every column gets at most floor(T * weight); at that T, it is
+the flow that moves least. Rows without an edge may go to any column through one shared node.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,17 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Edges(NamedTuple):
-    """Edges as two aligned arrays, and the rows that may go anywhere."""
+    """The edges of a problem.
+
+    Attributes:
+        rows: row of each edge.
+        columns: column of each edge, aligned with ``rows``.
+        anywhere: rows that may go to any column.
+    """
 
     rows: Ints
     columns: Ints
@@ -27,7 +34,10 @@ class Edges(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """Arcs of the whole network: source -> rows -> (anybody ->) columns -> sink. ``last`` arcs end in the sink."""
+    """The arcs of the whole network: source -> rows -> (anybody ->) columns -> sink. ``last`` arcs end in the sink.
+
+    ``anybody`` is the shared node; the arcs from ``source`` begin at index ``middle``.
+    """
 
     tails: Ints
     heads: Ints
@@ -40,13 +50,13 @@ class _Graph(NamedTuple):
 
 
 def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints | None) -> list[dict[int, int]]:
-    """Per column, how much of which row it gets: ``[{row: amount}]``.
+    """Return the amount of each row that each column gets: ``[{row: amount}]``, one entry per column.
 
     Args:
         supply: amount of each row, at least 1, shape [rows].
-        edges: where it may go.
+        edges: the columns that each row may go to.
         weights: relative capacity of each column, > 0, shape [columns].
-        kept: amount that is on each edge already, shape [edges]; None when nothing is.
+        kept: amount that is on each edge already, shape [edges]; None for a flow with no amounts to keep.
     """
     graph = _graph(supply, edges, len(weights))
     limits = _least_limits(graph, int(supply.sum()), weights)
@@ -55,9 +65,10 @@ def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints
 
 
 def place(supply: Ints, edges: Edges, limits: Ints, kept: Ints) -> list[dict[int, int]]:
-    """As :func:`balance` with limits that are given, and any row may go anywhere where its edges do not suffice.
+    """Return amounts as :func:`balance` does, for given limits; any row may go to any column if its edges do not suffice.
 
-    As little as possible does; then as much as possible stays where it is. ``limits`` (shape [columns]) have room for all.
+    As little as possible leaves its edges; then as much as possible stays where it is. ``limits`` (shape [columns])
+    must have room for the whole supply.
     """
     edges = edges._replace(anywhere=np.arange(len(supply)))
     graph = _graph(supply, edges, len(limits))
@@ -65,7 +76,7 @@ def place(supply: Ints, edges: Edges, limits: Ints, kept: Ints) -> list[dict[int
 
 
 def _found(graph: _Graph, edges: Edges, amounts: Ints) -> list[dict[int, int]]:
-    """The amounts on all arcs as ``[{row: amount}]``, per column."""
+    """Return the amounts on all arcs as ``[{row: amount}]``, per column."""
     found: list[dict[int, int]] = [{} for _ in range(graph.last)]
     count = len(edges.rows)
     used = np.flatnonzero(amounts[:count])
@@ -78,9 +89,10 @@ def _found(graph: _Graph, edges: Edges, amounts: Ints) -> list[dict[int, int]]:
 
 
 def most(supply: Ints, edges: Edges, limits: Ints) -> list[dict[int, int]]:
-    """Per column, how much of which row it gets when as much as possible is placed along the edges.
+    """Return the amount of each row that each column gets when as much as possible is placed along the edges.
 
-    ``limits`` is what each column can take, shape [columns]; what found no place is in no column, ``edges.anywhere`` too.
+    ``limits`` (shape [columns]) is the capacity of each column. Supply that finds no place along the edges is in no
+    column; ``edges.anywhere`` is ignored.
     """
     graph = _graph(supply, edges._replace(anywhere=edges.anywhere[:0]), len(limits))
     amounts = _flow(graph, limits)[: len(edges.rows)]
@@ -90,13 +102,8 @@ def most(supply: Ints, edges: Edges, limits: Ints) -> list[dict[int, int]]:
     return found
 
 
-def fits(supply: Ints, edges: Edges, limits: Ints) -> bool:
-    """Whether everything finds a place along the edges with these limits."""
-    return _fits(_graph(supply, edges, len(limits)), limits, int(supply.sum()))
-
-
 def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
-    """Arcs in a fixed order: edges, anybody -> columns, rows -> anybody, source -> rows, columns -> sink."""
+    """Build the arcs in a fixed order: edges, anybody -> columns, rows -> anybody, source -> rows, columns -> sink."""
     rows = len(supply)
     anybody, source, sink = rows + columns, rows + columns + 1, rows + columns + 2
     everyone = np.arange(columns, dtype=np.int64)
@@ -116,15 +123,22 @@ def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
         supply,
         np.zeros(columns),
     ]
-    join = [np.concatenate(parts).astype(np.int64) for parts in (tails, heads, capacities)]
-    middle = len(edges.rows) + columns + len(edges.anywhere)
-    return _Graph(*join, nodes=sink + 1, source=source, sink=sink, middle=middle, last=columns)
+    return _Graph(
+        tails=np.concatenate(tails).astype(np.int64),
+        heads=np.concatenate(heads).astype(np.int64),
+        capacities=np.concatenate(capacities).astype(np.int64),
+        nodes=sink + 1,
+        source=source,
+        sink=sink,
+        middle=len(edges.rows) + columns + len(edges.anywhere),
+        last=columns,
+    )
 
 
 def _least_limits(graph: _Graph, total: int, weights: NDArray[np.float64]) -> Ints:
-    """Column limits floor(T * weight) for the least T at which everything fits: search by doubling, then halving.
+    """Return the column limits floor(T * weight) for the least T at which the whole supply fits.
 
-    The ideal T is tried first: with a Golomb placement it nearly always fits.
+    The search doubles, then halves. The ideal T is tried first: with a Golomb placement it nearly always fits.
     """
     candidates = _candidates(total, weights)
     low, high, width = 0, 0, 1
@@ -140,13 +154,15 @@ def _least_limits(graph: _Graph, total: int, weights: NDArray[np.float64]) -> In
 
 
 def _candidates(total: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """All T at which some limit grows by one, from the ideal to the one where a single column could take everything."""
+    """Return all T at which some limit grows by one, from the ideal T to that at which one column could take everything."""
     if weights.min() == weights.max():
         ideal = -(-total // len(weights))
-        return np.arange(ideal, total + 1) / weights[0]
+        evenly: Floats = np.arange(ideal, total + 1) / weights[0]
+        return evenly
     loads = np.arange(1, total + 1)
-    times = np.unique((loads[:, None] / np.unique(weights)[None, :]).ravel())
-    return times[times >= total / weights.sum() - 1e-9]
+    times: Floats = np.unique((loads[:, None] / np.unique(weights)[None, :]).ravel())
+    possible: Floats = times[times >= total / weights.sum() - 1e-9]
+    return possible
 
 
 def _limits(time: float, weights: NDArray[np.float64]) -> Ints:
@@ -157,7 +173,7 @@ def _fits(graph: _Graph, limits: Ints, total: int) -> bool:
     return int(limits.sum()) >= total and _maximum_flow(graph, limits).flow_value == total
 
 
-def _maximum_flow(graph: _Graph, limits: Ints):
+def _maximum_flow(graph: _Graph, limits: Ints) -> Any:
     capacities = graph.capacities.copy()
     capacities[-graph.last :] = limits
     matrix = csr_array(
@@ -168,15 +184,15 @@ def _maximum_flow(graph: _Graph, limits: Ints):
 
 
 def _flow(graph: _Graph, limits: Ints) -> Ints:
-    """Amounts on all arcs of some flow that saturates the supply."""
+    """Return the amounts on all arcs of some maximum flow."""
     carried = _maximum_flow(graph, limits).flow.tocsr()
     return np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64)
 
 
 def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: int = 0) -> Ints:
-    """Amounts on all arcs of the flow that moves least: what stays on its edge is free, what takes another costs one.
+    """Return the amounts on all arcs of the flow that moves least.
 
-    What goes through the shared node costs ``far``.
+    A unit that stays on its edge is free, one that takes another edge costs 1, one through the shared node ``far``.
     """
     capacities = graph.capacities.copy()
     capacities[-graph.last :] = limits
@@ -197,13 +213,13 @@ def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: i
     solver.set_node_supply(graph.sink, -total)
     status = solver.solve()
     assert status == solver.OPTIMAL, f"minimum-cost flow ended with {status} although a flow exists"
-    amounts = solver.flows(np.arange(len(capacities) + len(homes)))
+    amounts: Ints = solver.flows(np.arange(len(capacities) + len(homes)))
     amounts[homes] += amounts[len(capacities) :]
     return amounts[: len(capacities)]
 
 
 def _share_anywhere(found: list[dict[int, int]], anywhere: Ints, through: Ints, shares: Ints) -> None:
-    """Cut what goes ``through`` the shared node into the columns' shares of it, rows in ascending order."""
+    """Divide the amounts ``through`` the shared node into the columns' ``shares``, rows in ascending order."""
     rows = [[int(row), int(amount)] for row, amount in zip(anywhere, through, strict=True) if amount]
     for column, share in enumerate(shares):
         left = int(share)

@@ -1,12 +1,13 @@
 """The order of microbatches inside a pipeline group: 1F1B over any number of them, growing while it runs.
 
 Intuition: 1F1B needs no table. A stage that has w stages behind it keeps at most w+1 microbatches in flight; below that
-it takes the next forward, at it the oldest backward. The rule looks only at what the stage has done so far, so the list
-of microbatches may grow at any moment: taken-over ones are appended to the running flush, and the pipeline drains and
-refills only once. Only when the first stage has no backward left to do has the flush ended, and a patch needs its own.
+limit it takes the next forward, at the limit the oldest backward. The rule depends only on the stage's progress, so the
+list of microbatches may grow at any moment: microbatches of lost groups are appended to the running flush, and the
+pipeline drains and refills only once. When the first stage has no backward left to do, the flush has ended; a patch
+needs its own.
 
-Assumes: stages run the same list in the same order; a death inside the group takes the whole group out, so only other
-groups' losses make the list grow.
+Assumes: stages run the same list in the same order; a death inside the group takes the whole group out, so only the
+losses of other groups make the list grow.
 """
 
 from __future__ import annotations
@@ -18,23 +19,22 @@ from megatron_ft.types import Microbatch
 
 
 class Instruction(NamedTuple):
-    """Forward or backward of the microbatch at ``index`` of the group's list."""
+    """The forward or the backward of the microbatch at ``index`` of the group's list."""
 
     kind: Literal["forward", "backward"]
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index, which is not used
 
 
 class Progress(NamedTuple):
-    """How many forwards and backwards a stage has done."""
+    """The numbers of forwards and backwards that a stage has done."""
 
     forwards: int = 0
     backwards: int = 0
 
 
 def next_instruction(stage: int, stages: int, done: Progress, count: int) -> Instruction | None:
-    """What ``stage`` (of ``stages``, 0 first) does next when the list has ``count`` microbatches; None when it is through.
-
-    Raises ``ValueError`` for a stage that does not exist or progress that cannot be.
+    """Return the next instruction of ``stage`` (of ``stages``, 0 first) when the list has ``count`` microbatches; None
+    when it has done all. Raises ``ValueError`` for a stage that does not exist or impossible progress.
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} does not exist in a pipeline of {stages}")
@@ -49,7 +49,7 @@ def next_instruction(stage: int, stages: int, done: Progress, count: int) -> Ins
 
 
 def remaining(stage: int, stages: int, done: Progress, count: int) -> tuple[Instruction, ...]:
-    """Everything ``stage`` still has to do, in order; the whole 1F1B schedule when ``done`` is nothing."""
+    """Return the instructions that ``stage`` still has to do, in order; the whole 1F1B schedule if ``done`` is zero."""
     found: list[Instruction] = []
     while (instruction := next_instruction(stage, stages, done, count)) is not None:
         found.append(instruction)
@@ -58,19 +58,11 @@ def remaining(stage: int, stages: int, done: Progress, count: int) -> tuple[Inst
     return tuple(found)
 
 
-def fits_running_flush(first_stage: Progress, count: int) -> bool:
-    """Whether microbatches appended now join the running flush of ``count``, given what the *first* stage has done.
-
-    The first stage finishes last: as long as it has a backward to do, the pipeline is not empty.
-    """
-    return first_stage.backwards < count
-
-
 def order(own: Sequence[Microbatch], patched: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """The group's list: its own share first, in ascending order, then what it has taken over, as it came.
+    """Return the group's list: its own share in ascending order, then the patches in the order in which they came.
 
-    What is already in the list never moves, so every stage can go on from where it is. Raises ``ValueError`` for a
-    microbatch that is in it twice.
+    A listed microbatch never moves, so every stage can go on from its present progress. Raises ``ValueError`` for a
+    microbatch that is listed twice.
     """
     listed = (*sorted(own), *patched)
     if len(set(listed)) != len(listed):

@@ -1,9 +1,9 @@
 """The largest load of a quota plan, without making the plan (papers: SPARe's stacks, ReCoVer's quotas).
 
-Intuition: one loss changes little. Who computes how many microbatches of which shard is remembered, only those of the
-lost group look for a new place: a host with room, or one that gets room by passing some of its own on. Where no such chain
-exists the hosts in reach are full, and full of shards that have no other host: no plan of that load exists. That is
-the augmenting path argument of maximum flow, so the answer is exact, and found about ten times faster than a flow.
+Intuition: one loss changes little. The number of microbatches per group and shard is remembered, and only those of the
+lost group need a new place: a host with room, or one that gets room by passing some of its own on. If no such chain
+exists, the hosts in reach are full, and full of shards that have no other host: no plan of that load exists. That is
+the augmenting path argument of maximum flow, so the answer is exact, and found about ten times faster than with a flow.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import itertools
 from collections import deque
 from collections.abc import Collection
 
-from megatron_ft.core.replication import Placement
+from megatron_ft.core.replication.placement import Placement
 from megatron_ft.types import GroupId
 
 Shard = int
 
 
 class Memory:
-    """Handed in again after losses and joins it makes :func:`least_load` faster, and changes no answer.
+    """A cache that makes :func:`least_load` faster when it is passed again after losses and joins. It changes no answer.
 
-    Belongs to one placement and one number of microbatches per shard, those of its first use.
+    It belongs to one placement and one number of microbatches per shard, those of its first use.
     """
 
     balance: _Balance | None = None
@@ -34,9 +34,9 @@ def least_load(
     placement: Placement | None = None,
     memory: Memory | None = None,
 ) -> int:
-    """The least largest load, in microbatches, with which the groups of ``live`` can compute all N*G of them.
+    """Return the least largest load, in microbatches, with which the groups of ``live`` can compute all N*G of them.
 
-    The same as that of ``scheduler.plan_step`` for equally fast groups. Shards without a live host go to anybody.
+    It is that of ``assignment.plan_step`` for equally fast groups. Shards without a live host go to any group.
     Raises ``ValueError`` for an empty ``live``.
     """
     if not live:
@@ -53,10 +53,10 @@ def least_load(
 
 
 class _Balance:
-    """A flow of microbatches from shards to live hosts that is kept through changes; nobody has more than ``limit``.
+    """A flow of microbatches from shards to live hosts that is kept through changes; no group has more than ``limit``.
 
-    Begins with everybody alive and computing the own shard. Shards that nobody hosts are not in it: they only need
-    room, and the ideal load leaves enough.
+    At first all groups are live and compute their own shards. Shards without a live host are not in the flow: they only
+    need room, and the ideal load leaves enough.
     """
 
     def __init__(self, per_shard: int, placement: Placement) -> None:
@@ -74,13 +74,13 @@ class _Balance:
         self.waiting: dict[Shard, int] = {}
 
     def follow(self, live: set[GroupId], ideal: int) -> int:
-        """Take over who lives; returns the least limit at which everything hosted has a place."""
+        """Take over the live groups, and return the least limit at which all hosted microbatches have a place."""
         if len(live) == len(self.hosts):
-            self._begin()  # no search is needed to see that everybody can compute the own shard
+            self._begin()  # no search is needed: each group can compute its own shard
         joined = live - self.live
         for group in sorted(self.live - live):
             self._leave(group, live)
-        self._change_limit(ideal if joined else max(ideal, self.limit))  # losses alone never make it less
+        self._change_limit(ideal if joined else max(ideal, self.limit))  # losses alone never lower the limit
         for group in sorted(joined):
             self._join(group)
         self.live = live
@@ -107,7 +107,7 @@ class _Balance:
         self._relieve(group, (self.per_shard * len(self.hosts)) // len(self.live))
 
     def _relieve(self, group: GroupId, share: int) -> None:
-        """The group takes its share from the fullest other hosts of its shards: room in many places keeps chains short."""
+        """Move a share to the group from the fullest other hosts of its shards: room in many places keeps chains short."""
         for shard in itertools.cycle(self.stacks[group]):
             fullest = min(self.hosts[shard], key=lambda host: (shard not in self.amounts[host], self.room[host]))
             if self.limit - self.room[group] >= share or shard not in self.amounts[fullest] or fullest == group:
@@ -116,7 +116,7 @@ class _Balance:
             self._add(group, shard, 1)
 
     def _change_limit(self, limit: int) -> None:
-        """Who has more than a lower limit gives the surplus back."""
+        """Set the limit; groups with more than a lower limit give the surplus back."""
         change, self.limit = limit - self.limit, limit
         if not change:
             return
@@ -136,7 +136,7 @@ class _Balance:
         self.room[group] -= amount
 
     def _place(self) -> None:
-        """At hosts with room, evenly, one after the other: room in many places keeps later chains short."""
+        """Place waiting microbatches at hosts with room, evenly: room in many places keeps later chains short."""
         for shard in list(self.waiting):
             while shard in self.waiting:
                 emptiest = max(self.hosts[shard], key=self.room.__getitem__)
@@ -146,10 +146,11 @@ class _Balance:
                 self._placed(shard, 1)
 
     def _chains(self) -> bool:
-        """Chains of groups in which each passes on what the next one hosts too, and the last has room; shortest first.
+        """Use chains of groups in which each passes on microbatches that the next one hosts too, and the last has room;
+        shortest first. Return whether one was found.
 
-        One search serves all that waits: what one chain has used up is checked again for the next. When no chain was
-        found nothing has changed during the search, so it has seen all there are: nothing of what waits finds a place.
+        One search serves all waiting shards: the amounts along a chain are checked again for each. If no chain was
+        found, nothing has changed during the search, so it has seen all chains: no waiting microbatch finds a place.
         """
         came: dict[GroupId, Shard] = {}  # for the sake of which shard a group was reached
         giver: dict[Shard, GroupId | None] = dict.fromkeys(self.waiting)
@@ -172,7 +173,7 @@ class _Balance:
         return found
 
     def _shift(self, last: GroupId, came: dict[GroupId, Shard], giver: dict[Shard, GroupId | None]) -> bool:
-        """Along the chain back, as much as everybody in it can pass on; False if that is nothing any more."""
+        """Shift along the chain, back from ``last``, as much as all its groups can pass on; return False if that is zero."""
         links: list[tuple[GroupId, Shard, GroupId]] = []
         group, amount = last, self.room[last]
         while (before := giver[came[group]]) is not None:

@@ -1,39 +1,48 @@
-"""Who computes how many microbatches when groups may only leave (ReCoVer, arXiv 2605.11215, versatile workload).
+"""The microbatch quotas of groups that may only leave (ReCoVer, arXiv 2605.11215, versatile workload).
 
-The invariant: every step contributes B = W_init * G_init microbatches, whoever is left. The live groups stand in one
-order, ``[majors | major spares | minor | minor spares]``. Majors contribute G microbatches, at most one minor the
-remainder B - majors * G. Spares compute as much as what they are a spare of, and contribute zeros until promoted.
+The invariant: every step contributes B = W_init * G_init microbatches, whichever groups are left. The live groups stand
+in one order, ``[majors | major spares | minor | minor spares]``. Majors contribute G microbatches, at most one minor
+the remainder B - majors * G. Spares compute as much as the role that they are a spare of, and contribute zeros until
+promoted.
 
 - A lost group that has a matching spare is replaced by it: the first spare moves up, and nothing is recomputed.
 - Without a matching spare the loss is a *policy boundary*: every survivor computes b more microbatches, the last z of
   them (*boundary minors*) b - 1, so that B are contributed; from the next step on the roles are dealt out anew.
 
-There is no placement: any group can compute any microbatch. As published, a promoted spare contributes what it has
-computed *instead of* what was lost, so the number is kept and not the identity. Where each id of a step has to
-be contributed exactly once, whoever is handed an id by ``patch`` has to compute it, a promoted spare too.
+There is no placement: any group can compute any microbatch. As published, a promoted spare contributes its own
+microbatches *instead of* the lost ones, so their number is kept and not their identity. Where each id of a step has to
+be contributed exactly once, a group that gets an id from ``patch`` has to compute it, a promoted spare too.
 
-Assumed: groups only leave (no rejoin), and everybody hears of the same losses in the same order.
+Assumed: groups only leave (no rejoin), and all groups hear of the same losses in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_ft.types import GroupId, Microbatch, Plan
+from megatron_ft.types import GroupId, Microbatch, Plan, listed
 
 MINOR_SPARES_OF_TEN = 2
-"""How many of ten spares stand by for the minor (the paper: about 80% major, 20% minor)."""
+"""The number of spares, of ten, that stand by for the minor (the paper: about 80% major, 20% minor)."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The live groups in their order, and what each contributes to the running step.
+    """The live groups in their order, with their contributions to the running step.
 
-    ``quota`` is G. ``contributed`` is the account of the running step: the microbatches that each live group computes
-    and contributes. ``boundary`` says that a policy boundary has already been passed in it, so that account and roles
-    differ until ``next_step``.
+    Attributes:
+        W_init: number of groups at the start.
+        G_init: microbatches of each group at the start.
+        quota: the present G, the microbatches of a major.
+        majors: groups that contribute ``quota`` microbatches each.
+        major_spares: groups that stand by for a major.
+        minor: the group that contributes the remainder; at most one.
+        minor_spares: groups that stand by for the minor.
+        contributed: the account of the running step: microbatches that each live group computes and contributes.
+        boundary: True if a policy boundary has been passed in the running step, so that account and roles differ until
+            ``next_step``.
     """
 
     W_init: int
@@ -48,12 +57,12 @@ class Roles:
 
     @property
     def B(self) -> int:
-        """Microbatches of a step, always."""
+        """The number of microbatches of every step."""
         return self.W_init * self.G_init
 
     @property
     def live(self) -> tuple[GroupId, ...]:
-        """In the order of the shrunken communicator."""
+        """The live groups in the order of the shrunken communicator."""
         return self.majors + self.major_spares + self.minor + self.minor_spares
 
     @property
@@ -62,22 +71,27 @@ class Roles:
 
     @property
     def remainder(self) -> int:
-        """What the minor contributes; 0 if there is none."""
+        """The number of microbatches that the minor contributes; 0 if there is none."""
         return self.B - len(self.majors) * self.quota
 
     def computes(self, group: GroupId) -> int:
-        """How many microbatches the group computes in a fault-free step, contributed or not."""
+        """Return the number of microbatches the group computes in a fault-free step, contributed or not."""
         return self.quota if group in self.majors + self.major_spares else self.remainder
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What follows from a loss.
+    """The recovery from a loss.
 
-    ``kind``: ``spare`` (only spares were lost), ``promotion``, ``boundary`` or ``wipe-out`` (nobody is left, ``roles``
-    are those before). ``lost`` is what the lost groups would have contributed. ``promoted`` says which spare stands in
-    for which lost group. ``extra`` are the microbatches each survivor computes on top in the running step: b, for the z
-    boundary minors b - 1.
+    Attributes:
+        kind: ``spare`` (only spares were lost), ``promotion``, ``boundary`` or ``wipe-out`` (no group is left).
+        roles: the roles after the loss; with ``wipe-out`` those before.
+        reason: why, for people.
+        lost: microbatches that each lost group would have contributed.
+        promoted: lost group -> the spare that takes its role.
+        extra: further microbatches that each survivor computes in the running step: b, for the z boundary minors b - 1.
+        b: as above; 0 without a boundary.
+        z: number of boundary minors.
     """
 
     kind: Literal["spare", "promotion", "boundary", "wipe-out"]
@@ -91,7 +105,7 @@ class Recovery:
 
 
 def initial(W: int, G: int) -> Roles:
-    """W groups that contribute G microbatches each: all are majors, nobody is spare."""
+    """Return the roles of W groups that contribute G microbatches each: all are majors, and none is a spare."""
     if W < 1 or G < 1:
         raise ValueError(f"W groups and G microbatches must both be at least 1, got W = {W} and G = {G}")
     return next_step(Roles(W, G, G, tuple(range(W))))
@@ -107,18 +121,19 @@ def next_step(roles: Roles) -> Roles:
 def on_failure(roles: Roles, lost: Collection[GroupId]) -> Recovery:
     """Promote matching spares, or pass a policy boundary (versatile workload).
 
-    Losses that can be matched are matched first, then the boundary divides what is still missing. After a boundary the
-    account of the running step no longer follows the roles, so another loss in the same step is a boundary again.
+    Losses that can be matched are matched first, then the boundary divides the microbatches still missing. After a
+    boundary the account of the running step no longer follows the roles, so another loss in the same step is a boundary
+    again.
     """
     gone = set(lost)
     if not gone or not gone <= set(roles.live):
         raise ValueError(f"lost must name live groups of {sorted(roles.live)}, at least one, got {sorted(gone)}")
     shares = {group: share for group, share in roles.contributed.items() if group in gone and share}
-    names = _names(sorted(gone))
+    names = listed(sorted(gone))
     if gone == set(roles.live):
         return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left", shares)
     if roles.boundary:
-        shrunk, promoted = _without(roles, gone), {}
+        shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
     else:
         shrunk, promoted = _promote(roles, gone)
     if sum(shrunk.contributed.values()) < roles.B:
@@ -133,7 +148,7 @@ def on_failure(roles: Roles, lost: Collection[GroupId]) -> Recovery:
 
 
 def plan(roles: Roles, step: int, shards: int, per_shard: int) -> Plan:
-    """The plan of a step: the B ids in their order, dealt to majors and minor in theirs, each exactly once."""
+    """Return the plan of a step: the B ids in order, dealt to majors and minor in their order, each exactly once."""
     if shards * per_shard != roles.B:
         raise ValueError(f"a step has B = {roles.B} microbatches, got {shards} shards of {per_shard}")
     ids = [Microbatch(step, shard, index) for shard in range(shards) for index in range(per_shard)]
@@ -150,7 +165,7 @@ def plan(roles: Roles, step: int, shards: int, per_shard: int) -> Plan:
 
 
 def patch(running: Plan, recovery: Recovery) -> Plan:
-    """The plan of the running step after a loss: promoted spares and boundary work take over the lost ids."""
+    """Return the plan of the running step after a loss: promoted spares and boundary work take over the lost ids."""
     if recovery.kind == "wipe-out":
         raise ValueError(f"no plan for step {running.step} after a {recovery.reason}; restart from the checkpoint")
     account = recovery.roles.contributed
@@ -168,7 +183,7 @@ def patch(running: Plan, recovery: Recovery) -> Plan:
 
 def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
     """Take the lost groups out and let the first spares of their kind move up, as far as there are any."""
-    shrunk, promoted = _without(roles, gone), {}
+    shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
     for kind, spare_kind in (("majors", "major_spares"), ("minor", "minor_spares")):
         dead = [group for group in getattr(roles, kind) if group in gone]
         spares = getattr(shrunk, spare_kind)
@@ -182,7 +197,8 @@ def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, Gro
 
 
 def _boundary(shrunk: Roles, names: str, lost: Mapping[GroupId, int], promoted: Mapping[GroupId, GroupId]) -> Recovery:
-    """b = least b >= 1 with contributed + W * b >= B; the surplus z = contributed + W * b - B are boundary minors."""
+    """Pass a boundary: b is the least b >= 1 with contributed + W * b >= B; z = contributed + W * b - B groups are
+    boundary minors."""
     B, W, contributed = shrunk.B, shrunk.W, sum(shrunk.contributed.values())
     b = -(-(B - contributed) // W)
     z = contributed + W * b - B
@@ -216,13 +232,14 @@ def _deal(roles: Roles) -> Roles:
 
 
 def _without(roles: Roles, gone: set[GroupId]) -> Roles:
-    kinds = ("majors", "major_spares", "minor", "minor_spares")
+    def rest(groups: tuple[GroupId, ...]) -> tuple[GroupId, ...]:
+        return tuple(group for group in groups if group not in gone)
+
     return replace(
         roles,
         contributed={group: count for group, count in roles.contributed.items() if group not in gone},
-        **{kind: tuple(group for group in getattr(roles, kind) if group not in gone) for kind in kinds},
+        majors=rest(roles.majors),
+        major_spares=rest(roles.major_spares),
+        minor=rest(roles.minor),
+        minor_spares=rest(roles.minor_spares),
     )
-
-
-def _names(groups: Sequence[GroupId]) -> str:
-    return " ".join(map(str, groups))

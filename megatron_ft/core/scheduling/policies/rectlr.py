@@ -1,24 +1,25 @@
-"""ReCtlr: which order inside the stacks keeps every shard contributed when groups are lost (SPARe, arXiv 2603.00357).
+"""ReCtlr: orders inside the stacks that keep every shard contributed when groups are lost (SPARe, arXiv 2603.00357).
 
 N groups host r shards each. Every live group computes the first S entries of its stack and contributes some of them, so
 that each of the N shards is contributed exactly once. After a loss the controller goes through three phases:
 
-1. *HK-fixed*: do the present orders and the present S still cover every shard? Then nothing moves.
-2. *HK-free*: the smallest S* >= S for which some order inside the stacks does (Hopcroft-Karp). Every live group may put
-   any S* of its shards first, so this is a matching of the shards into S* interchangeable slots per group.
-3. *MCMF*: at S*, the orders with the fewest moved entries.
+1. *HK-fixed*: if the present orders and the present S still cover every shard, nothing moves.
+2. *HK-free*: find the smallest S* >= S for which some order inside the stacks does (Hopcroft-Karp). Every live group
+   may put any S* of its shards first, so this is a matching of the shards into S* interchangeable slots per group.
+3. *MCMF*: at S*, find the orders with the fewest moved entries.
 
 A stack entry counts as **moved** when it stood behind the first S* entries and now stands among them. The entry that
-makes room for it falls right behind the first S*; this is the other half of the same move and is not counted. All the
-others keep their relative order.
+makes room for it falls right behind the first S*; this is the other half of the same move and is not counted. All other
+entries keep their relative order.
 
 Phase 3 as an assignment: shard <-> (group, slot), where an entry among the first S* may take its own slot at no cost and
 one behind them any slot of its group at the cost of one move. Its optimum is that of the min-cost flow with capacity S*
-per group: a contributed entry among the first S* never gains by leaving its slot, and the moved ones fill what is left.
-Among the orders with the fewest moves, one with the fewest shards to patch is taken (not in the paper; it breaks ties).
+per group: a contributed entry among the first S* never gains by leaving its slot, and the moved ones fill the free
+slots. Among the orders with the fewest moves, one with the fewest shards to patch is taken (not in the paper; it breaks
+ties).
 
-Assumed: a group is lost as a whole, and ``live`` is the same at everybody who calls this. Then so is the outcome: it is a
-pure function of its arguments.
+Assumed: a group is lost as a whole, and ``live`` is the same at all callers. The outcome is then the same, too, because
+it is a pure function of the arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching, min_weight_full_bipartite_matching
 
-from megatron_ft.types import GroupId, Microbatch, Plan
+from megatron_ft.types import GroupId, listed
 
 Shard = int
 Orders = Sequence[Sequence[Shard]]
@@ -40,12 +41,17 @@ Orders = Sequence[Sequence[Shard]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the controller decided, and why.
+    """The controller's decision.
 
-    ``phase`` is the one that settled it: ``fixed`` (nothing moves, S stays), ``free`` (S grew, orders changed, or both:
-    compare S and look at ``moves``) or ``wipe-out`` (``wiped_out`` names the shards without a live host; orders and S
-    are those that were handed in, and the run restarts with S = 1).
-    ``contributes`` has an entry for every live group, each shard once; ``moves`` are the (group, shard) that came forward.
+    Attributes:
+        phase: the phase that decided: ``fixed`` (nothing moves, S stays), ``free`` (S grew, orders changed, or both) or
+            ``wipe-out`` (the run restarts with S = 1).
+        S: the new S; with ``wipe-out`` the old one.
+        orders: the new orders; with ``wipe-out`` the old ones.
+        contributes: the shards of every live group; each shard is there once.
+        moves: (group, shard) of each entry that came forward.
+        wiped_out: with ``wipe-out``, the shards without a live host.
+        reason: why, for people.
     """
 
     phase: Literal["fixed", "free", "wipe-out"]
@@ -58,7 +64,7 @@ class Outcome:
 
 
 def lower_bound(groups: int, live: int) -> int:
-    """c(k) = ceil(N / (N - k)): the least S with which N - k live groups can compute N shards (SPARe, step)."""
+    """Return c(k) = ceil(N / (N - k)), the least S with which N - k live groups can compute N shards (SPARe, step)."""
     if not 0 < live <= groups:
         raise ValueError(f"live must lie between 1 and groups = {groups}, got {live}")
     return -(-groups // live)
@@ -79,7 +85,9 @@ def reconfigure(orders: Orders, live: Collection[GroupId], S: int) -> Outcome:
     hosts = np.bincount(hosted.ravel(), minlength=N)
     if not hosts.all():
         wiped = tuple(np.flatnonzero(hosts == 0).tolist())
-        reason = f"wipe-out: no live group hosts shard {_names(wiped)} any more, {len(alive)} of {N} groups live"
+        reason = (
+            f"wipe-out: no live group hosts shard {listed(wiped, most=8)} any more, {len(alive)} of {N} groups live"
+        )
         return Outcome("wipe-out", S, _as_tuples(orders), {}, wiped_out=wiped, reason=reason)
 
     least = _smallest_S(hosted, N, S)
@@ -92,27 +100,16 @@ def reconfigure(orders: Orders, live: Collection[GroupId], S: int) -> Outcome:
 
 
 def patch(before: Orders, S: int, outcome: Outcome) -> dict[GroupId, tuple[Shard, ...]]:
-    """The shards each survivor has yet to compute in the interrupted step (SPARe, patch compute).
+    """Return the shards that each survivor has yet to compute in the interrupted step (SPARe, patch compute).
 
-    ``before`` and ``S`` are what the step began with: a survivor has, or will have, its first S entries of it anyway.
+    ``before`` and ``S`` are those that the step began with: a survivor computes its first S entries of it in any case.
     """
     todo = {g: tuple(s for s in own if s not in before[g][:S]) for g, own in outcome.contributes.items()}
     return {group: shards for group, shards in todo.items() if shards}
 
 
-def to_plan(outcome: Outcome, step: int, per_shard: int) -> Plan:
-    """The plan of ``step``: a contributed shard is its ``per_shard`` microbatches, each contributed exactly once."""
-    if outcome.wiped_out:
-        raise ValueError(f"no plan for step {step} after a {outcome.reason}; restart from the checkpoint with S = 1")
-    assignment = {
-        group: tuple(Microbatch(step, shard, index) for shard in own for index in range(per_shard))
-        for group, own in outcome.contributes.items()
-    }
-    return Plan(step, assignment, f"ReCtlr ({outcome.phase}): {outcome.reason}")
-
-
 def _stacks(orders: Orders, alive: np.ndarray, S: int) -> np.ndarray:
-    """The orders as an N x r array, checked."""
+    """Check the orders, and return them as an N x r array."""
     try:
         stacks = np.asarray(orders, dtype=np.int64)
     except ValueError as error:
@@ -133,7 +130,7 @@ def _stacks(orders: Orders, alive: np.ndarray, S: int) -> np.ndarray:
 
 
 def _first_slots(first: np.ndarray, N: int) -> np.ndarray:
-    """HK-fixed. Where shards 0.. are found among the first S entries (row * S + slot): N of them if all are covered.
+    """HK-fixed. Return the place (row * S + slot) of each shard among the first S entries; empty unless all are covered.
 
     With the orders given, a (group, slot) holds one shard, so no two shards compete for it: the maximum matching of this
     graph is the set of covered shards. Each is contributed from its lowest slot; ties go to the lowest group.
@@ -145,7 +142,7 @@ def _first_slots(first: np.ndarray, N: int) -> np.ndarray:
 
 
 def _smallest_S(hosted: np.ndarray, N: int, S: int) -> int:
-    """HK-free. The least S* >= S with a matching of all shards into S* slots per live group; r always works."""
+    """HK-free. Return the least S* >= S with a matching of all shards into S* slots per live group; r always works."""
     rows, r = hosted.shape
     for least in range(max(S, lower_bound(N, rows)), r):
         columns = np.arange(rows)[:, None, None] * least + np.arange(least)
@@ -154,11 +151,11 @@ def _smallest_S(hosted: np.ndarray, N: int, S: int) -> int:
         graph = csr_matrix((np.ones(len(shards), dtype=np.int8), (shards, columns)), shape=(N, rows * least))
         if (maximum_bipartite_matching(graph, perm_type="column") >= 0).all():
             return least
-    return r
+    return int(r)
 
 
 def _fewest_moves(hosted: np.ndarray, N: int, S: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """MCMF. For each shard the row of the group that contributes it and the entry of its stack where it stands now.
+    """MCMF. Return for each shard the row of the group that contributes it, and its present entry in that group's stack.
 
     A move weighs more than all the patches of a decision together. Weights begin at 1: a sparse 0 would be no edge.
     """
@@ -181,7 +178,7 @@ def _fewest_moves(hosted: np.ndarray, N: int, S: int, least: int) -> tuple[np.nd
 
 
 def _contributions(alive: np.ndarray, rows: np.ndarray, entries: np.ndarray) -> dict[GroupId, tuple[Shard, ...]]:
-    """Group -> the shards it contributes, in the order of its stack; shard j is entry ``entries[j]`` of ``rows[j]``."""
+    """Return group -> the shards it contributes, in stack order; shard j is entry ``entries[j]`` of ``rows[j]``."""
     chosen: dict[GroupId, list[Shard]] = {group: [] for group in alive.tolist()}
     in_order = np.lexsort((entries, rows))
     for group, shard in zip(alive[rows[in_order]].tolist(), in_order.tolist(), strict=True):
@@ -192,7 +189,7 @@ def _contributions(alive: np.ndarray, rows: np.ndarray, entries: np.ndarray) -> 
 def _reorder(
     orders: tuple[tuple[Shard, ...], ...], contributes: Mapping[GroupId, tuple[Shard, ...]], S: int
 ) -> tuple[tuple[tuple[Shard, ...], ...], tuple[tuple[GroupId, Shard], ...]]:
-    """Put what each group contributes among its first S; the last of those it does not contribute make room."""
+    """Put the shards that each group contributes among its first S; the last ones that it does not contribute make room."""
     new, moves = list(orders), []
     for group, own in contributes.items():
         order = orders[group]
@@ -209,9 +206,5 @@ def _reorder(
 
 
 def _as_tuples(orders: Orders) -> tuple[tuple[Shard, ...], ...]:
-    """The orders as the outcome holds them; stacks that are tuples already are not copied."""
+    """Return the orders as tuples for the outcome; stacks that are tuples already are not copied."""
     return tuple(stack if isinstance(stack, tuple) else tuple(int(shard) for shard in stack) for stack in orders)
-
-
-def _names(shards: Sequence[Shard], most: int = 8) -> str:
-    return " ".join(map(str, shards[:most])) + (f" and {len(shards) - most} more" if len(shards) > most else "")

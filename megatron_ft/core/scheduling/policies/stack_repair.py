@@ -1,12 +1,12 @@
 """ReCtlr as a running record: a loss repairs the present contributions instead of deciding them anew (SPARe, ReCtlr).
 
 ``rectlr.reconfigure`` is the reference: the same S, the same number of moves, the same number of shards to patch. This
-one remembers who contributes what, and after a loss looks for new contributors of the lost shards only: shortest
-augmenting paths in the residual graph of the min-cost flow, nearly always a few edges long. It makes simulations of
-thousands of losses possible, and the decision nearly free of charge where a run keeps it.
+module remembers the contributor of each shard, and after a loss searches new contributors of the lost shards only:
+shortest augmenting paths in the residual graph of the min-cost flow, nearly always a few edges long. It makes
+simulations of thousands of losses possible, and the decision nearly free of charge in a run that keeps the record.
 
-Costs are those of ``rectlr``: nothing for an entry that its group has computed in this step, 1 for one that it has to
-patch, N + 2 for one that has to be moved among the first S as well.
+Costs are those of ``rectlr``: 0 for an entry that its group has computed in this step, 1 for one that it has to patch,
+N + 2 for one that has to be moved among the first S as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import heapq
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ft.core.rectlr import lower_bound
-from megatron_ft.core.replication import Placement
+from megatron_ft.core.replication.placement import Placement
+from megatron_ft.core.scheduling.policies.rectlr import lower_bound
 from megatron_ft.types import GroupId
 
 Shard = int
@@ -24,7 +24,15 @@ Shard = int
 
 @dataclass(frozen=True)
 class Repaired:
-    """``patch`` are the shards each group has to compute yet; ``moves`` how many stack entries came forward."""
+    """The repair after a loss.
+
+    Attributes:
+        phase: as in ``rectlr.Outcome``.
+        S: the new S.
+        moves: number of stack entries that came forward.
+        patch: (group, shard) of each shard that a group has yet to compute in this step.
+        wiped_out: with ``wipe-out``, the shards without a live host.
+    """
 
     phase: Literal["fixed", "free", "wipe-out"]
     S: int
@@ -34,7 +42,7 @@ class Repaired:
 
     @property
     def depth(self) -> int:
-        """How many shards the group with most to patch computes, one after the other."""
+        """The largest number of shards that one group has to patch, one after the other."""
         counts: dict[GroupId, int] = {}
         for group, _ in self.patch:
             counts[group] = counts.get(group, 0) + 1
@@ -42,7 +50,7 @@ class Repaired:
 
 
 class Stacks:
-    """The orders inside the stacks, S, and who contributes which shard, through losses. Begins as a restart does."""
+    """The orders inside the stacks, S, and the contributor of each shard, through losses; at first as after a restart."""
 
     def __init__(self, placement: Placement) -> None:
         N = placement.groups
@@ -52,22 +60,22 @@ class Stacks:
         self.live = set(range(N))
         self.owner: list[GroupId] = list(range(N))
         self._own: list[set[Shard]] = [{shard} for shard in range(N)]
-        self._covered = [1] * N  # how many live groups have the shard among their first S
+        self._covered = [1] * N  # number of live groups that have the shard among their first S
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Every live group computes the first S of its stack."""
+        """Begin a step, in which every live group computes the first S of its stack."""
         self._step_S = self.S
         self._step_first: dict[GroupId, list[Shard]] = {}  # of groups whose order has changed in this step
         self._patched: set[tuple[GroupId, Shard]] = set()
 
     def computed(self, group: GroupId, shard: Shard) -> bool:
-        """Whether the group has computed the shard in this step, or is going to anyway."""
+        """Return whether the group has computed the shard in this step, or computes it in any case."""
         first = self._step_first.get(group) or self.orders[group][: self._step_S]
         return shard in first or (group, shard) in self._patched
 
     def lose(self, group: GroupId) -> Repaired:
-        """``group`` is lost: find other contributors for what it contributed (ReCtlr, phases 1 to 3)."""
+        """Find other contributors for the shards of ``group``, which is lost (ReCtlr, phases 1 to 3)."""
         self.live.remove(group)
         for shard in self.orders[group][: self.S]:
             self._covered[shard] -= 1
@@ -80,7 +88,8 @@ class Stacks:
         return self._free(orphans)
 
     def _hand_over(self, orphans: list[Shard]) -> tuple[tuple[GroupId, Shard], ...]:
-        """To groups that have them among their first S; if S grew in this very step they may not be computed there yet."""
+        """Hand orphans to groups that have them among their first S, and return those to patch: if S grew in this step,
+        a group may not have computed them yet."""
         patch = []
         for shard in orphans:
             present = [g for g in self.hosts[shard] if g in self.live and shard in self.orders[g][: self.S]]
@@ -105,7 +114,7 @@ class Stacks:
             least += 1
 
     def _commit(self, search: _Search, least: int) -> Repaired:
-        """Take over what was found: new orders at S = ``least``, and what has to be computed for them."""
+        """Take over the result of the search: new orders at S = ``least``, and the shards to compute for them."""
         patch, moves = [], 0
         if least > self.S:
             for group in self.live:
@@ -139,7 +148,7 @@ class _Search:
         self.stacks, self.S = stacks, S
         self.touched: set[Shard] = set()
         self._before: dict[Shard, GroupId] = {}
-        self._paid = 0  # the cost of all that was placed so far: no path can gain more by undoing it
+        self._paid = 0  # the cost of all placed orphans so far: no path can gain more by undoing it
 
     def _cost(self, shard: Shard, group: GroupId) -> int:
         stacks = self.stacks
@@ -148,7 +157,7 @@ class _Search:
         return 0 if stacks.computed(group, shard) else 1
 
     def place(self, orphan: Shard) -> bool:
-        """Find a contributor for it, moving others on where that is cheapest; False if there is none at this S."""
+        """Find a contributor for ``orphan``, moving other shards if that is cheapest; return False if S allows none."""
         stacks = self.stacks
         best: dict[GroupId, int] = {}
         came: dict[GroupId, tuple[Shard, GroupId | None]] = {}
@@ -182,7 +191,7 @@ class _Search:
         return True
 
     def _shift(self, group: GroupId | None, came: dict[GroupId, tuple[Shard, GroupId | None]]) -> None:
-        """Along the path back: each shard goes to the group it was found for."""
+        """Move each shard along the path, back from ``group``, to the group that was found for it."""
         while group is not None:
             shard, before = came[group]
             self._before.setdefault(shard, self.stacks.owner[shard])
@@ -193,7 +202,7 @@ class _Search:
             group = before
 
     def undo(self) -> None:
-        """Everything as it was before the search; the orphans are nobody's again."""
+        """Restore the contributions from before the search; the orphans have no contributor again."""
         for shard, group in self._before.items():
             self.stacks._own[self.stacks.owner[shard]].discard(shard)
             self.stacks.owner[shard] = group

@@ -1,0 +1,1 @@
+"""The fault detector: ranks, links, stragglers, groups whose state differs, stalls."""

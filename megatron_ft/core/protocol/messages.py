@@ -1,0 +1,438 @@
+"""The messages between ``core.protocol.machine`` and its shell: the shell sends events, the machine returns actions.
+
+The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.simulated_group`` in tests. An event
+states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
+
+Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Updated``,
+``Followed``, ``Strayed``), signals through ``signals.judge`` (``Died``, ``Leaves``, ``Asked``, ``Broke``, ``Missed``,
+``Halted``; ``Died`` also from claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``,
+``ViewSeen``, ``Replaced``, ``Tick``). Receivers of actions: the communicators (``Abort``), the control store
+(``Publish``, ``Propose``), the notice log (``Announce``), and the training thread (all others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.types import Bucket, GroupId, Microbatch, Report, View
+
+# Events: from the shell to the machine. ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The training thread has added the gradient of a microbatch to all local buckets.
+
+    Attributes:
+        microbatch: the one that was computed; the present plan assigns it to this group.
+    """
+
+    microbatch: Microbatch
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The outer communicator of a view is built.
+
+    Attributes:
+        epoch: of that view. The machine ignores an epoch that is not the present one.
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """This group has handed over or received the state and the final buckets that the view names.
+
+    Attributes:
+        epoch: of the view whose transfers are done.
+        speeds: ``GroupState.speeds`` of the source, which is part of the state; None if this group received no state.
+    """
+
+    epoch: int
+    speeds: Speeds | None = None
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The reduction of a bucket has completed on the host.
+
+    Attributes:
+        bucket: index of the bucket in the present step.
+    """
+
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The optimizer has taken a step.
+
+    Attributes:
+        step: the step that is now committed here.
+        measured: seconds per microbatch of every group that computed in the step, received with the sum of bucket 0.
+    """
+
+    step: int
+    measured: Mapping[GroupId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Died:
+    """The fault detector's verdict that one incarnation of a group is dead.
+
+    Attributes:
+        group: the dead group.
+        reason: one sentence for people.
+        incarnation: the dead start of the group. Earlier starts are dead as well.
+        microbatch: the one that the group was computing when it ended by itself with an exception, else None.
+        ended: True if the kernel has reported the end of one of its processes, so that it can commit nothing any more;
+            False if it may still live.
+    """
+
+    group: GroupId
+    reason: str
+    incarnation: int = 0
+    microbatch: Microbatch | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """One incarnation of a group leaves in order.
+
+    Attributes:
+        group: the group that leaves.
+        after: the last step that it commits.
+        reason: one sentence for people.
+        incarnation: the start of the group that leaves.
+    """
+
+    group: GroupId
+    after: int
+    reason: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A new incarnation of a group follows its donors and asks for a seat.
+
+    To follow means to receive the state of a step, and from then on all inputs of the updates that lead to the next one.
+
+    Attributes:
+        group: the group that asks.
+        incarnation: its new start.
+        donors: (group, incarnation) of each member that sends it the state.
+        after: the newest step that the donors were known to work on. The group gets its seat after that step is committed.
+    """
+
+    group: GroupId
+    incarnation: int
+    donors: tuple[tuple[GroupId, int], ...]
+    after: int
+
+
+@dataclass(frozen=True)
+class Followed:
+    """This group, which has entered without the state, now holds the state that its view's step starts from.
+
+    Attributes:
+        speeds: the donors' ``GroupState.speeds``, which is part of that state.
+    """
+
+    speeds: Speeds
+
+
+@dataclass(frozen=True)
+class Strayed:
+    """This group, which has entered without the state, can no longer get it.
+
+    A donor was lost before it had handed over all of it, or this group has made a step that is made again.
+
+    Attributes:
+        reason: one sentence for people.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broke:
+    """An epoch ends, and no group is accused. Another group may send this about an epoch that is not yet entered here.
+
+    Attributes:
+        epoch: the epoch that ends.
+        reason: one sentence for people.
+        after: the epoch is over for groups that work on a later step than this; the others finish this step first.
+            -1: it is over for all.
+    """
+
+    epoch: int
+    reason: str
+    after: int = -1
+
+    @property
+    def in_order(self) -> bool:
+        """True if nothing failed, but a group leaves or enters."""
+        return self.after >= 0
+
+
+@dataclass(frozen=True)
+class Missed:
+    """One host does not hear another host, or hears it again. The message does not tell which of them is cut off.
+
+    Attributes:
+        by: the groups of the host that listens.
+        about: the groups of the host that is not heard.
+        reason: one sentence for people.
+        heard: True if ``by`` hears ``about`` again, which withdraws the earlier message.
+        until: (group, newest start that was on its host by then). A later start may be on another host, so the silence
+            concerns it only when the log says so (``core.protocol.group_locations``). All starts of a group that is not
+            listed here are concerned.
+    """
+
+    by: tuple[GroupId, ...]
+    about: tuple[GroupId, ...]
+    reason: str
+    heard: bool = False
+    until: tuple[tuple[GroupId, int], ...] = ()
+
+    def units(self, view: View) -> tuple[tuple[GroupId, ...], tuple[GroupId, ...]]:
+        """Return ``by`` and ``about`` without the groups whose start in ``view`` is not concerned."""
+        newer = {group for group, start in self.until if view.incarnations.get(group, 0) > start}
+        if not newer:
+            return self.by, self.about
+        by, about = (tuple(group for group in unit if group not in newer) for unit in (self.by, self.about))
+        return by, about
+
+
+@dataclass(frozen=True)
+class Halted:
+    """An invariant is broken, and no group can be accused of it: every group ends, and none is masked as a lost group.
+
+    Attributes:
+        reason: one sentence for people.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportsSeen:
+    """The reports of this epoch that one look at the control store has found.
+
+    Attributes:
+        reports: all that were found. A group that collects reports may draw conclusions from the absent ones.
+    """
+
+    reports: tuple[Report, ...]
+
+
+@dataclass(frozen=True)
+class ViewSeen:
+    """The shell has read the view that won an epoch.
+
+    Attributes:
+        view: the view that stands at ``view.epoch``; any group may have written it.
+    """
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The control store that the reports were read from is lost, and every group writes what it knows into another one.
+
+    A group that has adopted the next view writes that view, and no report. So the others learn of the view before they
+    decide on one of their own from the reports that they have read before.
+    """
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed, and a look at a store that answers has found nothing new."""
+
+
+Event = (
+    Computed | Connected | Transferred | Reduced | Updated
+    | Died | Leaves | Asked | Halted | Followed | Strayed | Broke | Missed | ReportsSeen | ViewSeen | Replaced | Tick
+)  # fmt: skip
+
+
+# Actions: from the machine to the shell. -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Make every pending collective of an epoch return now; no result of them counts any more.
+
+    Attributes:
+        epoch: the epoch that ends.
+        reason: one sentence for people.
+        in_order: True if nothing failed. Groups that are still in the step before finish it, and data that this group
+            has sent for that step may be on its way, so its connections stay open until the next view stands.
+    """
+
+    epoch: int
+    reason: str
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Write this group's report to the control store, once per epoch, after :class:`Abort` and before anything else.
+
+    Attributes:
+        report: the report of the epoch that ends.
+    """
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell every group that an epoch is over, for a reason that other groups may not know.
+
+    Attributes:
+        epoch: the epoch that ends.
+        reason: one sentence for people.
+        after: as in :class:`Broke`.
+    """
+
+    epoch: int
+    reason: str
+    after: int = -1
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Compare-and-set the view, and feed back the view that won as :class:`ViewSeen`.
+
+    Attributes:
+        view: the proposed view.
+        fence: seats (group, incarnation) that the view leaves out and that may still live. Where the control store can
+            fail over (``core.lifecycle.store_failover``), a claim must first fence those that no claim has fenced yet.
+        reads_log: True if the view leaves a group out. Where the store can fail over, the shell must then first read
+            the log of claims to its end; it feeds a claim that is new to the machine, which then proposes anew.
+    """
+
+    view: View
+    fence: tuple[tuple[GroupId, int], ...] = ()
+    reads_log: bool = False
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute one microbatch, and add its gradient to all local buckets.
+
+    Attributes:
+        microbatch: the one to compute.
+        patch: True for work that is taken over from a lost group.
+    """
+
+    microbatch: Microbatch
+    patch: bool
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Build the outer communicator of the view, together with all other members.
+
+    Attributes:
+        view: the present view.
+    """
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Do this group's part of the view's transfers, the state first, then the buckets in ascending order.
+
+    Attributes:
+        view: the present view, whose ``behind`` and ``missing`` name the transfers.
+    """
+
+    view: View
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Get to the state that a step starts from, with the data that the donors send.
+
+    Attributes:
+        step: the step of the present view.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Sum the kept local gradients of buckets over the outer communicator.
+
+    Attributes:
+        step: the present step.
+        buckets: the unfinished buckets, ascending.
+    """
+
+    step: int
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Pass the gate: divide by N*G, clip, and take the optimizer's step.
+
+    Attributes:
+        step: the step to commit.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class AwaitView:
+    """Look for notices, for the next view, and for reports; this group has nothing else to do.
+
+    Attributes:
+        epoch: the epoch that has ended here.
+        missing: groups whose reports to look for; empty if other groups collect them.
+    """
+
+    epoch: int
+    missing: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Stay reachable until every live group has committed every step, as this group has.
+
+    Attributes:
+        epoch: the present epoch.
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End this group's training.
+
+    Attributes:
+        reason: one sentence for people.
+        halted: True if no other group may go on either.
+    """
+
+    reason: str
+    halted: bool = False
+
+
+Action = (
+    Abort | Publish | Announce | Propose | Compute | Connect | Transfer | Follow
+    | Reduce | Update | AwaitView | Finish | Stop
+)  # fmt: skip

@@ -1,0 +1,437 @@
+"""The entries of the notice log (*signals*), and the verdict that each of them leads to.
+
+Intuition: a signal either names a culprit or only says that something is wrong. An agent that waited for a process
+knows which process died and why, so its notice is a verdict. A reset connection or a collective's timeout names no
+culprit: gloo's exception never says which peer is lost, and every survivor that gives up resets its neighbours in turn.
+Such a signal ends the epoch, and the reports then show which groups are missing (``core.protocol.membership``).
+
+An agent also samples its ranks while they live (``core.detection.rank_health``). A rank that is stopped or stuck is
+accused by name, and its group is left out like a dead one.
+
+Senders are named at each signal; all leaders, followers and agents read the log in its order.
+
+Assumes: agents tell the truth about their own children; a notice may arrive late, twice or about a group that is no
+longer a member, and is ignored then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from megatron_ft.core.detection.link_detector import Unit
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
+from megatron_ft.core.protocol.messages import Asked, Broke, Died, Halted, Leaves, Missed
+from megatron_ft.types import Exit, GroupId, Microbatch, View, host_name, rank_name
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent saw one of its processes end.
+
+    Attributes:
+        exit: the process, and how it ended.
+        incarnation: the start of its group.
+    """
+
+    exit: Exit
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Reset:
+    """A group ends an epoch: a collective failed (reset, timeout, or any other error of the network), or the group has
+    a reason that others may not know (``messages.Announce``).
+
+    Attributes:
+        epoch: the epoch that ends.
+        by: the group that says so.
+        detail: the error or the reason, for people.
+        after: the epoch is over for groups that work on a later step than this; -1: for all.
+    """
+
+    epoch: int
+    by: GroupId
+    detail: str
+    after: int = -1
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """An agent gave up one of its living processes, which is stopped or stuck (``core.detection.rank_health``).
+
+    Attributes:
+        group: of the rank.
+        position: of the rank in its group.
+        pid: of the process.
+        host: name of the host.
+        why: the reason, a predicate for people.
+        incarnation: the start of the group.
+        host_rank: number of the host; None in a run on one host.
+    """
+
+    group: GroupId
+    position: int
+    pid: int
+    host: str
+    why: str
+    incarnation: int = 0
+    host_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The agent of one host hears nothing of another host, or hears it again.
+
+    The notice may come late; ``core.protocol.group_locations`` works out from ``since`` and ``until`` which groups, and
+    which starts of them, it still concerns.
+
+    Attributes:
+        by: name of the host that listens.
+        about: name of the host that is not heard.
+        groups_by: the groups that ``by`` runs, whole or in part.
+        groups_about: the groups that ``about`` runs, whole or in part.
+        silent_s: how long no beat came, in seconds.
+        heard: True if ``by`` hears ``about`` again, which withdraws the earlier notice.
+        incarnation: of a group that has ranks on both hosts, the start that ``by`` made last.
+        since: (group, start) of each group that came from another host: from that start on, ``by`` knows it where it is.
+        until: (group, start) of each group that was started again: the newest start that ``by`` knows of.
+        hosts: the numbers of both hosts, for people; empty where they have none.
+    """
+
+    by: str
+    about: str
+    groups_by: tuple[GroupId, ...]
+    groups_about: tuple[GroupId, ...]
+    silent_s: float
+    heard: bool = False
+    incarnation: int = 0
+    since: tuple[tuple[GroupId, int], ...] = ()
+    until: tuple[tuple[GroupId, int], ...] = ()
+    hosts: tuple[int, ...] = ()
+
+    @property
+    def units(self) -> tuple[Unit, Unit]:
+        """The pair of hosts that this notice is about, each as the tuple of its groups."""
+        return self.groups_by, self.groups_about
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A group's own announcement that it leaves in order, so nothing of its work is lost.
+
+    Attributes:
+        group: the group that leaves.
+        after: the last step that it commits.
+        why: the reason, for people.
+        incarnation: the start of the group that leaves.
+    """
+
+    group: GroupId
+    after: int
+    why: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A new incarnation's own request for a seat; it leads to ``messages.Asked``, which has the same fields."""
+
+    group: GroupId
+    incarnation: int
+    donors: tuple[tuple[GroupId, int], ...]
+    after: int
+
+
+@dataclass(frozen=True)
+class Dismissed:
+    """The wish of an operator, or of one of its ranks, that a group leaves. The group's leader answers with
+    :class:`Leaving`.
+
+    Attributes:
+        group: the group that is to leave.
+        why: the reason, for people.
+    """
+
+    group: GroupId
+    why: str
+
+
+@dataclass(frozen=True)
+class Housed:
+    """A host that joined the run later tells the other agents which ranks it runs.
+
+    Attributes:
+        host: number of the host.
+        name: its name.
+        address: where its agent is reached.
+        port: of its agent, for beats.
+        copies: port of its agent, for copies of checkpoints.
+        ranks: (group, position) of each rank: new ones, or those that another host had. Empty if the host is idle.
+        incarnation: the host runs these ranks from this start of their groups on.
+    """
+
+    host: int
+    name: str
+    address: str
+    port: int
+    copies: int
+    ranks: tuple[tuple[GroupId, int], ...]
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A host tells the other agents that it does not start its part of a group again.
+
+    Attributes:
+        host: number of the host.
+        group: the group.
+        incarnation: the last start of the group there.
+    """
+
+    host: int
+    group: GroupId
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A view stands, so the groups can stop looking for it and read it.
+
+    Attributes:
+        epoch: of that view.
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run has reached its end."""
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A group's state is not the one that most groups hold, so it is left out like a group that died.
+
+    A group that has compared the states of all groups sends it.
+
+    Attributes:
+        group: the group whose state differs.
+        why: the reason, for people.
+        incarnation: the start of that group.
+    """
+
+    group: GroupId
+    why: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The groups' states differ, so ranks publish a checksum of each tensor, for the record to name those that differ.
+
+    Attributes:
+        step: the step at whose beginning the states differ.
+        groups: the groups whose ranks publish checksums.
+    """
+
+    step: int
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True)
+class Halts:
+    """Every group has to end, because an invariant is broken, and no group can be accused of it.
+
+    Attributes:
+        step: the step in which this was seen.
+        why: the reason, for people.
+    """
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Forged:
+    """An entry of the notice log that no process of the run has written. It has no effect."""
+
+
+Signal = (
+    Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Housed | Refused | Saves | Stops | Agreed | Over
+    | Diverged | Differs | Halts | Forged
+)  # fmt: skip
+
+
+Verdict = (
+    Died
+    | Broke
+    | Missed
+    | Leaves
+    | Asked
+    | Halted
+    | Dismissed
+    | Housed
+    | Refused
+    | Saves
+    | Stops
+    | Agreed
+    | Over
+    | Differs
+    | Forged
+)
+"""The result of :func:`judge`: an event of the protocol, or a signal about hosts, checkpoints, views or an operator's
+wish, which is passed on unchanged."""
+
+
+def once(signal: Signal) -> str | None:
+    """Return the name under which several processes may send the same signal and one is enough; None if each counts."""
+    match signal:
+        case Reset(epoch=epoch, after=after):
+            return f"reset {epoch} {after}"
+        case Agreed(epoch=epoch):
+            return f"agreed {epoch}"
+        case Over():
+            return "over"
+        case Diverged(group=group, incarnation=incarnation):
+            return f"diverged {group} {incarnation}"
+        case Halts():
+            return "halts"
+    return None
+
+
+def judge(signal: Signal) -> Verdict:
+    """Return the verdict that a signal leads to. ``core.protocol.machine`` decides whether it still concerns a member.
+
+    One dead rank takes its whole group out, because the healthy ranks cannot go on without it (architecture.md, *group*).
+    """
+    match signal:
+        case Ended(exit=exit_, incarnation=incarnation):
+            return Died(exit_.group, str(exit_), incarnation, _blamed(exit_), ended=True)
+        case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
+            return Died(group, f"{rank_name(position, pid, host, signal.host_rank)} {why}", incarnation)
+        case Reset(epoch=epoch, by=by, detail=detail, after=after):
+            return Broke(epoch, f"group {by} reports: {detail}", after)
+        case Leaving(group=group, after=after, why=why, incarnation=incarnation):
+            return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
+        case Diverged(group=group, why=why, incarnation=incarnation):
+            return Died(group, why, incarnation)
+        case Halts(why=why):
+            return Halted(why)
+        case Dismissed() | Housed() | Refused() | Saves() | Stops() | Agreed() | Over() | Differs() | Forged():
+            return signal
+        case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
+            return Asked(group, incarnation, donors, after)
+        case Silent(heard=heard, silent_s=silent_s, incarnation=incarnation):
+            one, other = map(host_name, (signal.by, signal.about), signal.hosts or (None, None))
+            reason = (
+                f"{one} hears {other} again" if heard else f"{one} has heard nothing of {other} for {silent_s:.1f} s"
+            )
+            shared = set(signal.groups_by) & set(signal.groups_about)
+            if shared and not heard:  # a group with ranks on both hosts is split, whichever host is cut off
+                return Died(min(shared), f"{reason}, and the group has ranks on both", incarnation)
+            return Missed(signal.groups_by, signal.groups_about, reason, heard, signal.until)
+    raise TypeError(f"judge: {signal!r} is not a signal")
+
+
+def ends(verdict: Verdict, view: View, step: int) -> bool:
+    """Return whether the verdict ends the epoch of ``view`` for a group that works on ``step``.
+
+    Such a group may not wait in the epoch any more; ``core.protocol.machine`` closes it.
+    """
+    match verdict:
+        case Died(group=group, incarnation=incarnation):
+            return group in view.live and incarnation >= view.incarnations.get(group, 0)
+        case Halted():
+            return True
+        case Broke(epoch=epoch, after=after):
+            return epoch == view.epoch and after < step
+        case Missed(heard=heard):
+            return not heard and all(set(unit) & set(view.live) for unit in verdict.units(view))
+    return False  # a group that leaves in order is waited for; an epoch that ends for a request is announced (Reset)
+
+
+def remember(heard: tuple[Verdict, ...], verdict: Verdict) -> tuple[Verdict, ...]:
+    """Return the verdicts a rank has to keep of ``heard`` and ``verdict``, so that :func:`ends` gives the same as with all.
+
+    Their number does not grow with the number of losses, if the caller drops those about epochs that are over. For a
+    dead group the verdict about its newest start is kept; for a pair of hosts the last one.
+    """
+    rest = tuple(earlier for earlier in heard if not _outdated(earlier, verdict))
+    never = not isinstance(verdict, Died | Broke | Missed) or isinstance(verdict, Missed) and verdict.heard
+    return rest if never or any(_outdated(verdict, earlier) for earlier in rest) else (*rest, verdict)
+
+
+def _outdated(verdict: Verdict, other: Verdict) -> bool:
+    """Return whether ``other`` implies ``verdict``, or withdraws it."""
+    match verdict, other:
+        case Died(), Died():
+            return verdict.group == other.group and verdict.incarnation <= other.incarnation
+        case Broke(), Broke():
+            return (verdict.epoch, verdict.in_order) == (other.epoch, other.in_order) and verdict.after >= other.after
+        case Missed(), Missed():
+            return (verdict.by, verdict.about) == (other.by, other.about)
+    return False
+
+
+def in_order(verdict: Verdict) -> bool:
+    """Return whether a verdict that ends an epoch does so without a failure, so that groups in the step before finish it."""
+    return isinstance(verdict, Broke) and verdict.in_order
+
+
+def _blamed(exit_: Exit) -> Microbatch | None:
+    """Return the microbatch that may have ended the process; None if a signal killed it, which the microbatch did not cause.
+
+    What a dying process wrote may be torn, and then accuses no microbatch.
+    """
+    if exit_.signal is not None or exit_.microbatch is None:
+        return None
+    try:
+        return Microbatch.parse(exit_.microbatch)
+    except ValueError:
+        return None
+
+
+_KINDS: dict[type, str] = {
+    Reset: "reset",
+    GivenUp: "given-up",
+    Silent: "silent",
+    Leaving: "leaving",
+    Asking: "asking",
+    Dismissed: "dismissed",
+    Housed: "housed",
+    Refused: "refused",
+    Saves: "saves",
+    Stops: "stops",
+    Agreed: "agreed",
+    Over: "over",
+    Diverged: "diverged",
+    Differs: "differs",
+    Halts: "halts",
+    Forged: "forged",
+}
+
+
+def to_json(signal: Signal) -> dict[str, Any]:
+    """Return the wire form of a signal in the control store's notice log."""
+    if isinstance(signal, Ended):
+        return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
+    return {"kind": _KINDS[type(signal)], **vars(signal)}
+
+
+def from_json(raw: dict[str, Any]) -> Signal:
+    """Return the signal of a wire form (inverse of :func:`to_json`). Raises ``ValueError`` for an unknown kind."""
+    fields = {key: value for key, value in raw.items() if key != "kind"}
+    if raw["kind"] == "ended":
+        incarnation = fields.pop("incarnation")
+        return Ended(Exit(**fields), incarnation)
+    for kind, name in _KINDS.items():
+        if raw["kind"] == name:
+            return cast(Signal, kind(**{key: _tupled(value) for key, value in fields.items()}))
+    raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value

@@ -1,0 +1,243 @@
+"""The protocol state of one group, and the settings of the whole run; ``core.protocol.machine`` decides from both.
+
+Values that follow from the fields (dead groups, final buckets, microbatches still to compute) are properties, computed
+at most once for each immutable state, so they cannot be out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megatron_ft.core.detection import link_detector, stragglers
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.protocol.messages import Asked, Broke, Leaves, Missed
+from megatron_ft.core.replication.placement import Placement
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.scheduling.policies import baselines
+from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
+
+_LONG_MICROBATCHES = 4
+"""A report is awaited for at least this multiple of the longest microbatch of the last step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings that are fixed for the whole run.
+
+    Attributes:
+        shards: number N of shards, and of groups at the first start.
+        per_shard: number G of microbatches in a shard.
+        buckets: number of gradient buckets.
+        steps: number of steps of the run.
+        min_groups: with fewer live groups the run stops.
+        report_timeout_s: least time in seconds for which a report is awaited.
+        settle_s: when hosts do not hear each other, no view is proposed for this long (seconds) after the last message
+            about that, so that all hosts have the time to say so.
+        placement: the groups that host each shard; None: every group hosts every shard.
+        straggler_factor: a group that is slower than this multiple of the median of the others is slow; 0: none ever is.
+        straggler_steps: number of slow steps in a row after which a group computes less.
+        drop: True if no group takes over the microbatches of a lost one, so that the batch shrinks
+            (``core.scheduling.policies.baselines``); for comparison.
+        collectors: number of groups at a time that read all reports of an ending epoch and propose the next view. If
+            thousands of groups did, they would overload the store.
+    """
+
+    shards: int
+    per_shard: int
+    buckets: int
+    steps: int
+    min_groups: int = 1
+    report_timeout_s: float = 60.0
+    settle_s: float = 0.3
+    placement: Placement | None = None
+    straggler_factor: float = 1.5
+    straggler_steps: int = 3
+    drop: bool = False
+    collectors: int = 4
+
+    @property
+    def microbatches(self) -> int:
+        """The number N*G of microbatches that every step sums over; with ``drop`` the largest number."""
+        return self.shards * self.per_shard
+
+    def plan(self, step: int, begun: Begun, speeds: Speeds) -> Plan:
+        """Return the plan of a step, from its origin ``begun`` and the speeds known before it.
+
+        It is the same at all groups that hold the committed state the step starts from, because ``speeds`` is part of that.
+        """
+        if self.drop:
+            return self._shrunk(step, begun)
+        slower = stragglers.weights(speeds)
+        plan = assignment.plan_step(step, self.shards, self.per_shard, begun.live, self.placement, slower)
+        for lost, joined in begun.changes:
+            plan = assignment.admit(assignment.patch_plan(plan, lost, self.placement), joined)
+        return plan
+
+    def _shrunk(self, step: int, begun: Begun) -> Plan:
+        """Return the plan in which each group that has been live since the step began computes its own shard."""
+        lost = {group for gone, _ in begun.changes for group in gone}
+        own = [group for group in begun.live if group not in lost and group < self.shards]
+        none = Plan(step, {}, "no group has a shard of its own")
+        return baselines.drop(step, self.shards, self.per_shard, own).plan or none
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """All that one group knows of the protocol.
+
+    Attributes:
+        me: number of this group.
+        job: settings of the run.
+        view: the newest view that this group has adopted.
+        step: the step this group works on; ``step - 1`` is committed here.
+        begun: plan origin of ``step``.
+        plan: plan of ``step``. It is kept while ``ahead`` is set, because all groups that hold the state of the next
+            step may die before they hand it over (hard case 7).
+        incarnation: the start of this group.
+        ahead: plan origin of ``step + 1``, while the view says that other groups have decided ``step``; else None.
+        computed: microbatches of ``step`` whose gradients are in the local buckets.
+        have: buckets of ``step`` whose reduction completed here.
+        speeds: measured speeds of the groups; part of the state that ``step`` starts from.
+        synced: this group holds the model state that ``step`` starts from.
+        following: this group has a seat, and not yet the state that it entered with.
+        connected: the outer communicator of ``view`` stands.
+        transferred: this group has done its part of the transfers of ``view``.
+        reported: this group has ended the epoch of ``view`` and published its report.
+        collects: this group reads the others' reports of the ending epoch, and may propose the next view.
+        closed_by: reason for which this group ended the epoch; empty before.
+        noticed: the same, if it is not a verdict against a group; else empty.
+        broken: epoch -> the message that ends it, for this epoch and later ones.
+        graves: group -> (newest dead incarnation, reason), whether that incarnation ever had a seat or not.
+        ended: seats of which a process is known to be gone. Other dead seats may still live.
+        asking: group -> its request for a seat.
+        reports: group -> its report of the ending epoch.
+        leaving: group -> its announcement that it leaves in order.
+        deadly: microbatch -> groups that died while they computed it, for steps not yet committed here.
+        missed: pair of hosts (each as its groups) that do not hear each other -> the message that says so.
+        looked: local time in seconds of the last look at the store that found nothing new; None before the first.
+        waited_s: seconds for which reports have been awaited while the store answered.
+        settled_s: seconds since the last message in ``missed``.
+        stopped: reason for which this group must not go on; empty while it may.
+        halted: with ``stopped``, no other group may go on either.
+    """
+
+    me: GroupId
+    job: Job
+    view: View
+    step: int
+    begun: Begun
+    plan: Plan
+    incarnation: int = 0
+    ahead: Begun | None = None
+    computed: frozenset[Microbatch] = frozenset()
+    have: frozenset[Bucket] = frozenset()
+    speeds: Speeds = Speeds()
+    synced: bool = True
+    following: bool = False
+    connected: bool = False
+    transferred: bool = False
+    reported: bool = False
+    collects: bool = False
+    closed_by: str = ""
+    noticed: str = ""
+    broken: Mapping[int, Broke] = field(default_factory=dict)
+    graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
+    ended: frozenset[tuple[GroupId, int]] = frozenset()
+    asking: Mapping[GroupId, Asked] = field(default_factory=dict)
+    reports: Mapping[GroupId, Report] = field(default_factory=dict)
+    leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
+    deadly: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
+    missed: Mapping[tuple[link_detector.Unit, link_detector.Unit], Missed] = field(default_factory=dict)
+    looked: float | None = None
+    waited_s: float = 0.0
+    settled_s: float = 0.0
+    stopped: str = ""
+    halted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are committed here."""
+        return self.step >= self.job.steps
+
+    @property
+    def patience_s(self) -> float:
+        """The time in seconds for which a report is awaited: it comes between two microbatches, which may take long."""
+        return max(self.job.report_timeout_s, _LONG_MICROBATCHES * self.speeds.longest_s)
+
+    @cached_property
+    def dead(self) -> dict[GroupId, str]:
+        """The members of the view that are known to be dead, with the reason."""
+        return {group: why for group, (number, why) in self.graves.items() if number >= self._seat_of(group)}
+
+    @cached_property
+    def left(self) -> dict[GroupId, str]:
+        """The members of the view that have left in order: the last step that they commit is committed here."""
+        events = self.leaving.values() if self.step < self.job.steps else ()
+        gone = [e for e in events if e.after < self.step and e.incarnation >= self._seat_of(e.group)]
+        return {event.group: event.reason for event in gone}
+
+    def _seat_of(self, group: GroupId) -> float:
+        """Return the incarnation of the group that is a member; infinity if the group is no member."""
+        return self.view.incarnations.get(group, 0) if group in self.view.live else float("inf")
+
+    @cached_property
+    def cut(self) -> dict[tuple[link_detector.Unit, link_detector.Unit], str]:
+        """The pairs of hosts with live groups that do not hear each other, with the reason."""
+        if not self.missed:
+            return {}
+        live = set(self.view.live) - self.dead.keys() - self.left.keys()
+        said = {missed.units(self.view): missed.reason for missed in self.missed.values()}
+        return {pair: why for pair, why in said.items() if all(live & set(unit) for unit in pair)}
+
+    @cached_property
+    def final(self) -> frozenset[Bucket]:
+        """The buckets of ``step`` that this group holds finished, or that some member hands over under this view."""
+        return self.have | set(self.view.final if self.view.step == self.step else ())
+
+    @cached_property
+    def unfinished(self) -> tuple[Bucket, ...]:
+        """The buckets of ``step`` that must be reduced (again), because they are not final. Empty after the last step."""
+        if self.finished:
+            return ()
+        final = self.final
+        return tuple(bucket for bucket in range(self.job.buckets) if bucket not in final)
+
+    @property
+    def complete(self) -> bool:
+        """True if every bucket of ``step`` is held here."""
+        return not self.finished and len(self.have) == self.job.buckets
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches that the step sums over."""
+        return sum(map(len, self.plan.assignment.values())) if self.job.drop else self.job.microbatches
+
+    @property
+    def needs_transfer(self) -> bool:
+        """True if the view hands over state or buckets, and this group has not done its part."""
+        return bool(self.view.behind or self.view.missing) and not self.transferred
+
+    @cached_property
+    def todo(self) -> tuple[Microbatch, ...]:
+        """The microbatches that this group still has to compute; empty once all buckets are final (hard case 5)."""
+        if not self.unfinished:
+            return ()
+        return tuple(microbatch for microbatch in self.plan.of(self.me) if microbatch not in self.computed)
+
+
+def changed(state: GroupState, **changes: Any) -> GroupState:
+    """Return a copy with ``changes``: a faster ``dataclasses.replace``, because a step changes the state six times."""
+    assert changes.keys() <= GroupState.__dataclass_fields__.keys(), f"{changes} are not all fields of a GroupState"
+    new = object.__new__(GroupState)
+    new.__dict__.update(state.__dict__)
+    for name in _WORKED_OUT:
+        new.__dict__.pop(name, None)
+    new.__dict__.update(changes)
+    return new
+
+
+_WORKED_OUT = tuple(name for name, value in vars(GroupState).items() if isinstance(value, cached_property))
+"""Names of the cached properties, whose values are not valid for the next state."""

@@ -1,0 +1,1 @@
+"""The papers' policies, and the baselines that the papers compare them with."""
