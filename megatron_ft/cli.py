@@ -1,170 +1,236 @@
-"""The commands of ``megatron-ft``. A user's mistake gets one line."""
+"""The command line ``megatron-ft``. A user's mistake is reported in one line."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.burnin import words
 from megatron_ft.errors import FTError
+from megatron_ft.utils.console import printable
 
 if TYPE_CHECKING:
-    from megatron_ft.config import RunConfig
-    from megatron_ft.launch import join
-    from megatron_ft.launch.forkserver import ForkServer
+    from megatron_ft.agent import join
+    from megatron_ft.agent.forkserver import ForkServer
+    from megatron_ft.config.schema import RunConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit code."""
-    # Before torch is imported: its sockets' retries are not for the user's eyes.
+    """Run one command, and return the exit code."""
+    # Before torch is imported: it would log the retries of its sockets.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     options = _parser().parse_args(arguments)
+    from megatron_ft.utils import descriptor_limit
+
+    descriptor_limit.raise_descriptors()  # child processes inherit the limit: agents, ranks, keepers
     try:
         return options.run(options)
     except FTError as error:
-        print(f"megatron-ft {options.command}: {error}", file=sys.stderr)
+        print(printable(f"megatron-ft {options.command}: {error}"), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         return 1
-    except OSError as error:  # disk full, no permission: the machine's trouble, not a bug
-        print(f"megatron-ft {options.command}: {error}", file=sys.stderr)
+    except OSError as error:  # disk full, no permission: not a bug
+        print(printable(f"megatron-ft {options.command}: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def run_and_exit() -> NoReturn:
+    """The console script: run :func:`main` and end the process without the interpreter's shutdown.
+
+    A daemon thread may still be inside a call to a control store that is gone. When such a thread returns to an interpreter
+    that shuts down, C++ ends the process with SIGABRT ("terminate called without an active exception").
+    """
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe, a full disk
+            stream.flush()
+    os._exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-ft", description="Fault-tolerant LLM pre-training.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_plan(commands.add_parser("plan", help="which policy, redundancy and checkpoint period a cluster needs, and why"))
-    _add_simulate(commands.add_parser("simulate", help="play a whole training run with failures under each policy"))
-    _add_prepare(commands.add_parser("prepare", help="corpus -> tokenizer -> packed samples"))
+    _add_plan(commands.add_parser("plan", help="recommend a policy, redundancy and checkpoint period for a cluster"))
+    _add_simulate(commands.add_parser("simulate", help="simulate a whole training run with failures for each policy"))
+    _add_prepare(commands.add_parser("prepare", help="tokenise text into a dataset of packed samples"))
     _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
     _add_join(commands.add_parser("join", help="add groups to a live run, or a spare host, from this node"))
     _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
     _add_stop(commands.add_parser("stop", help="tell a live run to save and to end"))
-    _add_supervise(commands.add_parser("supervise", help="in a Slurm job: launch on all its nodes, and look after it"))
-    burn_in = commands.add_parser("burn-in", help="in a Slurm job: a run that is struck on purpose, and a verdict")
-    words.add(burn_in, _burn_in)
-    _add_inject(commands.add_parser("inject", help="strike a live run with the faults of a schedule, or of a drawn mix"))
-    _add_report(commands.add_parser("report", help="tables and pictures of a run directory"))
-    _add_doctor(commands.add_parser("doctor", help="what works on this machine, or on all hosts, and who is bad"))
+    _add_supervise(
+        commands.add_parser("supervise", help="in a Slurm job: launch on all nodes, and replace agents that end")
+    )
+    _add_burn_in(commands.add_parser("burn-in", help="in a Slurm job: a run with injected faults, and a verdict"))
+    _add_inject(commands.add_parser("inject", help="inject faults of a schedule, or drawn ones, into a live run"))
+    _add_report(commands.add_parser("report", help="show tables and pictures of a run"))
+    _add_doctor(commands.add_parser("doctor", help="check this machine, or all hosts of a run, before training"))
     return parser
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_cluster(parser)
-    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the best for each policy)")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: time-to-train over r and over cluster size")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section here")
+    parser.add_argument(
+        "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw time-to-train over r and over cluster size")
+    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section to this file")
     parser.set_defaults(run=_plan)
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
-    parser.add_argument("--file", type=Path, help="YAML or JSON with the values below, names with underscores")
-    parser.add_argument("--measured", type=Path, metavar="RUN_DIR", help="what that run needed, and how often it failed")
-    values = parser.add_argument_group("values", "of the cluster and the job; they replace those from elsewhere")
-    # As text: a wrong value in a flag gets the same line as one in a file.
+    parser.add_argument("--file", type=Path, help="YAML or JSON file with the values below; keys have underscores")
+    parser.add_argument(
+        "--measured", type=Path, metavar="RUN_DIR", help="take times and failure rate from the record of this run"
+    )
+    values = parser.add_argument_group(
+        "values", "of the cluster and the job; they override --preset, --file and --measured"
+    )
+    # As text: a wrong value in a flag gives the same message as one in a file.
     for name, text in (
-        ("gpus", "all GPUs"),
-        ("gpus-per-group", "GPUs of one model replica"),
-        ("gpus-per-node", "default: 8"),
-        ("node-mtbf-hours", "mean time between failures of one node"),
-        ("failures-per-1000-node-days", "or how often something fails (Llama 3: 3.79)"),
-        ("system-mtbf-s", "or the mean time between failures of the whole system"),
-        ("step-s", "a failure-free step"),
-        ("allreduce-s", "the part of it that only reduces (default: 0)"),
-        ("gradient-gb", "or by formula: gradients of one position, 10^9 bytes,"),
-        ("link-gb-s", "the link it reduces them over, 10^9 bytes a second,"),
-        ("link-latency-us", "its latency, microseconds (default: 0),"),
+        ("gpus", "number of GPUs"),
+        ("gpus-per-group", "number of GPUs of one model replica"),
+        ("gpus-per-node", "number of GPUs of a node (default: 8)"),
+        ("node-mtbf-hours", "failure rate: mean time between failures of one node"),
+        ("failures-per-1000-node-days", "or failures per 1000 node-days (Llama 3: 3.79)"),
+        ("system-mtbf-s", "or mean time between failures of the whole system"),
+        ("step-s", "time of a failure-free step"),
+        ("allreduce-s", "part of the step in which only gradients are reduced (default: 0)"),
+        ("gradient-gb", "or, to compute it: gradients of one position in 10^9 bytes,"),
+        ("link-gb-s", "bandwidth of its link in 10^9 bytes per second,"),
+        ("link-latency-us", "latency in microseconds (default: 0),"),
         ("allreduce-algorithm", "and ring or tree (default: ring)"),
-        ("microbatches", "of one group in a step (default: 16)"),
-        ("steps", "of the whole run (default: 10000)"),
-        ("restart-s", "of the whole job"),
-        ("checkpoint-s", "during which training stands still"),
-        ("detection-s", "until a failure is known (default: 5)"),
-        ("reconfigure-s", "until the survivors go on (default: 2)"),
-        ("rejoin-s", "until a lost group is back, or none (default: 900)"),
-        ("price-per-gpu-hour", "to see the cost, in whatever it is in"),
+        ("microbatches", "number of microbatches of a group in a step (default: 16)"),
+        ("steps", "number of steps (default: 10000)"),
+        ("restart-s", "time to restart the whole job"),
+        ("checkpoint-s", "time for which a checkpoint stops training"),
+        ("detection-s", "time until a failure is detected (default: 5)"),
+        ("reconfigure-s", "time from there until the survivors continue (default: 2)"),
+        ("rejoin-s", "time until a lost group is back, or none (default: 900)"),
+        ("price-per-gpu-hour", "price in any currency, to show the cost"),
     ):
         values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """What the run says that was named; nothing if none was."""
+    """Return the values measured in the run that ``--measured`` names."""
     if options.measured is None:
         return {}
     from megatron_ft.report import measured
-    from megatron_ft.report.record import RunRecord
+    from megatron_ft.runlog.run_record import RunRecord
 
     return measured.measured(RunRecord.load(options.measured))
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_ft import config
-    from megatron_ft.planner import command
+    from megatron_ft.config import schema
+    from megatron_ft.planning import plan_command
 
     def refused(section: dict) -> str | None:
         try:
-            config.resolve(section, groups=cluster.groups)
+            schema.resolve(section, groups=cluster.groups)
         except FTError as error:
             return str(error)
         return None
 
     options.values = _measured(options)
-    cluster = command.cluster(options)
-    return command.show(cluster, options, refused)
+    cluster = plan_command.cluster(options)
+    return plan_command.show(cluster, options, refused)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     _add_cluster(parser)
-    parser.add_argument("--policy", metavar="NAMES", help="with commas between them (default: all)")
-    parser.add_argument("--redundancy", metavar="R", help="hosts of each shard (default: the planner's for each policy)")
-    parser.add_argument("--period-s", metavar="S", help="between checkpoints (default: the planner's for each policy)")
-    parser.add_argument("--trials", default="3", metavar="N", help="runs of each policy (default: 3)")
-    parser.add_argument("--seed", default="0", metavar="N", help="of the first trial; all policies have the same")
-    parser.add_argument("--jobs", default=str(os.cpu_count() or 1), metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--jitter", default="0.05", metavar="X", help="relative deviation of every duration (default: 0.05)")
-    parser.add_argument("--read-s", default="0", metavar="S", help="to read one shard ahead (default: 0)")
-    parser.add_argument("--shard-gb", default="0", metavar="GB", help="memory for one shard, to see what hosting costs")
-    failures = parser.add_argument_group("failures", "what the mean time between them leaves open")
-    failures.add_argument("--shape", default="0.78", metavar="X", help="Weibull; 1 is exponential (default: 0.78)")
-    failures.add_argument("--renewal", default="system", metavar="WHAT", help="system, groups or replaced (default: system)")
-    failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is lost already")
-    failures.add_argument("--in-restart", default="missing", metavar="WHAT", help="missing, none, again (default: missing)")
+    parser.add_argument("--policy", metavar="NAMES", help="policies, separated by commas (default: all)")
+    parser.add_argument(
+        "--redundancy", metavar="R", help="number of groups that host each shard (default: the planner's)"
+    )
+    parser.add_argument("--period-s", metavar="S", help="time between checkpoints (default: the planner's)")
+    parser.add_argument("--trials", default="3", metavar="N", help="number of runs of each policy (default: 3)")
+    parser.add_argument(
+        "--seed", default="0", metavar="N", help="seed of the first trial; all policies have equal seeds"
+    )
+    parser.add_argument(
+        "--jobs", default=str(os.cpu_count() or 1), metavar="N", help="number of processes (default: all cores)"
+    )
+    parser.add_argument(
+        "--jitter", default="0.05", metavar="X", help="relative standard deviation of all durations (default: 0.05)"
+    )
+    parser.add_argument("--read-s", default="0", metavar="S", help="time to prefetch one shard (default: 0)")
+    parser.add_argument(
+        "--shard-gb", default="0", metavar="GB", help="memory for one shard, to show the cost of hosting"
+    )
+    failures = parser.add_argument_group("failures", "their distribution")
     failures.add_argument(
-        "--restart-finds", default="everybody", metavar="WHO", help="everybody, survivors, divisor (default: everybody)"
+        "--shape", default="0.78", metavar="X", help="Weibull shape; 1 is exponential (default: 0.78)"
+    )
+    failures.add_argument(
+        "--renewal",
+        default="system",
+        metavar="WHAT",
+        help="clock of failures: system, groups or replaced (default: system)",
+    )
+    failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is already lost")
+    failures.add_argument(
+        "--in-restart",
+        default="missing",
+        metavar="WHAT",
+        help="a group that fails in a restart: missing, none or again (default: missing)",
+    )
+    failures.add_argument(
+        "--restart-finds",
+        default="everybody",
+        metavar="WHO",
+        help="groups after a restart: everybody, survivors or divisor (default: everybody)",
     )
     failures.add_argument("--frail-share", default="0", metavar="X", help="share of groups that fail more often")
-    failures.add_argument("--frail-weight", default="10", metavar="X", help="how much more often (default: 10)")
+    failures.add_argument(
+        "--frail-weight",
+        default="10",
+        metavar="X",
+        help="ratio of their failure rate to that of the others (default: 10)",
+    )
     failures.add_argument("--rack-share", default="0", metavar="X", help="share of failures that take a whole rack")
-    failures.add_argument("--rack-groups", default="1", metavar="N", help="neighbouring groups of a rack (default: 1)")
-    failures.add_argument("--mix", action="store_true", help="crashes, hangs, flaps, stragglers, ... as large jobs see them")
-    failures.add_argument("--trace", type=Path, metavar="CSV", help="recorded failures: columns seconds, group")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="picture: where the time went")
+    failures.add_argument(
+        "--rack-groups", default="1", metavar="N", help="number of neighbouring groups in a rack (default: 1)"
+    )
+    failures.add_argument(
+        "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
+    )
+    failures.add_argument(
+        "--trace", type=Path, metavar="CSV", help="recorded failures, with the columns seconds and group"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the parts of the time")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from megatron_ft.sim.training import command
+    from megatron_ft.simulation.training import simulate_command
 
     options.values = _measured(options)
-    return command.run(options)
+    return simulate_command.run(options)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the prepared dataset")
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="own txt, jsonl or parquet files")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the BPE vocabulary (default: 4096)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="txt, jsonl or parquet files (default: State of the Union addresses)",
+    )
+    parser.add_argument("--vocab-size", type=int, default=4096, help="number of token ids (default: 4096)")
     parser.set_defaults(run=_prepare)
 
 
@@ -176,67 +242,109 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--groups", type=int, required=True, help="replica groups to start with (N)")
-    parser.add_argument("--ranks-per-group", type=int, help="default: pipeline stages x slices of the config, else 1")
-    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON")
-    parser.add_argument("--run-dir", type=Path, required=True, help="where the run record goes")
+    parser.add_argument("--groups", type=int, required=True, help="number of groups at the start (N)")
+    parser.add_argument(
+        "--ranks-per-group",
+        type=int,
+        help="number of ranks of a group (default: pipeline stages x slices of the config)",
+    )
+    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON file")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run record")
     parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")
     hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
-    hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: 1)")
-    hosts.add_argument("--host-rank", type=int, metavar="K", help="this one; host 0 has the control store")
-    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there; or etcd, etcd://...")
-    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
-    hosts.add_argument("--spare-hosts", type=int, default=0, metavar="S", help="the last S of them wait for a lost one")
-    hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: with etcd, or in place of --store")
-    hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
-    ssh = parser.add_argument_group("over ssh", "one command for all hosts of a --hostfile, started on any machine")
-    ssh.add_argument("--ssh", action="store_true", help="start an agent on each of them, and follow the run")
-    ssh.add_argument("--ssh-command", default="ssh", metavar="CMD", help="ssh and options, as one word (default: ssh)")
-    ssh.add_argument("--export", action="append", default=[], metavar="NAME[=VALUE]", help="one more variable for all hosts")
-    parser.add_argument("--failure-domains", type=_names, metavar="NAMES", help="rack or switch of each group, if not set")
-    parser.add_argument("--track", type=_names, default=(), help="tensorboard,wandb (extra 'track')")
-    parser.add_argument("--overwrite", action="store_true", help="delete the run the run directory holds")
+    hosts.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
+    hosts.add_argument(
+        "--host-rank", type=int, metavar="K", help="number of this host, from 0; host 0 has the control store"
+    )
+    hosts.add_argument(
+        "--store",
+        metavar="HOST:PORT",
+        help="address of host 0 and a free port on it; or auto, embedded, etcd, etcd://...",
+    )
+    hosts.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="in place of these: file with lines NAME slots=RANKS; needs --port",
+    )
+    hosts.add_argument(
+        "--spare-hosts",
+        type=int,
+        default=0,
+        metavar="S",
+        help="number of hosts, the last ones, that replace lost hosts",
+    )
+    hosts.add_argument(
+        "--job-id", metavar="ID", help="new name of the run, equal on all hosts: with etcd, or in place of --store"
+    )
+    hosts.add_argument(
+        "--address", metavar="ADDR", help="address by which other hosts reach this host (default: found)"
+    )
+    ssh = parser.add_argument_group("over ssh", "one command, on any machine, for all hosts of a --hostfile")
+    ssh.add_argument("--ssh", action="store_true", help="start an agent on each host, and follow the run")
+    ssh.add_argument(
+        "--ssh-command", default="ssh", metavar="CMD", help="ssh and its options, as one argument (default: ssh)"
+    )
+    ssh.add_argument(
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="pass this variable to all hosts; or NAME=VALUE, or @FILE with such lines",
+    )
+    parser.add_argument(
+        "--failure-domains",
+        type=_names,
+        metavar="NAMES",
+        help="rack or switch of each group, unless the config has them",
+    )
+    parser.add_argument("--track", type=_names, default=(), help="tensorboard, wandb or both (pip extra 'track')")
+    parser.add_argument("--overwrite", action="store_true", help="delete the run in the run directory")
+    parser.add_argument("--private", action="store_true", help="no other user may read the run directory (mode 0700)")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),
         default="auto",
-        help="auto: go on from the newest checkpoint, if there is one; never: refuse where there is one",
+        help="auto: continue from the newest checkpoint, if there is one; never: refuse to start if there is one",
     )
     _add_preload(parser)
     parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument("arguments", nargs="*", help="its arguments, after --")
+    parser.add_argument("arguments", nargs="*", help="arguments of the script, after --")
     parser.set_defaults(run=_launch)
 
 
 def _add_preload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preload", type=_names, default=(), metavar="NAMES", help="modules imported once for all ranks")
-    parser.add_argument("--no-preload", action="store_true", help="each rank imports torch by itself, nothing is forked")
+    parser.add_argument(
+        "--preload", type=_names, default=(), metavar="NAMES", help="modules to import once for all ranks"
+    )
+    parser.add_argument("--no-preload", action="store_true", help="each rank imports torch itself; no rank is forked")
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import forkserver, resume, which_host
+    from megatron_ft.agent import forkserver, job_restore
+    from megatron_ft.launchers import host_place
 
-    run = resume.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
-    run = which_host.with_store(options, run)
+    run = job_restore.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
+    run = host_place.with_store(options, run)
     options.target = None
     if options.ssh:
-        from megatron_ft.launch import everywhere
+        from megatron_ft.launchers.ssh import launcher
         from megatron_ft.report import follow
 
-        return everywhere.launch(everywhere.asked(options, run), lambda: follow.shown(options.groups, options.run_dir))
+        return launcher.launch(launcher.options_of(options, run), lambda: follow.shown(options.groups, options.run_dir))
     if options.hostfile is not None:
-        which_host.from_hostfile(options, run)
+        host_place.from_hostfile(options, run)
     elif options.hosts is None and options.host_rank is None and options.store is None:
-        which_host.from_surroundings(options)
+        host_place.from_surroundings(options)
     if options.spare_hosts:
-        from megatron_ft.launch import join
+        from megatron_ft.agent import join
 
         options.hosts, spare = join.without_spares(options.hosts or 1, options.host_rank or 0, options.spare_hosts)
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return _join_as(options, running, 0)
-    which_host.check_store(options, run)
-    job = resume.WholeJob(run, options.hosts or 1)
+    host_place.check_store(options, run)
+    job = job_restore.WholeJob(run, options.hosts or 1)
     while True:
         forks = None
         if not options.no_preload:  # before torch is imported here: both take as long
@@ -262,15 +370,15 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import join
+    from megatron_ft.agent import join
 
     return _join_as(options, join.find(options.run_dir), options.groups or 0)
 
 
 def _join_as(options: argparse.Namespace, running: join.Running, groups: int) -> int:
     """With so many groups, or as a spare."""
-    from megatron_ft.launch import forkserver, join
-    from megatron_ft.launch.agent import Agent, LaunchOptions
+    from megatron_ft.agent import forkserver, join
+    from megatron_ft.agent.node_agent import Agent, LaunchOptions
 
     newcomer = join.enter(running, groups, options.address)
     forks = None
@@ -296,7 +404,7 @@ def _join_as(options: argparse.Namespace, running: join.Running, groups: int) ->
 
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
-    from megatron_ft.launch.agent import Agent, LaunchOptions
+    from megatron_ft.agent.node_agent import Agent, LaunchOptions
     from megatron_ft.report import follow, tracker
 
     tracker.check_trackers(options.track)
@@ -315,6 +423,7 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
             target=options.target,
             track=options.track,
             overwrite=options.overwrite,
+            private=options.private,
             resume=options.resume,
         ),
         forks,
@@ -324,37 +433,53 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
 
 
 def _add_inject(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="run directory of a live run, on this host")
-    parser.add_argument("schedule", type=Path, nargs="?", help="JSON or YAML; see docs/fault-injection.md")
-    parser.add_argument("--mix", type=int, metavar="N", help="or draw N faults, as large jobs see them")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --mix (default: 0)")
-    parser.add_argument("--every-s", type=float, default=30.0, metavar="S", help="mean time between them (default: 30)")
-    parser.add_argument("--write", type=Path, metavar="JSON", help="write the schedule here, to read or repeat it")
-    parser.add_argument("--min-survivors", type=int, default=1, metavar="K", help="refuse what leaves fewer (default: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="show what would happen, touch nothing")
-    parser.add_argument("--groups", type=int, metavar="N", help="with --dry-run: of a run that is not there yet")
-    parser.add_argument("--start-timeout-s", type=float, default=60.0, metavar="S", help="wait for the run (default: 60)")
+    parser.add_argument("run_dir", type=Path, help="run directory of a live run on this host")
+    parser.add_argument("schedule", type=Path, nargs="?", help="schedule, JSON or YAML (docs/fault-injection.md)")
+    parser.add_argument(
+        "--mix", type=int, metavar="N", help="instead: draw N faults among the living groups, from now on"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --mix (default: 0)")
+    parser.add_argument(
+        "--every-s", type=float, default=30.0, metavar="S", help="with --mix: mean time between faults (default: 30)"
+    )
+    parser.add_argument("--write", type=Path, metavar="JSON", help="write the schedule to this file")
+    parser.add_argument(
+        "--min-survivors", type=int, default=1, metavar="K", help="refuse a fault that leaves fewer groups (default: 1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the faults and inject nothing")
+    parser.add_argument(
+        "--groups", type=int, metavar="N", help="with --dry-run: number of groups, if there is no run yet"
+    )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time to wait for the run to start (default: 60)",
+    )
     parser.set_defaults(run=_inject)
 
 
 def _inject(options: argparse.Namespace) -> int:
-    from megatron_ft.faults import command
+    from megatron_ft.faults import inject_command
 
-    return command.run(options)
+    return inject_command.run(options)
 
 
 def _add_leave(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="of the run")
     parser.add_argument("group", type=int, help="its number")
     parser.add_argument("--why", default="asked by megatron-ft leave", help="for the record")
-    parser.add_argument("--patience-s", type=float, default=600.0, help="how long its answer is waited for (default: 600)")
+    parser.add_argument(
+        "--patience-s", type=float, default=600.0, help="how long its answer is waited for (default: 600)"
+    )
     parser.set_defaults(run=_leave)
 
 
 def _leave(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import ask
+    from megatron_ft.agent import operator_requests
 
-    ask.leave(options.run_dir, options.group, options.why, options.patience_s)
+    operator_requests.leave(options.run_dir, options.group, options.why, options.patience_s)
     return 0
 
 
@@ -365,48 +490,61 @@ def _add_stop(parser: argparse.ArgumentParser) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import ask
+    from megatron_ft.agent import operator_requests
 
-    ask.stop(options.run_dir, options.why)
+    operator_requests.stop(options.run_dir, options.why)
     return 0
 
 
 def _add_supervise(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stop-before-s", type=float, default=300.0, metavar="S", help="the time limit (default: 300)")
-    parser.add_argument("--failures-per-node", type=int, default=3, metavar="N", help="then it is drained (default: 3)")
-    parser.add_argument("--second", action="store_true", help="wait until the first supervisor is lost (for itself)")
-    parser.add_argument("--array", action="store_true", help="as an element of an array job, with one node of its own")
-    parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those of hosts")
+    parser.add_argument(
+        "--stop-before-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="save and stop before the time limit (default: 300)",
+    )
+    parser.add_argument(
+        "--failures-per-node", type=int, default=3, metavar="N", help="drain a node after N ended agents (default: 3)"
+    )
+    parser.add_argument("--second", action="store_true", help="wait until the first supervisor is lost (internal)")
+    parser.add_argument("--array", action="store_true", help="run as an element of an array job, which has one node")
+    parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those for hosts")
     parser.set_defaults(run=_supervise)
 
 
 def _of_job(options: argparse.Namespace) -> argparse.Namespace:
-    """What is to be launched on the hosts of a job; ``words``: as it was written, ``settings``: what they come to."""
+    """Parses the ``launch`` command of a job. Adds ``words`` (its arguments) and ``settings`` (the configuration)."""
+    from megatron_ft.agent import job_restore
     from megatron_ft.errors import LaunchError
-    from megatron_ft.launch import resume, which_host
+    from megatron_ft.launchers import host_place
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:
         name = options.command
-        raise LaunchError(f"what is to be launched is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
+        raise LaunchError(f"the launch command is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
     asked = _parser().parse_args(command)
-    asked.settings = which_host.with_store(asked, resume.config(asked.config, asked.groups, asked.ranks_per_group))
+    asked.settings = host_place.with_store(asked, job_restore.config(asked.config, asked.groups, asked.ranks_per_group))
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
-        raise LaunchError("Slurm says which hosts there are: leave --hosts, --host-rank, --store, --hostfile, --job-id out")
+        raise LaunchError("Slurm provides the hosts; leave --hosts, --host-rank, --store, --hostfile and --job-id out")
     asked.words = command[1:]
     return asked
 
 
 def _supervise(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import supervisor
+    from megatron_ft.launchers.slurm import supervisor
 
     asked = _of_job(options)
     run = asked.settings
     if options.array:
-        from megatron_ft.launch import array
+        from megatron_ft.launchers.slurm import job_array
 
-        limits = array.limits(run.fault_tolerance, array.place(os.environ), asked.spare_hosts, options.failures_per_node)
-        return array.Element(asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, array.place(os.environ)).run()
+        limits = job_array.limits(
+            run.fault_tolerance, job_array.place(os.environ), asked.spare_hosts, options.failures_per_node
+        )
+        return job_array.Element(
+            asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, job_array.place(os.environ)
+        ).run()
     return supervisor.Supervisor(
         supervisor.Options(
             launch=asked.words,
@@ -419,57 +557,81 @@ def _supervise(options: argparse.Namespace) -> int:
     ).run()
 
 
+def _add_burn_in(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--faults", type=int, default=8, metavar="N", help="number of faults (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults (default: 0)")
+    parser.add_argument("--every-s", type=float, default=30.0, metavar="S", help="mean time between two (default: 30)")
+    parser.add_argument(
+        "--kinds", type=_names, metavar="NAMES", help="kinds of faults (default: rank,agent,step,freeze)"
+    )
+    parser.add_argument("--freeze-s", type=float, default=5.0, metavar="S", help="duration of a freeze (default: 5)")
+    parser.add_argument(
+        "--patience-s", type=float, default=120.0, metavar="S", help="time to recover from a fault (default: 120)"
+    )
+    parser.add_argument(
+        "--reference", type=Path, metavar="RUN_DIR", help="compare the losses with this failure-free run"
+    )
+    parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those for hosts")
+    parser.set_defaults(run=_burn_in)
+
+
 def _burn_in(options: argparse.Namespace) -> int:
-    from megatron_ft.burnin import command
+    from megatron_ft.burnin import burn_in as command
 
     return command.run(options, _of_job(options))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="run directory")
-    parser.add_argument("--reference", type=Path, help="run directory of a failure-free run to compare with")
-    said = parser.add_mutually_exclusive_group()
-    said.add_argument("--slurm", action="store_true", help="ask sacct, squeue and scontrol now what they say of the job")
-    said.add_argument("--sacct", type=Path, metavar="FILE", help="or explain what they have said, as somebody has sent it")
+    parser.add_argument("--reference", type=Path, help="run directory of a failure-free run, for comparison")
+    parser.add_argument("--slurm", action="store_true", help="also print the job's records from sacct or scontrol")
     parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_ft.launch import slurm_now
-    from megatron_ft.report import command
+    from megatron_ft.launchers.slurm import commands as slurm
+    from megatron_ft.report import report_command
 
-    return command.run(options, slurm_now.ask)
+    return report_command.run(options, slurm.described)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for machines, with everything that was measured")
-    hosts = parser.add_argument_group("several hosts", "the same command on each; inside srun, torchrun, mpirun as found")
-    hosts.add_argument("--hosts", type=int, metavar="H", help="how many (default: this machine alone)")
-    hosts.add_argument("--host-rank", type=int, metavar="K", help="this one")
-    hosts.add_argument("--store", metavar="HOST:PORT", help="of host 0: its address and a free port there")
-    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="or all this from lines NAME slots=RANKS, and --port")
-    hosts.add_argument("--port", type=int, default=0, help="with --hostfile: a free port of the first host")
-    hosts.add_argument("--directory", type=Path, metavar="DIR", help="one they share: its disk is tried")
-    hosts.add_argument("--job-id", metavar="ID", help="a new name, the same on all hosts: in place of --store")
-    hosts.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
-    hosts.add_argument("--factor", type=float, default=3.0, metavar="X", help="slower by so much is bad (default: 3)")
-    hosts.add_argument("--patience-s", type=float, default=60.0, metavar="S", help="wait so long for all (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with all measured values")
+    hosts = parser.add_argument_group(
+        "several hosts",
+        "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
+    )
+    hosts.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: check this machine only)")
+    hosts.add_argument("--host-rank", type=int, metavar="K", help="number of this host, from 0")
+    hosts.add_argument("--store", metavar="HOST:PORT", help="address of host 0 and a free port there")
+    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="instead of these three: lines NAME; needs --port")
+    hosts.add_argument("--port", type=int, default=0, help="with --hostfile: a free port of its first host")
+    hosts.add_argument("--directory", type=Path, metavar="DIR", help="test this directory, which all hosts share")
+    hosts.add_argument(
+        "--job-id", metavar="ID", help="instead of --store: a new name, the same on all hosts; needs --directory"
+    )
+    hosts.add_argument("--address", metavar="ADDR", help="address of this host for the other hosts (default: detected)")
+    hosts.add_argument(
+        "--factor", type=float, default=3.0, metavar="X", help="name a host that is slower by this factor (default: 3)"
+    )
+    hosts.add_argument(
+        "--patience-s", type=float, default=60.0, metavar="S", help="time to wait for all hosts (default: 60)"
+    )
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from megatron_ft.doctor import meeting, run_doctor, together
-    from megatron_ft.launch import which_host
+    from megatron_ft.doctor import hosts_check, meeting, run_doctor
+    from megatron_ft.launchers import host_place
+    from megatron_ft.utils.console import console
 
     options.target = None
     if options.hosts is None and options.host_rank is None and options.hostfile is None:
-        which_host.from_surroundings(options)
+        host_place.from_surroundings(options)
     where = meeting.find(options)
     if where is None:
-        return run_doctor(Console(), as_json=options.json, directory=options.directory)
-    return together.run_together(where, Console(), options.json, options.factor)
+        return run_doctor(console(), as_json=options.json, directory=options.directory)
+    return hosts_check.run_together(where, console(), options.json, options.factor)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -477,4 +639,4 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

@@ -1,14 +1,14 @@
-"""Errors a user can cause and cure.
+"""Errors that a user can cause and cure.
 
-Every message names the value, the rule and the remedy, and is printed as one line without a traceback (``cli.main`` and
-``launch.bootstrap`` are the only places that catch :class:`FTError`). A dead peer is never one of these: it is an
-event.
-Bugs of ours are plain ``AssertionError``/``RuntimeError`` and keep their traceback.
+Every message names the value, the rule and the remedy, and is printed as one line without a traceback (``cli.main``,
+``agent.rank_bootstrap`` and ``utils.vital_thread`` are the only places that catch :class:`FTError`). A dead peer is an
+event, never an error of this module. Bugs of megatron_ft are plain ``AssertionError``/``RuntimeError`` and keep their
+traceback.
 """
 
 
 class FTError(Exception):
-    """Base of everything the user can do something about. ``exit_code`` is what the process exits with."""
+    """The base of all errors that a user can cure. ``exit_code`` is the exit code of the process."""
 
     exit_code = 2
 
@@ -46,16 +46,29 @@ class RunStopped(FTError):
 
 
 class StartOver(RunStopped):
-    """This group came back and cannot go on from what it has received; its next start can. ``launch`` sees to that."""
+    """This group came back and cannot go on from the state it has received; ``launch`` starts it again."""
 
     exit_code = 6
 
 
+class InvariantBroken(RunStopped):
+    """An invariant is broken, and no group can be accused of it: the whole run stops, and no lost group is replaced.
+
+    An example: the groups' states differ, and no state is held by most of them.
+    """
+
+    exit_code = 10
+
+
 class GroupLeft(RunStopped):
-    """This group has left in order, as it was told to; what it did until then counts."""
+    """This group has left in order, as it was told to; its work until then counts."""
 
     exit_code = 5
 
 
+NOT_SAVED = 8
+"""Exit code of the launcher when all steps are done, but the checkpoint after the last step was not written, or the
+script failed or was stopped after them, for example while it wrote its final model: an exception, an exit code, a
+signal, also one to the launcher."""
 WIPED_OUT = 7
-"""What the launcher exits with when no group is left, the last of them taken down from outside: start again."""
+"""Exit code of the launcher when no group is left, and the last was taken down from outside: the job can start again."""

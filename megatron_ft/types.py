@@ -1,42 +1,61 @@
-"""The shared words (docs/architecture.md, *Words*) as plain, frozen values. No behaviour beyond conversion to JSON."""
+"""The types that all packages share (docs/architecture.md, *Words*): frozen values, with conversion to JSON and text."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 GroupId = int
 Bucket = int
 
 
+Value = TypeVar("Value")
+
+
+def given(value: Value | None) -> Value:
+    """Return ``value``, which is not None here; for fields that are set after their object is made."""
+    assert value is not None
+    return value
+
+
 class Microbatch(NamedTuple):
-    """The unit of work. Which samples it holds is a pure function of these three numbers (``data.order``)."""
+    """The unit of work. Its samples are a pure function of these three numbers (``data.order``).
+
+    Attributes:
+        step: number of the step, from 0.
+        shard: number of the shard, 0 to N - 1.
+        index: number within the shard, 0 to G - 1.
+    """
 
     step: int
     shard: int
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index, which is not used
 
     def __str__(self) -> str:
         return f"{self.step}/{self.shard}.{self.index}"
 
     @classmethod
     def parse(cls, text: str) -> Microbatch:
-        """Inverse of ``str``. Raises ``ValueError``."""
+        """Return the microbatch that ``text`` names (inverse of ``str``). Raises ``ValueError``."""
         step, rest = text.split("/")
         shard, index = rest.split(".")
         return cls(int(step), int(shard), int(index))
 
 
 Assignment = Mapping[GroupId, tuple[Microbatch, ...]]
-"""Who computes *and contributes* which microbatches of one step."""
+"""Group -> the microbatches of one step that it computes *and contributes*."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The assignment of one step, with the reason it looks like this.
+    """The assignment of one step.
 
-    ``patched`` are the microbatches that changed hands after the step began, because the group that had them was lost.
+    Attributes:
+        step: the step.
+        assignment: the microbatches of each group.
+        reason: why the assignment looks like this, for people.
+        patched: microbatches that were reassigned after the step began, because the group that had them was lost.
     """
 
     step: int
@@ -50,11 +69,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What a survivor publishes when an epoch ends. After it, nothing of that epoch may finish at this group any more.
+    """The report that a survivor publishes when an epoch ends. Nothing of that epoch may finish at this group after it.
 
-    ``step`` is the step the group is working on, so ``step - 1`` is committed there. ``have`` are the buckets of
-    ``step`` whose reduction the host saw complete before the abort; with ``complete`` those are all, and the group can
-    commit ``step`` without anybody's help. ``synced`` is False until it has received the model state it starts from.
+    Attributes:
+        epoch: the epoch that ends.
+        group: the group that reports.
+        step: the step that the group works on, so ``step - 1`` is committed there.
+        have: buckets of ``step`` whose reduction the host saw complete before the abort.
+        synced: False until the group has received the model state that it starts from.
+        complete: True if ``have`` are all buckets, so that the group can commit ``step`` without another group.
     """
 
     epoch: int
@@ -81,9 +104,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Begun:
-    """How a step's plan came about: the membership it was made for, and (lost, joined) of every view since.
+    """The origin of a step's plan.
 
     A group that joins in the middle of a step has no share of it, but takes over its part when another is lost.
+
+    Attributes:
+        live: the membership that the plan was made for.
+        changes: (lost, joined) of every view since.
     """
 
     live: tuple[GroupId, ...]
@@ -98,18 +125,29 @@ class Begun:
 
     @classmethod
     def from_json(cls, raw: list[Any]) -> Begun:
-        return cls(_groups(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
+        return cls(groups_of(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
 
 
 @dataclass(frozen=True)
 class View:
     """Numbered membership, and everything the survivors need to go on from it (architecture.md, step protocol 3-4).
 
-    ``step`` is the step that goes on, ``begun`` the origin of its plan. ``behind`` take the committed state from
-    ``source`` first; ``joined`` enter with this view, and get that state by themselves. ``final`` names, for every bucket of
-    ``step`` that some survivor holds finished, the group the others fetch it from; ``missing`` says who lacks it.
-    ``incarnations`` are the starts of the groups that were started more than once. ``reports`` are those of the epoch
-    before that all this was decided from.
+    Attributes:
+        epoch: number of the view.
+        live: the members, ascending.
+        reason: the best cause known when the view was proposed: the verdicts against the groups it leaves out, if any.
+        step: the step that goes on.
+        lost: members of the view before that are left out, each with the reason.
+        joined: groups that enter with this view, and get the committed state by themselves.
+        source: the group that hands the committed state to ``behind``; None if it is not needed.
+        behind: groups that take the committed state from ``source`` first.
+        final: bucket of ``step`` that some survivor holds finished -> the group that the others fetch it from.
+        missing: bucket in ``final`` -> groups that lack it.
+        begun: plan origin of ``step``.
+        incarnations: starts of the groups that were started more than once; 0 for the others.
+        reports: reports of the epoch before, from which all this was decided.
+        noticed: what ended the epoch at the proposer, if that was not a verdict against a group but, for example, a
+            broken connection, and differs from ``reason``; otherwise empty.
     """
 
     epoch: int
@@ -125,9 +163,10 @@ class View:
     begun: Begun = Begun(())
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
     reports: tuple[Report, ...] = ()
+    noticed: str = ""
 
     def seats(self, group: GroupId, incarnation: int) -> bool:
-        """Whether that start of the group is a member."""
+        """Return whether that start of the group is a member."""
         return group in self.live and self.incarnations.get(group, 0) == incarnation
 
     def to_json(self) -> dict[str, Any]:
@@ -135,6 +174,7 @@ class View:
             "epoch": self.epoch,
             "live": list(self.live),
             "reason": self.reason,
+            "noticed": self.noticed,
             "step": self.step,
             "lost": {str(group): reason for group, reason in self.lost.items()},
             "joined": list(self.joined),
@@ -148,36 +188,44 @@ class View:
         }
 
     def to_wire(self) -> dict[str, Any]:
-        """The same in short, for the control store: every group reads it, and there may be thousands in it."""
+        """Return a short form for the control store: every group reads it, and it may name thousands of groups."""
         raw = self.to_json()
         began, changes = raw["begun"]
-        told = [[*said, _spans(groups)] for *said, groups in raw["reports"]]
-        missing = {bucket: _spans(groups) for bucket, groups in raw["missing"].items()}
-        some = {"live": _spans(raw["live"]), "behind": _spans(raw["behind"]), "begun": [_spans(began), changes]}
+        told = [[*said, spans(groups)] for *said, groups in raw["reports"]]
+        missing = {bucket: spans(groups) for bucket, groups in raw["missing"].items()}
+        some = {"live": spans(raw["live"]), "behind": spans(raw["behind"]), "begun": [spans(began), changes]}
         return {**raw, **some, "missing": missing, "reports": told}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> View:
-        """Of either form."""
+        """Return the view of a :meth:`to_json` or :meth:`to_wire` form."""
         return cls(
             epoch=raw["epoch"],
-            live=_groups(raw["live"]),
+            live=groups_of(raw["live"]),
             reason=raw["reason"],
             step=raw["step"],
             lost={int(group): reason for group, reason in raw["lost"].items()},
             joined=tuple(raw["joined"]),
             source=raw["source"],
-            behind=_groups(raw["behind"]),
+            behind=groups_of(raw["behind"]),
             final={int(bucket): owner for bucket, owner in raw["final"].items()},
-            missing={int(bucket): _groups(groups) for bucket, groups in raw["missing"].items()},
+            missing={int(bucket): groups_of(groups) for bucket, groups in raw["missing"].items()},
             begun=Begun.from_json(raw["begun"]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
             reports=_unfold(raw["epoch"] - 1, raw["reports"]),
+            noticed=raw.get("noticed", ""),  # records of older versions do not have it
         )
 
 
-def _spans(groups: list[GroupId]) -> str:
-    """Ascending numbers as ``0-6 8 10-2047``."""
+def listed(numbers: Iterable[int], most: int | None = None) -> str:
+    """Return ``numbers`` as text, ``0 1 2``; beyond ``most`` of them as ``0 1 2 and 5 more``."""
+    numbers = list(numbers)
+    shown = numbers if most is None else numbers[:most]
+    return " ".join(map(str, shown)) + (f" and {len(numbers) - len(shown)} more" if len(numbers) > len(shown) else "")
+
+
+def spans(groups: list[GroupId]) -> str:
+    """Return ascending numbers as text, ``0-6 8 10-2047``."""
     spans: list[list[GroupId]] = []
     for group in groups:
         if spans and group == spans[-1][1] + 1:
@@ -187,8 +235,8 @@ def _spans(groups: list[GroupId]) -> str:
     return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _groups(raw: str | list[GroupId]) -> tuple[GroupId, ...]:
-    """Inverse of :func:`_spans`; of a list, its members."""
+def groups_of(raw: str | list[GroupId]) -> tuple[GroupId, ...]:
+    """Return the groups of a text (inverse of :func:`spans`) or of a list."""
     if not isinstance(raw, str):
         return tuple(raw)
     spans = (span.partition("-") for span in raw.split())
@@ -196,8 +244,8 @@ def _groups(raw: str | list[GroupId]) -> tuple[GroupId, ...]:
 
 
 def _fold(reports: tuple[Report, ...]) -> list[list[Any]]:
-    """Reports as ``[step, have, synced, complete, groups]``: thousands of groups say one of a few things."""
-    alike: dict[tuple, list[GroupId]] = {}
+    """Return reports as ``[step, have, synced, complete, groups]``: thousands of groups publish few distinct reports."""
+    alike: dict[tuple[Any, ...], list[GroupId]] = {}
     for report in reports:
         alike.setdefault((report.step, report.have, report.synced, report.complete), []).append(report.group)
     return [[step, list(have), synced, complete, groups] for (step, have, synced, complete), groups in alike.items()]
@@ -207,16 +255,46 @@ def _unfold(epoch: int, raw: list[list[Any]]) -> tuple[Report, ...]:
     found = [
         Report(epoch, group, step, tuple(have), synced, complete)
         for step, have, synced, complete, groups in raw
-        for group in _groups(groups)
+        for group in groups_of(groups)
     ]
     return tuple(sorted(found, key=lambda report: report.group))
 
 
+def host_name(name: str, host_rank: int | None = None) -> str:
+    """Return the text for a host in messages, ``host 1 (n3)``. Several hosts can have one name, as containers do.
+
+    Args:
+        name: with or without the address that the record's ``host`` has where several hosts have that name.
+        host_rank: number of the host; None in a run on one host and in records of earlier versions, for ``host n3``.
+    """
+    return f"host {name}" if host_rank is None else f"host {host_rank} ({name.partition('(')[0]})"
+
+
+def place_name(name: str, host_rank: int | None = None) -> str:
+    """Return the text for a host after "on": the same as :func:`host_name`, but the name alone without a number."""
+    return name if host_rank is None else host_name(name, host_rank)
+
+
+def rank_name(position: int, pid: int, host: str, host_rank: int | None = None) -> str:
+    """Return a rank with its process as the subject of a sentence; ``host`` and ``host_rank`` as for :func:`host_name`."""
+    where = place_name(host, host_rank)
+    return f"rank {position} on {where} (pid {pid})" if host_rank is None else f"rank {position} on {where}, pid {pid},"
+
+
 @dataclass(frozen=True)
 class Exit:
-    """A process that ended, as the agent that waited for it saw it.
+    """The end of a process, as the agent that waited for it saw it.
 
-    ``microbatch`` is the one it was computing, where that is known, as ``str`` writes it.
+    Attributes:
+        group: of the rank.
+        position: of the rank in its group.
+        pid: of the process.
+        host: name of the host.
+        signal: name of the signal that killed it, else None.
+        code: its exit code; None if a signal killed it.
+        detail: its last words, for people.
+        microbatch: the one that it was computing, as ``str`` writes it; None if not known.
+        host_rank: number of the host; None in a run on one host.
     """
 
     group: GroupId
@@ -227,9 +305,10 @@ class Exit:
     code: int | None
     detail: str = ""
     microbatch: str | None = None
+    host_rank: int | None = None
 
     def __str__(self) -> str:
         how = self.signal if self.signal else f"exit code {self.code}"
         where = f" in microbatch {self.microbatch}" if self.microbatch else ""
         cause = f" ({self.detail})" if self.detail else ""
-        return f"rank {self.position} on {self.host} (pid {self.pid}) ended with {how}{where}{cause}"
+        return f"{rank_name(self.position, self.pid, self.host, self.host_rank)} ended with {how}{where}{cause}"

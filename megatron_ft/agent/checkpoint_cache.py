@@ -17,69 +17,53 @@ from pathlib import Path
 
 import torch
 
-from megatron_ft.config import RunConfig
-from megatron_ft.launch.hosts import Hosts
-from megatron_ft.runtime import wire
-from megatron_ft.runtime.checkpoint.memory import GB, Shelf
-from megatron_ft.runtime.copies import Address, receive_into
+from megatron_ft.agent.peers import Hosts
+from megatron_ft.auth.handshake import Door, Hello
+from megatron_ft.auth.secret import Key
+from megatron_ft.checkpoint.memory_copies import GB, Shelf
+from megatron_ft.checkpoint.peer_copies import COPIES, Address, receive_into
+from megatron_ft.collectives import framing
+from megatron_ft.config.schema import RunConfig
 
 _LOOK_S = 1.0
 _TIMEOUT_S = 60.0
 
 
 class Copies:
-    """One host's. ``partner``: where a copy is passed on to, just now; None: nowhere."""
+    """The copies of one host. ``partner``: returns where to pass copies on now, or None; ``key``: the run's."""
 
-    def __init__(self, shelf: Shelf, address: str, run_id: str) -> None:
-        self._shelf, self._run_id = shelf, run_id
-        self._token = wire.token(run_id)
-        self._socket = wire.listen(address)
+    def __init__(self, shelf: Shelf, address: str, key: Key) -> None:
+        self._shelf, self._key = shelf, key.of(COPIES)
+        listener = framing.listen(address)
+        self.port = listener.getsockname()[1]
         self._stop = threading.Event()
         self._passed: dict[str, Address] = {}
         self._received: set[str] = set()
         self.partner: Callable[[], Address | None] = lambda: None
-        for work in (self._serve, self._mirror):
-            threading.Thread(target=work, name="megatron_ft-copies", daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return self._socket.getsockname()[1]
+        self._door = Door(listener, self._key, self._answer, "megatron_ft-copy")
+        threading.Thread(target=self._mirror, name="megatron_ft-copies", daemon=True).start()
 
     def close(self, over: bool) -> None:
-        """This host leaves; ``over``: nobody will go on from these checkpoints."""
+        """Stop when this host leaves. ``over``: no group will go on from these checkpoints."""
         self._stop.set()
-        wire.hang_up(self._socket)
+        self._door.close()
         if over:
             self._shelf.clear()
 
     # --- handing out and taking in ------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while not self._stop.is_set():
-            try:
-                end, _ = self._socket.accept()
-            except OSError:
-                if self._stop.is_set():
-                    return
-                self._stop.wait(_LOOK_S)  # no file descriptor left, say
-                continue
-            threading.Thread(target=self._answer, args=(end,), name="megatron_ft-copy", daemon=True).start()
-
-    def _answer(self, end: socket.socket) -> None:
+    def _answer(self, end: socket.socket, words: Hello) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError), end:
             end.settimeout(_TIMEOUT_S)
-            words = wire.hear(end)
-            if words["token"] != self._token:
-                return
             digest, size = str(words["sha256"]), int(words["bytes"])
             if words["what"] == "want":
                 path = self._shelf.find(digest, size)
-                wire.say(end, {"there": path is not None})
+                framing.say(end, {"there": path is not None})
                 if path is not None:
-                    wire.send(end, [_content(path, size)], lambda _: None)
+                    framing.send(end, [_content(path, size)], lambda _: None)
             elif words["what"] == "give":
                 there = self._shelf.find(digest, size) is not None
-                wire.say(end, {"there": there})
+                framing.say(end, {"there": there})
                 if not there:
                     self._received.add(digest)
                     receive_into(end, self._shelf, digest, size)
@@ -100,18 +84,18 @@ class Copies:
     def _give(self, path: Path, digest: str, partner: Address) -> None:
         size = path.stat().st_size
         words = {"what": "give", "sha256": digest, "bytes": size}
-        with wire.call(*partner, self._run_id, words) as end:
+        with framing.call(*partner, self._key, words) as end:
             end.settimeout(_TIMEOUT_S)
-            if not wire.hear(end)["there"]:
-                wire.send(end, [_content(path, size)], lambda _: None)
+            if not framing.hear(end)["there"]:
+                framing.send(end, [_content(path, size)], lambda _: None)
 
 
 def prepare(config: RunConfig, hosts: Hosts) -> Copies | None:
-    """What this host does, if the run wants copies at all."""
+    """Return the copies of this host, or None if the run wants none."""
     settings = config.fault_tolerance.checkpoint
     if not settings.directory or not settings.memory_gb:
         return None
-    made = Copies(Shelf(settings.directory, settings.memory_gb * GB), hosts.place.address, hosts.run_id)
+    made = Copies(Shelf(settings.directory, settings.memory_gb * GB), hosts.place.address, hosts.key)
     hosts.copies_port, made.partner = made.port, hosts.copies_partner
     return made
 

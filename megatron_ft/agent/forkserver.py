@@ -1,14 +1,14 @@
 """Ranks are forked from a process that has imported torch already, instead of each importing it by itself.
 
-A rank starts in milliseconds then: when a run begins, when a lost one comes back weeks later, and with eight on a node that
-would all read the same files from a slow file system. The server does nothing else than to import and to fork; it has one
-thread and has not touched a device. A rank forked from it is the agent's child (the agent is a subreaper: the kernel lets
-it adopt), so everything between the two is as if the agent had started it itself: it is waited for, and it ends with the
-agent.
+A rank then starts in milliseconds: when a run begins, when a lost rank comes back weeks later, and where eight ranks of
+a node would all read the same files from a slow file system. The server only imports and forks; it has one thread and
+has not touched a device. A rank forked from it becomes the agent's child (the agent is a subreaper, so the kernel lets
+it adopt), as if the agent had started it itself: the agent waits for it, and it ends with the agent.
 
-Failures it assumes: the server cannot be started, is silent or dies: the agent starts the rank as an interpreter of its own
-then. Ranks that were forked already need it no more. A rank begins when the agent says so, which it does once it knows of
-it: one whose start was given up, because the server answered too late, ends instead, or there would be two of it.
+Failures it assumes: the server cannot be started, is silent or dies: the agent then starts the rank as an interpreter
+of its own. Ranks that were forked already do not need the server. A rank begins only when the agent tells it to, which
+the agent does once it knows the rank: a rank whose start was given up, because the server answered too late, ends
+instead, or there would be two of it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ft.launch import lifeline
+from megatron_ft.types import given
+from megatron_ft.utils import lifeline
 
-PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.runtime.session", "megatron_ft.core.flow")
-"""The second is what torch imports when the first optimizer is made: as much as the first. The last is imported when the
-first plan needs it: in the middle of a step."""
+PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.worker.session", "megatron_ft.core.scheduling.maxflow")
+"""``torch._dynamo`` is imported by torch when the first optimizer is made, and takes as long as torch. The last module
+is imported when the first plan needs it, in the middle of a step."""
 SERVE = "--serve-forks"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")
-"""Before a request its length, and the pid that is the answer."""
+"""The format of the length before a request, and of the answer, a pid."""
 _BEGIN = b"1"
 _START_S, _ANSWER_S = 120.0, 10.0
-"""Importing takes that long on the slowest of file systems; a fork that long on a host that swaps. An agent that waits for
-it looks after nothing else."""
+"""Limits in seconds of an import from the slowest file systems and of a fork on a host that swaps; the agent is idle
+meanwhile."""
 
 
 class NotForked(Exception):
-    """The server cannot be used, with the reason. An event: the rank is started otherwise."""
+    """The server cannot be used, with the reason. An event, not a fault: the rank is started in another way."""
 
 
 class Forked:
@@ -60,10 +61,10 @@ class Forked:
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int:
-        return self._reap(0)
+        return given(self._reap(0))
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:  # else the pid may be somebody else's
+        if self.poll() is None:  # otherwise the pid may belong to another process
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -78,7 +79,7 @@ class Forked:
 
 
 def common_environment(ranks: int) -> dict[str, str]:
-    """What all ranks of a host have in common; torch looks at some of it when it is imported. ``ranks``: on this host."""
+    """Return the variables that all ranks of a host share; torch reads some at import. ``ranks``: their number here."""
     threads = max(1, (os.cpu_count() or 1) // max(1, ranks))
     defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
     defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
@@ -86,11 +87,11 @@ def common_environment(ranks: int) -> dict[str, str]:
 
 
 class ForkServer:
-    """The agent's end. It can be made before the agent has imported torch itself: both take as long.
+    """The agent's end. It can be made before the agent has imported torch itself, so that both imports run in parallel.
 
     Args:
         environment: of the server.
-        modules: imported beside :data:`PRELOAD`.
+        modules: modules to import beside :data:`PRELOAD`.
     """
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
@@ -100,7 +101,7 @@ class ForkServer:
         self._end.settimeout(_START_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_ft.launch.bootstrap", SERVE, str(theirs.fileno()), *modules],
+                [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", SERVE, str(theirs.fileno()), *modules],
                 env={**environment, AGENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
@@ -110,7 +111,7 @@ class ForkServer:
             )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> Forked:
-        """Run ``launch.bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
+        """Run ``agent.rank_bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         begins, begin = os.pipe()
         with open(begins, "rb", buffering=0), open(begin, "wb", buffering=0) as told:
@@ -132,7 +133,7 @@ class ForkServer:
         return NotForked(f"the process that ranks are forked from {how}" + (f": {said[-1]}" if said else ""))
 
     def close(self) -> None:
-        """No rank is started any more."""
+        """End the server; no further rank is started."""
         self._end.close()
         self._process.kill()
         self._process.wait()
@@ -144,7 +145,7 @@ class ForkServer:
 
 
 def reap_strays(known: set[int]) -> None:
-    """A subreaper has to bury what its ranks leave behind when they die. ``known``: pids that are waited for elsewhere."""
+    """Reap processes that dead ranks have left behind, as a subreaper must. ``known``: pids waited for elsewhere."""
     while True:
         with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -158,21 +159,21 @@ def reap_strays(known: set[int]) -> None:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """The server's process; returns in every forked rank, with its arguments in ``sys.argv``."""
+    """Run the server's process; return in every forked rank, with its arguments in ``sys.argv``."""
     agent = os.getppid()
     lifeline.end_with(agent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, *modules = arguments
-    end = socket.socket(fileno=int(descriptor))
+    inherited, *modules = arguments
+    end = socket.socket(fileno=int(inherited))
     for module in (*PRELOAD, *modules):
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what is shared with the ranks stays shared: their collectors do not write to it
+    gc.freeze()  # the ranks' collectors do not write to shared memory pages
     while True:
         length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
         if not length:
             os._exit(0)
-        request = end.recv(*_LENGTH.unpack(length), socket.MSG_WAITALL)
+        request = end.recv(_LENGTH.unpack(length)[0], socket.MSG_WAITALL)
         if not _fork(end, agent):
             break
         for descriptor in descriptors:
@@ -205,12 +206,12 @@ def _fork(end: socket.socket, agent: int) -> bool:
     while os.getppid() == middle:
         time.sleep(0.0002)
     if os.getppid() != agent:
-        os._exit(1)  # it has died meanwhile
+        os._exit(1)  # the agent has died meanwhile
     return False
 
 
 def _become(asked: Mapping[str, Any], output: int) -> None:
-    """What a new interpreter would have been given."""
+    """Give this process the arguments, environment and output of a new interpreter."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -219,7 +220,7 @@ def _become(asked: Mapping[str, Any], output: int) -> None:
     os.close(output)
     os.environ.clear()
     os.environ.update(asked["environment"])
-    sys.argv = [str(Path(__file__).with_name("bootstrap.py")), *asked["arguments"]]
+    sys.argv = [str(Path(__file__).with_name("rank_bootstrap.py")), *asked["arguments"]]
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()

@@ -1,11 +1,11 @@
-"""What a launch goes on from: the checkpoint directory as the agent of host 0 holds it, from before the start to the end.
+"""The checkpoint that a launch goes on from: host 0's agent holds its directory from before the start to the end.
 
-A launch with ``checkpoint.directory`` goes on from the newest checkpoint there that is whole; with none it begins. How many
-shards a step has comes from the checkpoint and not from ``--groups``, so the config is resolved with it, on every host
-alike; host 0 alone reads all of its files, and says which one it is.
+A launch with ``checkpoint.directory`` goes on from the newest complete checkpoint there; without one it begins anew.
+The number of shards of a step comes from the checkpoint and not from ``--groups``, so the config is resolved with it,
+on every host alike; host 0 alone reads all of the checkpoint's files, and announces which checkpoint it is.
 
-Failures it assumes: checkpoints that are unfinished or damaged, a directory that cannot be read or is another job's, a
-config that has changed since. What cannot be gone on from is said before anything starts.
+Failures it assumes: checkpoints that are unfinished or damaged, a directory that cannot be read or belongs to another
+job, a config that has changed since. A checkpoint that cannot be used is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft import config as config_module
-from megatron_ft.config import FaultToleranceConfig, RunConfig
-from megatron_ft.core import restarts
+from megatron_ft.config import schema as config_module
+from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
+from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError, RunStopped
-from megatron_ft.launch.console import say
+from megatron_ft.types import given
+from megatron_ft.utils.console import say
 
 if TYPE_CHECKING:
-    from megatron_ft.core.checkpoints import Found
-    from megatron_ft.runtime.resume import Origin
+    from megatron_ft.checkpoint.restore import Origin
+    from megatron_ft.core.lifecycle.checkpoint_policy import Found
 
 AUTO, NEVER = "auto", "never"
 _KNOWN_BY_SCRIPT = ("fault_tolerance.seed",)
@@ -35,8 +36,8 @@ _KNOWN_BY_SCRIPT = ("fault_tolerance.seed",)
 def config(
     path: Path, groups: int, ranks_per_group: int | None, failure_domains: Sequence[str] | None = None
 ) -> RunConfig:
-    """The run's config, with as many shards as the checkpoints have, and with those failure domains where it says nothing
-    of them. Raises ``FTError``."""
+    """Return the run's config, with the number of shards of the checkpoints, and with the given failure domains where
+    the file names none. Raises ``FTError``."""
     raw = config_module.read(path)
     section = raw.get("fault_tolerance", {})
     auto = config_module.AUTO
@@ -51,14 +52,16 @@ def config(
 
 
 def _any(raw: Mapping[str, Any]) -> Found | None:
-    """The newest checkpoint that looks whole, without having read it."""
+    """Return the newest checkpoint that looks complete, without having read it."""
     section = raw.get("fault_tolerance")
     settings = section.get("checkpoint") if isinstance(section, Mapping) else None
     directory = settings.get("directory") if isinstance(settings, Mapping) else None
     if not isinstance(directory, str) or not directory or not _holds_some(Path(directory)):
         return None
-    from megatron_ft.core.checkpoints import choose  # not before it is known to be needed: this imports torch
-    from megatron_ft.runtime import checkpoint
+    from megatron_ft import checkpoint
+    from megatron_ft.core.lifecycle.checkpoint_policy import (
+        choose,  # imports torch, so only when it is needed
+    )
 
     return choose(checkpoint.find(Path(directory))).found
 
@@ -67,7 +70,7 @@ def _holds_some(directory: Path) -> bool:
     try:
         return any(name.startswith("step-") for name in os.listdir(directory))
     except OSError:
-        return False  # whoever takes the lock there says what is wrong
+        return False  # the process that takes the lock there reports what is wrong
 
 
 def _meta(found: Found) -> Mapping[str, Any]:
@@ -81,7 +84,7 @@ def _meta(found: Found) -> Mapping[str, Any]:
 
 
 def _check(run: RunConfig, found: Found) -> None:
-    from megatron_ft.runtime import resume
+    from megatron_ft.checkpoint import restore
 
     ranks = found.manifest["ranks_per_group"]
     if ranks != run.ranks_per_group:
@@ -90,26 +93,27 @@ def _check(run: RunConfig, found: Found) -> None:
             f"--ranks-per-group {ranks}, stages and slices as they were (the number of groups may differ), or name another "
             f"checkpoint.directory"
         )
-    resume.check(run, found.path, _meta(found), but=_KNOWN_BY_SCRIPT)
+    restore.check(run, found.path, _meta(found), but=_KNOWN_BY_SCRIPT)
 
 
-def whole_job(settings: FaultToleranceConfig) -> restarts.Limits | None:
-    """How often the whole job may be started again; None: never, there is nothing to go on from."""
-    return restarts.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
+def whole_job(settings: FaultToleranceConfig) -> restart_policy.Limits | None:
+    """Return the limits for restarts of the whole job; None without checkpoints, where it is never started again."""
+    return restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour) if settings.checkpoint.directory else None
 
 
 class Directory:
-    """Held for run ``run_id``. ``origin`` is what it goes on from, None for a run that begins. Raises ``FTError``."""
+    """The checkpoint directory, held for run ``run_id``. ``origin``: the checkpoint it goes on from, None for a run
+    that begins. ``dead``: id of a run that is known to be over. Raises ``FTError``."""
 
-    def __init__(self, run: RunConfig, run_id: str, mode: str = AUTO) -> None:
-        from megatron_ft.runtime import checkpoint
+    def __init__(self, run: RunConfig, run_id: str, mode: str = AUTO, dead: str = "") -> None:
+        from megatron_ft import checkpoint
 
         settings = run.fault_tolerance.checkpoint
         self.on, self.origin = bool(settings.directory), None
         if not self.on:
             return
         place = Path(settings.directory)
-        self._lock = checkpoint.lock(place, run_id)
+        self._lock = checkpoint.lock(place, run_id, dead=dead)
         try:
             self.origin = self._choose(run, place, mode)
         except BaseException:
@@ -117,8 +121,9 @@ class Directory:
             raise
 
     def _choose(self, run: RunConfig, place: Path, mode: str) -> Origin | None:
-        from megatron_ft.runtime import checkpoint, resume
-        from megatron_ft.runtime.checkpoint.memory import GB, Shelf, nowhere
+        from megatron_ft import checkpoint
+        from megatron_ft.checkpoint import restore
+        from megatron_ft.checkpoint.memory_copies import GB, Shelf, nowhere
 
         if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
             raise CheckpointError(
@@ -131,18 +136,25 @@ class Directory:
             return None
         _check(run, found)
         say(f"the run goes on from {found.path}, before step {found.step}")
-        return resume.Origin.of(found)
+        return restore.Origin.of(found)
 
     def release(self) -> None:
-        """The run has ended."""
+        """Give the directory back when the run has ended."""
         if self.on:
             self._lock.release()
 
 
-class WholeJob:
-    """The job as one that may be lost, like a group: with ``rejoin`` its launcher starts it again from the last checkpoint.
+_BY_HAND = (
+    "with several hosts this launcher does not start the whole job again. When it has ended on all of them, run the same "
+    "command on every host, and the run goes on from the newest checkpoint (launch --ssh, supervise and array jobs do so by "
+    "themselves)"
+)
 
-    On one host only: the agents of several would have to agree on it first.
+
+class WholeJob:
+    """The whole job as one that may be lost, like a group: with ``rejoin`` its launcher restarts it from a checkpoint.
+
+    Only on one host: the agents of several hosts would have to agree on it first. There the last line names the remedy.
     """
 
     def __init__(self, run: RunConfig, hosts: int) -> None:
@@ -150,33 +162,37 @@ class WholeJob:
         self._directory = settings.checkpoint.directory
         self._anew = restart = settings.policy == config_module.RESTART
         self._codes = {WIPED_OUT, RunStopped.exit_code} if restart else {WIPED_OUT}
-        self._may = (settings.rejoin.enabled or restart) and bool(self._directory) and hosts == 1
-        self._limits = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour)
-        self._state = restarts.Group(since=time.monotonic())
+        self._may = (settings.rejoin.enabled or restart) and bool(self._directory)
+        self._hosts = hosts
+        self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
+        self._state = restart_policy.Group(since=time.monotonic())
         self._saved = self._newest()
 
     def again(self, code: int) -> bool:
-        """Whether to start it once more; waits until that is due. ``code``: what the last start ended with."""
+        """Return whether to start the job once more; waits until that is due. ``code``: exit code of the last start."""
         if code not in self._codes or not self._may:
             return False
         if not self._anew and not _holds_some(Path(self._directory)):
             return False
+        if self._hosts > 1:
+            say(_BY_HAND)
+            return False
         saved, before = self._newest(), self._saved
-        if saved != before:  # it has got on: no reason to wait longer each time
+        if saved != before:  # the job has made progress: no reason to wait longer each time
             self._saved, self._state = saved, replace(self._state, quick=0)
-        loss = restarts.Loss(self._state.incarnation, "died", "every group was taken down")
-        self._state = restarts.lost(self._state, loss, time.monotonic(), self._limits)
+        loss = restart_policy.Loss(self._state.incarnation, "died", "every group was taken down")
+        self._state = restart_policy.lost(self._state, loss, time.monotonic(), self._limits)
         if self._state.never:
             say(f"the whole job is not started again: {self._state.never}")
             return False
-        time.sleep(max(0.0, self._state.due - time.monotonic()))
-        self._state = restarts.started(self._state, time.monotonic())
+        time.sleep(max(0.0, given(self._state.due) - time.monotonic()))
+        self._state = restart_policy.started(self._state, time.monotonic())
         why = "no group is left" if code == WIPED_OUT else "a group is lost"
         say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
         return True
 
     def _newest(self) -> str:
-        """The name of the newest checkpoint, whole or not."""
+        """Return the name of the newest checkpoint, complete or not."""
         try:
             return max((name for name in os.listdir(self._directory or ".") if name.startswith("step-")), default="")
         except OSError:

@@ -1,32 +1,41 @@
-"""What an operator asks a live run for, from outside of it: that a group leaves in order, or that all of it stops.
+"""Requests of an operator to a live run, from outside of it: one group leaves in order, or the whole run stops.
 
-The request goes through the control store, like everything that concerns who is there: it reaches the group on whatever host
-it is, and comes from any host that sees the run directory and the store.
+A request goes through the control store, like everything about membership: it reaches the group on any host, and comes
+from any host that sees the run directory and the store.
 
-Failures it assumes: the run may be over, or its store away; then nothing is asked for, and the reason is said.
+Failures it assumes: the run may be over, or its store away; then no request is made, and the reason is reported.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.core import detector
-from megatron_ft.core.saving import Stops
+from megatron_ft.auth import secret
+from megatron_ft.config.rank_env import CLAIMS
+from megatron_ft.coordination import watcher
+from megatron_ft.coordination.store import ControlStore, Log, LogAway
+from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
+from megatron_ft.core.protocol import signals
 from megatron_ft.errors import LaunchError
-from megatron_ft.runtime import history, watcher
-from megatron_ft.runtime.store import ControlStore
+from megatron_ft.runlog import history
 
 STORE_KEY = "store_address"
-"""Of the run directory's config.json."""
+"""The key of the store's address in the run directory's config.json."""
 _STORE_TIMEOUT_S = 5.0
 _LOOK_S = 0.05
 
 
+def host_key(host: int) -> str:
+    """Return the key of the card of one of the first hosts: its name, and how its agent is reached."""
+    return f"host/{host}"
+
+
 def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[[str], None] = print) -> None:
-    """Ask ``group`` to leave after the step it works on; returns when it has said that it will.
+    """Ask ``group`` to leave after the step it works on; returns when it has announced that it will.
 
     Raises ``LaunchError`` when there is no such run, or no such group in it, or it does not answer; ``StoreError``.
     """
@@ -34,10 +43,11 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
     if group not in live:
         there = " ".join(map(str, live)) or "none yet"
         raise LaunchError(f"group {group} is not in the run; its groups are: {there}")
-    known = len(_leaves(run_dir, group))
-    watcher.announce(_store(run_dir), detector.Dismissed(group, why))
+    tail = history.Tail(run_dir)
+    _leaves(tail, group)
+    watcher.announce(_store(run_dir), signals.Dismissed(group, why))
     deadline = time.monotonic() + patience_s
-    while len(said := _leaves(run_dir, group)) == known:
+    while not (said := _leaves(tail, group)):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"group {group} was asked to leave and has not said anything for {patience_s:g} s; it does so between two "
@@ -50,7 +60,7 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
 def stop(run_dir: Path, why: str) -> None:
     """Tell the whole run to stop; with checkpoints it saves once more first. Returns when it has been told.
 
-    Raises ``LaunchError`` when there is no such run, or it trains not yet; ``StoreError``.
+    Raises ``LaunchError`` when there is no such run, or it does not train yet; ``StoreError``.
     """
     live = _live(run_dir)
     if not live:
@@ -59,24 +69,42 @@ def stop(run_dir: Path, why: str) -> None:
 
 
 def _live(run_dir: Path) -> list[int]:
-    """The groups of the newest view in the record; none before the first step."""
+    """Return the groups of the newest view in the record; none before the first step."""
     if not (run_dir / "config.json").is_file():
         raise LaunchError(f"{run_dir} holds no run; give the --run-dir of a launch")
-    lines = history.read(run_dir)
-    if any(line["event"] in ("end", "stop") for line in lines):
+    recorded = history.summary(run_dir)
+    if recorded.ended or recorded.stopped:
         raise LaunchError(f"the run in {run_dir} is over; there is nobody to be asked")
-    return next((line["live"] for line in reversed(lines) if line["event"] == "view"), [])
+    return list(recorded.live)
+
+
+def store_address(run_dir: Path, run: Mapping[str, Any]) -> str:
+    """Return the present address of a run's control store. ``run``: the content of its config.json.
+
+    In a run that keeps a claim log, the log decides: the host that takes the store over may be lost before it has
+    written to config.json.
+    """
+    known = run[STORE_KEY]
+    if not (run_dir / CLAIMS).is_dir():
+        return known
+    try:
+        claims = Log(run_dir, run["run_id"], secret.load(run_dir)).read()
+    except (LogAway, LaunchError):
+        return known
+    return claims[-1].address if claims else known
 
 
 def _store(run_dir: Path) -> ControlStore:
     try:
         run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        store = ControlStore(run[STORE_KEY], run["run_id"], _STORE_TIMEOUT_S)
+        address = store_address(run_dir, run)
+        store = ControlStore(address, run["run_id"], _STORE_TIMEOUT_S, secret=secret.load(run_dir))
     except (OSError, ValueError, KeyError) as error:
         raise LaunchError(f"{run_dir} holds no run ({error}); give the --run-dir of a launch") from None
     store.check_begun()
     return store
 
 
-def _leaves(run_dir: Path, group: int) -> list[dict]:
-    return [line for line in history.read(run_dir) if line["event"] == "leave" and line["group"] == group]
+def _leaves(tail: history.Tail, group: int) -> list[dict]:
+    """Return the leave records of that group since the last call."""
+    return [line for line in tail.each() if line["event"] == "leave" and line["group"] == group]

@@ -10,17 +10,17 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-from megatron_ft.launch.console import say
+from megatron_ft.utils.console import say
+from megatron_ft.utils.process_status import process_status
 
 RESTARTS, WITHIN_S = 5, 60.0
-"""So often in that time it is started again at once; the next time waits until that time has passed."""
+"""This number of restarts within that time is made at once; the next one waits until the time has passed."""
 STOPPED_S = 10.0
-"""One that is stopped (SIGSTOP, a debugger) is waited for; after that long another takes its place."""
+"""Seconds to wait for a process that is stopped (SIGSTOP, a debugger) before another takes its place."""
 _LOOK_S = 0.1
 _MOST_S = 0.25
-"""What one look adds to a time at most: while the keeper was stopped itself, it has seen nothing."""
+"""The most that one look adds to a time: while the keeper was stopped itself, it has seen nothing."""
 
 
 def keep(
@@ -31,9 +31,9 @@ def keep(
     over: Callable[[int], bool] = lambda code: False,
     last_words: Callable[[], str] = lambda: "",
 ) -> None:
-    """Start it, wait for its end, and so on, until ``over`` says so of how it ended (as ``returncode``).
+    """Start the process, wait for its end, and repeat, until ``over`` returns true for its exit code (a ``returncode``).
 
-    SIGCHLD must be blocked. ``started`` hears of each pid, ``note`` (what, pid, detail) of all but the first start.
+    SIGCHLD must be blocked. ``started`` gets each pid, ``note`` (event, pid, detail) every event but the first start.
     """
     deaths: deque[float] = deque(maxlen=RESTARTS)
     while True:
@@ -49,12 +49,12 @@ def keep(
         when = f"in {wait_s:.0f} s, it ended {RESTARTS + 1} times within {WITHIN_S:g} s" if wait_s > 0 else "at once"
         why += last_words()
         note("died", pid, f"{why}; started again {when}")
-        say(f"{what} (pid {pid}) {why}; training goes on without it, it is started again {when}")
+        say(f"{what} (pid {pid}) {why}; it is started again {when}")
         time.sleep(max(0.0, wait_s))
 
 
 def await_end(pid: int) -> tuple[int, str]:
-    """Wait until it has ended; kill it when it has been stopped for too long. Returns its code and what became of it."""
+    """Wait until the process has ended; kill it when it was stopped for too long. Return its code and a reason."""
     stopped_s, looked = 0.0, time.monotonic()
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -63,7 +63,7 @@ def await_end(pid: int) -> tuple[int, str]:
             return code, ended_with(code)
         signal.sigtimedwait({signal.SIGCHLD}, _LOOK_S)
         looked, before = time.monotonic(), looked
-        stopped_s = stopped_s + min(looked - before, _MOST_S) if _is_stopped(pid) else 0.0
+        stopped_s = stopped_s + min(looked - before, _MOST_S) if process_status(pid).state == "T" else 0.0
         if stopped_s > STOPPED_S:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -71,9 +71,5 @@ def await_end(pid: int) -> tuple[int, str]:
 
 
 def ended_with(code: int) -> str:
+    """Describe an exit code as ``subprocess`` reports it."""
     return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _is_stopped(pid: int) -> bool:
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")  # not waited for, so it is there
-    return text.rpartition(")")[2].split()[0] == "T"

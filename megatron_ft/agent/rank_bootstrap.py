@@ -1,15 +1,14 @@
-"""What a rank runs first: ``python -m megatron_ft.launch.bootstrap SCRIPT ARGUMENTS``.
+"""The entry point of a rank: ``python -m megatron_ft.agent.rank_bootstrap SCRIPT ARGUMENTS``.
 
-It ties the rank's life to its agent's, runs the script as ``__main__``, and turns whatever ends it into an exit code and
-a one-line error file that the agent reads. It leaves with ``os._exit``: torch's worker threads can abort at interpreter
-exit after success.
+It ties the rank's life to its agent's, runs the script as ``__main__``, and turns whatever ends it into an exit code
+and a one-line error file that the agent reads. It leaves with ``os._exit``: torch's worker threads can abort at
+interpreter exit after success.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import runpy
 import signal
@@ -18,18 +17,18 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.agent import forkserver
+from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.errors import FTError
-from megatron_ft.launch import forkserver, lifeline
-from megatron_ft.launch.forkserver import AGENT_VARIABLE
-
-ERROR_VARIABLE = "MEGATRON_FT_ERROR_FILE"
+from megatron_ft.utils import lifeline, vital_thread
 
 
 def main() -> None:
+    """Run the training script in this process, as a rank."""
     if sys.argv[1:2] == [forkserver.SERVE]:
-        forkserver.serve(sys.argv[2:])  # what returns is a rank
+        forkserver.serve(sys.argv[2:])  # only forked ranks return from here
     agent = os.environ.get(AGENT_VARIABLE)
-    lifeline.end_with(int(agent) if agent else None)  # an orphan would train on with nobody to report its death
+    lifeline.end_with(int(agent) if agent else None)  # an orphan would train on without an agent to report its death
     sys.stdout, sys.stderr = _unfailing(1), _unfailing(2)
     # A rank is usually inside a collective, where Python's own handler for Ctrl-C would only run after it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -44,23 +43,23 @@ def main() -> None:
 
 
 def _run(script: str) -> int:
-    """Run the script; the outermost loop of a rank, so it converts every exception."""
+    """Run the script. This is the outermost loop of a rank, so it converts every exception."""
     try:
         runpy.run_path(script, run_name="__main__")
     except FTError as error:
         print(f"megatron_ft: {error}", file=sys.stderr)
-        _leave_error(str(error))
+        vital_thread.leave_error(str(error))
         return error.exit_code
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
         print(error.code, file=sys.stderr)
-        _leave_error(str(error.code))
+        vital_thread.leave_error(str(error.code))
         return 1
     except BaseException as error:
         traceback.print_exc()
         what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}"
-        _leave_error(what, getattr(error, "microbatch", None))
+        vital_thread.leave_error(what, getattr(error, "microbatch", None))
         return 1
     return 0
 
@@ -81,19 +80,11 @@ def _unfailing(fd: int) -> io.TextIOWrapper:
 
 
 def _where(error: BaseException, script: str) -> str:
-    """The last line of the user's own script that led here."""
+    """Return the last line of the user's own script in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
     return f" (line {frames[-1].lineno})" if frames else ""
-
-
-def _leave_error(message: str, microbatch: str | None = None) -> None:
-    path = os.environ.get(ERROR_VARIABLE)
-    if path:
-        said = json.dumps({"message": " ".join(message.split()), "microbatch": microbatch})
-        with contextlib.suppress(OSError):
-            Path(path).write_text(said, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The ranks of one host as its agent starts them, for the first time and again: environment, log, pulse, process.
 
-Every start of a group has a pulse and an error file of its own; the log goes on in the same file, where a person looks.
+Every start of a group has a pulse and an error file of its own; all starts append to one log file, where users look.
 
-Failures it assumes: the process that ranks are forked from may be gone whenever it is needed, years after it was started;
-each rank is an interpreter of its own then.
+Failures it assumes: the process from which ranks are forked may be gone whenever it is needed, years after it was
+started; then each rank is an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ft.launch import bootstrap, forkserver, monitor
-from megatron_ft.launch.console import say
-from megatron_ft.runtime import pulse, watchdog
-from megatron_ft.runtime.environment import RankEnvironment, seat
-from megatron_ft.runtime.points import start_of
+from megatron_ft.agent import forkserver, rank_bootstrap, rank_monitor
+from megatron_ft.collectives import nccl_watchdog
+from megatron_ft.config.rank_env import RankEnvironment, seat
+from megatron_ft.coordination.store.claim_log import TOLD
+from megatron_ft.utils import vital_thread
+from megatron_ft.utils.console import say
+from megatron_ft.utils.process_status import start_of
+from megatron_ft.worker import progress_counters
 
 
 @dataclass
 class Rank:
-    """One process. ``dropped``: the agent has ended it itself, to make room for its group's next start or because there is
-    nothing left to wait for; that is no fault."""
+    """One process of a group.
+
+    Attributes:
+        start: start time of the process in clock ticks after boot, which tells a reused pid.
+        started: time of the start, in seconds since the epoch; ``ended`` likewise, None while it lives.
+        log: the file of its output.
+        error: the file in which it writes what ended it.
+        watched: its pulse and health.
+        dropped: the agent has killed it to make room for its group's next start, or because it waits in vain: no fault.
+        killed: the agent has killed it.
+    """
 
     group: int
     position: int
@@ -40,12 +52,13 @@ class Rank:
     started: float
     log: Path
     error: Path
-    watched: monitor.Watched
+    watched: rank_monitor.Watched
     ended: float | None = None
     dropped: bool = False
+    killed: bool = False
 
     def last_words(self) -> dict[str, Any]:
-        """What the rank said it died of, and in which microbatch, if it could."""
+        """Return what the rank wrote about its death, and in which microbatch, if it could."""
         try:
             said = json.loads(self.error.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -54,10 +67,19 @@ class Rank:
 
     def drop(self) -> None:
         self.dropped = True
+        self.kill()
+
+    def end(self, why: str) -> None:
+        """Kill the process; ``why`` becomes its last words."""
+        vital_thread.leave_error(why, path=self.error)
+        self.kill()
+
+    def kill(self) -> None:
+        self.killed = True
         self.process.kill()
 
     def listed(self, host: str) -> dict[str, Any]:
-        """As ``ranks.json`` has it."""
+        """Return the rank's entry in ``ranks.json``."""
         return {
             "group": self.group,
             "position": self.position,
@@ -70,20 +92,26 @@ class Rank:
 
 
 class Starter:
-    """Starts the ranks of one host, ``here``: (group, position) of each. They are forked from ``forks``, if there is one."""
+    """Starts the ranks of one host, ``here``: (group, position) of each. They are forked from ``forks``, if it is given."""
 
     _here: list[tuple[int, int] | None]
-    """By the number of their device."""
+    """Indexed by the number of their device."""
 
     def __init__(
-        self, command: Sequence[str], here: Sequence[tuple[int, int]], run_dir: Path, forks: forkserver.ForkServer | None
+        self,
+        command: Sequence[str],
+        here: Sequence[tuple[int, int]],
+        run_dir: Path,
+        forks: forkserver.ForkServer | None,
     ) -> None:
         self._command, self._here, self._run_dir, self._forks = list(command), list(here), run_dir, forks
-        self._nccl = watchdog.environment(os.environ)
-        self._pulses = pulse.directory()
+        self._nccl = nccl_watchdog.environment(os.environ)
+        self._pulses = progress_counters.directory()
+        self.told = self._pulses / TOLD
+        """The file in which the ranks look for the number of the newest claim."""
 
     def house(self, ranks: Sequence[tuple[int, int]]) -> None:
-        """Those that are here from now on. Who stays keeps its device; who is new gets one that is free."""
+        """Set the ranks that are here from now on. Earlier ranks keep their devices; new ranks get free ones."""
         self._here = [rank if rank in ranks else None for rank in self._here]
         for rank in ranks:
             if rank not in self._here:
@@ -91,13 +119,17 @@ class Starter:
                 self._here[free : free + 1] = [rank]
 
     def start(self, env: RankEnvironment) -> Rank:
-        """One rank. Raises ``OSError`` when there is no process, file or memory to be had."""
+        """Start one rank. Raises ``OSError`` when there is no process, file or memory available."""
         name = f"g{env.group}.p{env.position}"
         logs, own_name = self._run_dir / "logs", f"g{seat(env.group, env.incarnation)}.p{env.position}"
         log, error, beats = logs / f"{name}.log", logs / f"{own_name}.error", self._pulses / own_name
-        pulse.create(beats)
-        own = {bootstrap.AGENT_VARIABLE: str(os.getpid()), bootstrap.ERROR_VARIABLE: str(error), pulse.VARIABLE: str(beats)}
-        # Which device of this host is its own, and how many of its group are here: groups may share a host, hosts a group.
+        progress_counters.create(beats)
+        own = {
+            rank_bootstrap.AGENT_VARIABLE: str(os.getpid()),
+            vital_thread.ERROR_VARIABLE: str(error),
+            progress_counters.VARIABLE: str(beats),
+        }
+        # The number of its device, and of its group's ranks on this host: groups may share a host, hosts a group.
         number = self._here.index((env.group, env.position))
         together = sum(rank is not None and rank[0] == env.group for rank in self._here)
         own |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(together)}
@@ -107,12 +139,12 @@ class Starter:
                     os.write(output.fileno(), f"--- group {env.group}, incarnation {env.incarnation} ---\n".encode())
             common = forkserver.common_environment(len(self._here))
             process = self._start_process({**self._nccl, **common, **env.to_env(), **own}, output)
-        watched = monitor.Watched(process.pid, beats)
+        watched = rank_monitor.Watched(process.pid, beats)
         start = start_of(process.pid)
         return Rank(env.group, env.position, env.incarnation, process, start, time.time(), log, error, watched)
 
     def _start_process(self, env: Mapping[str, str], output: BinaryIO) -> subprocess.Popen | forkserver.Forked:
-        """Forked, or if that cannot be done, an interpreter of its own."""
+        """Fork the process, or if that cannot be done, start an interpreter of its own."""
         if self._forks is not None:
             try:
                 return self._forks.start(self._command, env, output)
@@ -120,7 +152,7 @@ class Starter:
                 say(f"{error}; every rank imports torch by itself")
                 self.end_forks()
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.launch.bootstrap", *self._command],
+            [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", *self._command],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -129,7 +161,7 @@ class Starter:
         )
 
     def end_forks(self) -> None:
-        """No rank is forked any more."""
+        """End the fork server; no further rank is forked."""
         forks, self._forks = self._forks, None
         if forks is not None:
             forks.close()

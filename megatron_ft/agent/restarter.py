@@ -1,12 +1,13 @@
-"""Lost groups that come back: what an agent knows of them, and which it has to start again (``core.restarts`` decides).
+"""Lost groups that come back: what an agent knows of them, and which groups it has to start again
+(``core.lifecycle.restart_policy`` decides).
 
-An agent hears what its own ranks do, and what anybody else tells, so it knows of every loss of its groups and whether
-somebody is left to come back to. A group with ranks on several hosts is led back by the host of its position 0: that one
-decides, the others do what its key on the control store says, ``restart/<the new start>``. The number of a start needs no
-agreement: it is the one after the newest that is known to be dead.
+An agent sees the exits of its own ranks and hears the notices of all others, so it knows of every loss of its groups
+and whether a live group is left to come back to. The host of position 0 leads the return of a group with ranks on
+several hosts: it decides, and the other hosts follow its key on the control store, ``restart/<the new start>``. The
+number of a start needs no agreement: it follows the newest start that is known to be dead.
 
-Failures it assumes: the store is away for a while, or comes back empty. Nothing is started meanwhile: who is lost, and who
-is left, is not known then. News may come twice.
+Failures it assumes: the store is away for a while, or comes back empty. No group is started meanwhile, because it is
+unknown which groups are lost and which are left. A notice may come twice.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ft.config import FaultToleranceConfig
-from megatron_ft.core import detector, restarts
-from megatron_ft.core.protocol import Died, Leaves
+from megatron_ft.agent.agent_client import Voice
+from megatron_ft.config.rank_env import seat
+from megatron_ft.config.schema import FaultToleranceConfig
+from megatron_ft.core.lifecycle import restart_policy
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Died, Leaves
 from megatron_ft.errors import RunStopped
-from megatron_ft.launch.voice import Voice
-from megatron_ft.runtime.environment import seat
 from megatron_ft.types import GroupId, View
 
 _SKIPPED = 2
-"""Who leads may be lost between taking a number for a start and saying so: the spare host in its place takes the next."""
+"""The leading host may be lost after it took a start's number and before it announced it; the spare in its place takes
+the next number. So this number of starts is looked for."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A group to be started now. ``attempt``: which in a row, from 1; ``after_s``: since it was lost."""
+    """A group to be started now. ``attempt``: its number in a row, from 1; ``after_s``: seconds since its loss."""
 
     group: GroupId
     incarnation: int
@@ -39,7 +42,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A group that is not started again although nobody wanted it gone."""
+    """A group that is not started again although it was not asked to leave."""
 
     group: GroupId
     incarnation: int
@@ -47,13 +50,15 @@ class Refusal:
 
 
 class Returns:
-    """Those of one host.
+    """The returns of lost groups of one host.
 
     Args:
-        here: its groups; whether they have their position 0 here. Groups may come (:meth:`adopt`) and go (:meth:`forget`).
+        here: this host's groups, each with whether this host has its position 0. Groups are added by :meth:`adopt` and
+            removed by :meth:`forget`.
         shared: those of them with ranks on other hosts, too.
-        patience_s: how long a store that is away is waited for when none of this host's ranks lives.
-        begun: (group, incarnation) -> whether it has had a part in a committed step.
+        patience_s: seconds to wait for a store that is away when none of this host's ranks lives.
+        begun: (group, incarnation) -> whether that start has had a part in a committed step.
+        fenced: (group, incarnation) -> whether a claim leaves that start out, so that others go on without it.
     """
 
     def __init__(
@@ -66,40 +71,44 @@ class Returns:
         patience_s: float,
         begun: Callable[[GroupId, int], bool],
         clock: Callable[[], float] = time.monotonic,
+        fenced: Callable[[GroupId, int], bool] = lambda group, incarnation: False,
     ) -> None:
         self._voice, self._leads, self._shared = voice, dict(here), frozenset(shared)
-        self._limits = restarts.Limits(per_hour=settings.rejoin.restarts_per_hour)
-        self._begun, self._clock, self._patience_s = begun, clock, patience_s
-        self._groups = {group: restarts.Group(since=clock()) for group in here}
-        self._seats = restarts.Seats(first, settings.min_groups)
-        self._unjudged: list[detector.Signal] = []
+        self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
+        self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
+        self._groups = {group: restart_policy.Group(since=clock()) for group in here}
+        self._seats = restart_policy.Seats(first, settings.min_groups)
+        self._unjudged: list[signals.Signal] = []
         self._to_say: dict[str, dict[str, str]] = {}
         self._refusals: list[Refusal] = []
         self._away_since: float | None = None
         self._known, self._off = False, not settings.rejoin.enabled
 
     def incarnation(self, group: GroupId) -> int:
-        """The one that was started here last; 0 of a group that is somebody else's by now."""
+        """Return the last start of the group on this host; 0 for a group that another host has by now."""
         known = self._groups.get(group)
         return 0 if known is None else known.incarnation
 
-    def hear(self, signal: detector.Signal) -> None:
-        """What this agent has seen itself; it need not wait for the store to tell."""
+    def hear(self, signal: signals.Signal) -> None:
+        """Take in what this agent has seen itself, without waiting for the store."""
         if self._off:
+            self._bury(signals.judge(signal))
             return
-        stopped = isinstance(signal, detector.Ended) and signal.exit.code == RunStopped.exit_code
-        if stopped:  # whether all stop, or go on without it, the newest view tells
+        stopped = isinstance(signal, signals.Ended) and signal.exit.code == RunStopped.exit_code
+        if stopped:  # the newest view decides whether all stop, or go on without this group
             self._unjudged.append(signal)
         else:
             self._take(signal)
 
-    def look(self, heard: Collection[detector.Signal]) -> None:
-        """Take in what has happened, as far as the store tells. ``heard``: the news that have just been asked for."""
-        if self._off:
-            return
-        # After the news: whoever has died by then has written no view since.
+    def look(self, heard: Collection[signals.Signal]) -> None:
+        """Take in what has happened, as far as the store tells. ``heard``: the news that were read just now."""
+        # Read after the news: a group that was dead by then has written no view since.
         self._seats = self._seats.after(self._voice.newest_view(self._seats.view))
         self._known = not self._voice.away
+        if self._off:
+            for signal in heard:
+                self._bury(signals.judge(signal))
+            return
         if not self._known:
             self._unjudged += heard
             self._away_since = self._away_since or self._clock()
@@ -108,84 +117,89 @@ class Returns:
         unjudged, self._unjudged = self._unjudged, []
         for signal in (*unjudged, *heard):
             self._take(signal)
-        for number, group in self._groups.items():
-            if self.seated(number, group.incarnation):
-                self._groups[number] = restarts.member(group, self._clock())
+        for number, known in self._groups.items():
+            if self.seated(number, known.incarnation):
+                self._groups[number] = restart_policy.member(known, self._clock())
         for group in self._shared & self._leads.keys():
             if not self._leads[group]:
                 self._follow(group)
         self._to_say = {key: value for key, value in self._to_say.items() if not self._voice.say(key, value)}
-        if not self._seats.enough:  # nobody could hand over the model: no group comes back, and it need not be said
+        if not self._seats.enough:  # no group could hand over the model, so none comes back, and none is reported
             self._refusals = []
-            self._groups = {g: restarts.never(group, "no group is left") for g, group in self._groups.items()}
+            self._groups = {g: restart_policy.never(group, "no group is left") for g, group in self._groups.items()}
 
     def due(self, unheard: Collection[GroupId]) -> list[Start]:
-        """What has to be started now. ``unheard``: groups on hosts that are silent just now; who cannot reach members would
-        be left out again."""
+        """Return the starts that are due. ``unheard``: groups on hosts that are silent now; a new start that cannot
+        reach members would be left out again."""
         if self._off or not self._known or not self._voice.told:
             return []
         now, found = self._clock(), []
         for number, group in self._groups.items():
-            if restarts.is_due(group, now) and not (self._seats.taken | {number}) & set(unheard):
+            if restart_policy.is_due(group, now) and not (self._seats.taken | {number}) & set(unheard):
                 found.append(Start(number, group.incarnation + 1, group.attempt, now - group.lost_at))
         return found
 
     def started(self, start: Start) -> None:
-        """All its ranks of this host are."""
-        self._groups[start.group] = restarts.started(self._groups[start.group], self._clock())
+        """Note that all ranks of this start on this host are started."""
+        self._groups[start.group] = restart_policy.started(self._groups[start.group], self._clock())
         self._decide(start.group, start.incarnation, {})
 
     def adopt(self, group: GroupId, leads: bool, shared: bool, incarnation: int) -> None:
-        """This host has ranks of ``group`` from now on; that incarnation is over, and the next is to be started."""
+        """Adopt ranks of ``group``: that incarnation is over, and the next one is to be started on this host."""
         self._leads[group] = leads
         self._shared = self._shared | {group} if shared else self._shared - {group}
         now = self._clock()
         due = now if leads or not shared else None
-        self._groups[group] = restarts.Group(incarnation, down=True, due=due, since=now, lost_at=now)
+        self._groups[group] = restart_policy.Group(incarnation, down=True, due=due, since=now, lost_at=now)
 
     def forget(self, group: GroupId) -> None:
-        """Another host has them."""
+        """Forget a group that another host has now."""
         self._groups.pop(group, None)
         self._leads.pop(group, None)
 
     def newest(self, group: GroupId) -> int:
-        """The last start of any group that is known to be dead, or has been a member; 0 where none is."""
+        """Return the last start of any group that is known to be dead or has been a member; 0 where there is none."""
         return max(self._seats.view.incarnations.get(group, 0), self._seats.graves.get(group, 0))
 
     @property
-    def seats(self) -> restarts.Seats:
-        """Who has the model, as far as is known."""
+    def seats(self) -> restart_policy.Seats:
+        """The newest known view and the known deaths."""
         return self._seats
 
     def refusals(self) -> list[Refusal]:
-        """Those since the last call."""
+        """Return the refusals since the last call."""
         found, self._refusals = self._refusals, []
         return found
 
     def pending(self) -> bool:
-        """Whether a group of this host may come back, so that its agent has to stay although no rank lives."""
+        """Return whether a group of this host may come back, so that its agent has to stay although no rank lives."""
         if self._off or self.in_vain:
             return False
         return bool(self._unjudged) or any(group.pending for group in self._groups.values())
 
     @property
     def in_vain(self) -> bool:
-        """Whether the store has been away for so long that nothing is expected of it any more."""
+        """Return whether the store has been away for longer than ``patience_s``."""
         return self._away_since is not None and self._clock() - self._away_since >= self._patience_s
 
     @property
     def hopeless(self) -> bool:
-        """Whether it is certain that no group has the model any more: who waits for a seat waits in vain."""
+        """Return whether certainly no group has the model any more: a rank that waits for a seat waits in vain."""
         return not self._off and self._known and not self._seats.enough
 
+    @property
+    def wiped_out(self) -> bool:
+        """Return whether every member of the newest view is known to be dead, or given up."""
+        return self._known and not self._seats.taken
+
     def seated(self, group: GroupId, incarnation: int) -> bool:
-        """Whether that start of a group is, or was, a member."""
+        """Return whether that start of a group is, or was, a member."""
         return incarnation <= self._seats.view.incarnations.get(group, 0)
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
-    def _take(self, signal: detector.Signal) -> None:
-        verdict = detector.judge(signal)
+    def _take(self, signal: signals.Signal) -> None:
+        verdict = signals.judge(signal)
         if isinstance(verdict, Leaves):
             self._leaves(verdict)
         if not isinstance(verdict, Died):
@@ -193,31 +207,37 @@ class Returns:
         known = self._groups.get(verdict.group)
         if known is not None and _concerns(verdict, known):
             self._lost(verdict.group, self._loss(signal, verdict))
-        self._seats = self._seats.without(verdict.group, verdict.incarnation)
+        self._bury(verdict)
+
+    def _bury(self, verdict: signals.Verdict) -> None:
+        if isinstance(verdict, Died):
+            self._seats = self._seats.without(verdict.group, verdict.incarnation)
 
     def _leaves(self, verdict: Leaves) -> None:
         known = self._groups.get(verdict.group)
         if known is not None and known.incarnation == verdict.incarnation:
-            self._groups[verdict.group] = restarts.never(known, verdict.reason)
+            self._groups[verdict.group] = restart_policy.never(known, verdict.reason)
 
-    def _loss(self, signal: detector.Signal, verdict: Died) -> restarts.Loss:
-        if not isinstance(signal, detector.Ended):
-            return restarts.Loss(verdict.incarnation, "died", verdict.reason)
+    def _loss(self, signal: signals.Signal, verdict: Died) -> restart_policy.Loss:
+        if not isinstance(signal, signals.Ended):
+            return restart_policy.Loss(verdict.incarnation, "died", verdict.reason)
         exit_ = signal.exit
-        kind = restarts.kind_of(exit_, verdict.incarnation, self._seats)
+        kind = restart_policy.kind_of(exit_, verdict.incarnation, self._seats)
+        if exit_.code == RunStopped.exit_code and self._fenced(verdict.group, verdict.incarnation):
+            kind = "died"  # the view without this group may not have arrived yet
         if kind != "failed":
-            return restarts.Loss(verdict.incarnation, kind, verdict.reason)
+            return restart_policy.Loss(verdict.incarnation, kind, verdict.reason)
         begun = self._begun(verdict.group, verdict.incarnation)
-        # Not the whole reason: the process id would make any two exceptions different ones.
-        return restarts.Loss(verdict.incarnation, kind, exit_.detail or f"exit code {exit_.code}", begun)
+        # Only the detail, without the process id, so that equal exceptions of two starts compare equal.
+        return restart_policy.Loss(verdict.incarnation, kind, exit_.detail or f"exit code {exit_.code}", begun)
 
-    def _lost(self, number: GroupId, loss: restarts.Loss) -> None:
+    def _lost(self, number: GroupId, loss: restart_policy.Loss) -> None:
         before = self._groups[number]
-        if loss.incarnation > before.incarnation:  # its leading host was faster than the news
+        if loss.incarnation > before.incarnation:  # the leading host was faster than the news
             before = replace(before, incarnation=loss.incarnation, down=False)
-        after = restarts.lost(before, loss, self._clock(), self._limits)
+        after = restart_policy.lost(before, loss, self._clock(), self._limits)
         if not self._leads[number] and after.down and not before.down:
-            after = replace(after, due=None, never=before.never)  # that is for the leading host to say
+            after = replace(after, due=None, never=before.never)  # the leading host decides that
         self._groups[number] = after
         if after.never and not before.never:
             if loss.kind not in ("left", "over"):
@@ -237,10 +257,10 @@ class Returns:
         for incarnation in range(group.incarnation + 1, group.incarnation + 1 + _SKIPPED):
             decision = self._voice.get(f"restart/{seat(number, incarnation)}")
             if decision is not None and "never" in decision:
-                self._groups[number] = restarts.never(group, decision["never"])
+                self._groups[number] = restart_policy.never(group, decision["never"])
             elif decision is not None:
                 self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
 
 
-def _concerns(verdict: Died, known: restarts.Group) -> bool:
+def _concerns(verdict: Died, known: restart_policy.Group) -> bool:
     return verdict.incarnation > known.incarnation or (verdict.incarnation == known.incarnation and not known.down)

@@ -1,84 +1,87 @@
-"""A host with room looks for ranks that have lost theirs (``core.spares`` decides which), and takes them over.
+"""A host with room looks for ranks that have lost their host (``core.lifecycle.spare_policy`` decides which), and takes
+them over.
 
-Failures it assumes: the store is away for a while, or forgets; several spares may look at the same time. Who was first says
-the store, under the key of the start that is to be made.
+Failures it assumes: the store is away for a while, or forgets; several spares may look at the same time. The store
+decides which was first, by the key of the start that is to be made.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from megatron_ft.core import detector, restarts, spares
-from megatron_ft.core.links import Unit
-from megatron_ft.core.protocol import Leaves
-from megatron_ft.launch.hosts import Hosts
-from megatron_ft.launch.returns import Returns
-from megatron_ft.launch.voice import Voice
-from megatron_ft.runtime.environment import seat
+from megatron_ft.agent.agent_client import Voice
+from megatron_ft.agent.peers import Hosts
+from megatron_ft.agent.restarter import Returns
+from megatron_ft.config.rank_env import seat
+from megatron_ft.core.detection.link_detector import Unit
+from megatron_ft.core.lifecycle import restart_policy, spare_policy
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Leaves
 from megatron_ft.types import GroupId
 
 _WITNESSES = 2
-"""So many hosts must say that they do not hear another one, before a host believes it that does not listen there itself."""
+"""This number of hosts must report that they do not hear a host before a spare that does not listen to it believes them."""
 
 
 def start_key(group: GroupId, incarnation: int, position: int) -> str:
-    """Which host makes that start of a group's part, ``position`` being the first of it."""
+    """Return the key that names the host of a start of a group's part; ``position`` is the first one of the part."""
     return f"start/{seat(group, incarnation)}/{position}"
 
 
 class Spare:
-    """One host's. It hears all news from the beginning; who has given up a group itself takes none."""
+    """One host as a spare. It hears all news from the beginning; after it has given up a group, it takes none."""
 
     def __init__(self, hosts: Hosts, voice: Voice, returns: Returns) -> None:
         self._hosts, self._voice, self._returns = hosts, voice, returns
         self._refused: set[tuple[int, GroupId]] = set()
         self._unwanted: set[GroupId] = set()
-        self._ended: list[detector.Ended] = []
-        self._silences: dict[tuple[Unit, Unit], detector.Silent] = {}
+        self._ended: list[signals.Ended] = []
+        self._silences: dict[tuple[Unit, Unit], signals.Silent] = {}
 
-    def hear(self, signal: detector.Signal) -> None:
+    def hear(self, signal: signals.Signal) -> None:
         match signal:
-            case detector.Refused(host=host, group=group):
+            case signals.Refused(host=host, group=group):
                 self._refused.add((host, group))
-            case detector.Silent(heard=True):
+            case signals.Silent(heard=True):
                 self._silences.pop(signal.units, None)
-            case detector.Silent():
+            case signals.Silent():
                 self._silences[signal.units] = signal
-            case detector.Ended():
+            case signals.Ended():
                 self._ended.append(signal)
-            case _ if isinstance(verdict := detector.judge(signal), Leaves):
+            case _ if isinstance(verdict := signals.judge(signal), Leaves):
                 self._unwanted.add(verdict.group)
 
-    def look(self) -> list[tuple[spares.Part, int]]:
-        """Parts that are this host's now, each with the incarnation that was the last elsewhere."""
+    def look(self) -> list[tuple[spare_policy.Part, int]]:
+        """Return the parts that this host has now, each with the last incarnation on another host."""
         me = self._hosts.place.rank
         if self._voice.away or any(host == me for host, _ in self._refused):
             return []
         self._judge()
         away = self._hosts.beats.silent() | self._accused()
-        lost = spares.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
-        fit = spares.fitting(lost, self._hosts.room - len(self._hosts.ranks))
+        lost = spare_policy.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
+        fit = spare_policy.fitting(lost, self._hosts.room - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
         return [(part, last) for part, last in found if last is not None]
 
     def _judge(self) -> None:
-        """Now: when it was heard, the view that says whether the others go on without that group may not have been."""
+        """Judge at the look, not when a signal arrives: the view that shows whether the others go on without that group
+        may be later."""
         ended, self._ended = self._ended, []
         for end in ended:
-            if restarts.kind_of(end.exit, end.incarnation, self._returns.seats) in restarts.WANTED:
+            if restart_policy.kind_of(end.exit, end.incarnation, self._returns.seats) in restart_policy.WANTED:
                 self._unwanted.add(end.exit.group)
 
     def _accused(self) -> set[int]:
-        """Hosts that others do not hear, of those that this one does not listen to: they are too many."""
+        """Return hosts that others do not hear and that this one does not listen to, where hosts are too many for that."""
         said = Counter(name for _, name in {(silent.by, silent.about) for silent in self._silences.values()})
         strangers = {part.host for part in self._hosts.parts} - self._hosts.beats.known() - {self._hosts.place.rank}
         return {host for host in strangers if said[self._hosts.name(host)] >= _WITNESSES}
 
-    def _claim(self, part: spares.Part, away: set[int]) -> int | None:
-        """The last start of the part that was somebody else's; None if the next is, too, or the store is away."""
+    def _claim(self, part: spare_policy.Part, away: set[int]) -> int | None:
+        """Return the part's last start on another host; None if the next is another host's, too, or the store is away."""
         me, last = self._hosts.place.rank, self._returns.newest(part.group)
         while (owner := self._voice.claim(start_key(part.group, last + 1, part.positions[0]), me)) != me:
             if owner not in away and (owner, part.group) not in self._refused:
                 return None
-            last += 1  # its host was lost before anybody heard of that start
+            last += 1  # its host was lost before that start became known
         return last

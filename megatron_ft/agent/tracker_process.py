@@ -12,7 +12,7 @@ _END_S = 10.0
 
 
 class Tracking:
-    """It reads the record and cannot touch training. ``names``: of trackers; none: there is no process."""
+    """The process reads the record and cannot touch training. ``names``: trackers; if empty, there is no process."""
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
         self._names, self._run_dir = names, run_dir
@@ -23,7 +23,7 @@ class Tracking:
         return set() if self._process is None else {self._process.pid}
 
     def look(self) -> None:
-        """Start it again if it has died; ended by itself with 0, it is done."""
+        """Start the process again if it has died; one that exited with 0 is done."""
         if self._process is not None and self._process.poll():
             self.start()
 
@@ -43,7 +43,7 @@ class Tracking:
             )
 
     def end(self) -> None:
-        """It ends by itself after the last line of the history; one that hangs is not waited for long."""
+        """Wait for the process, which ends after the history's last line; kill one that hangs after ``_END_S``."""
         if self._process is None:
             return
         try:

@@ -1,1 +1,1 @@
-"""``megatron-ft burn-in``: a run on a cluster that is struck on purpose, and a verdict on it."""
+"""``megatron-ft burn-in``: a run of a Slurm cluster with injected faults, and a verdict."""

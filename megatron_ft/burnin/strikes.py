@@ -1,4 +1,4 @@
-"""What a burn-in strikes, and whom: drawn from a seed, so that the same cluster can be asked the same again."""
+"""The faults of a burn-in and their targets, drawn from a seed so that a burn-in can be repeated."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from megatron_ft.errors import ConfigError
 
 KINDS = {
     "rank": "SIGKILL to one rank",
-    "agent": "SIGKILL to a node's agent, which takes its ranks along",
-    "step": "SIGKILL to everything of ours on a node (scancel)",
+    "agent": "SIGKILL to a node's agent, which ends its ranks, too",
+    "step": "SIGKILL to all processes of the run on a node (scancel)",
     "freeze": "SIGSTOP to a node's agent and all its ranks, for some seconds",
-    "down": "the node is set down in Slurm, where that is permitted",
 }
-DEFAULT = ("rank", "agent", "step", "freeze")
+DEFAULT = tuple(KINDS)
+
 _POINTS = (None, "forward", "backward", "gate", "update")
 
 
 @dataclass(frozen=True)
 class Strike:
-    """``after_s``: since all groups were there after the strike before; ``pick``: whom of those that can be struck, 0 to 1;
-    ``point``: where a rank is killed, None: wherever it is."""
+    """One fault.
+
+    Attributes:
+        number: number of the fault, from 1.
+        kind: one of ``KINDS``.
+        after_s: time since the recovery from the fault before.
+        pick: selects the target among all possible ones; 0 to 1.
+        point: point of a step at which a rank is killed; None: at any moment.
+    """
 
     number: int
     kind: str
@@ -32,12 +39,15 @@ class Strike:
 
 
 def draw(count: int, seed: int, every_s: float, kinds: Sequence[str]) -> list[Strike]:
-    """Each kind once, in random order, before any comes again. Raises ``ConfigError``."""
+    """Draws the faults; each kind occurs once, in random order, before any is repeated. Raises ``ConfigError``."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ConfigError(f"--kinds has {unknown[0]!r}; it can have: {', '.join(KINDS)}")
+        raise ConfigError(f"--kinds has {unknown[0]!r}, which is unknown; choose from {', '.join(KINDS)}")
     if count < 1 or every_s <= 0 or not kinds:
-        raise ConfigError(f"--faults is {count}, --every-s {every_s:g}; there must be a fault, and time between two")
-    rng, bag, drawn = random.Random(f"burn-in/{seed}"), [], []
+        raise ConfigError(
+            f"--faults is {count} and --every-s {every_s:g}; both must be greater than 0, and --kinds not empty"
+        )
+    rng, drawn = random.Random(f"burn-in/{seed}"), []
+    bag: list[str] = []
     for number in range(1, count + 1):
         bag = bag or rng.sample(list(kinds), len(kinds))
         kind, after_s = bag.pop(), round(rng.expovariate(1.0 / every_s), 3)
@@ -47,7 +57,7 @@ def draw(count: int, seed: int, every_s: float, kinds: Sequence[str]) -> list[St
 
 @dataclass(frozen=True)
 class Victim:
-    """``node`` with its ``groups``, or one of them; ``position`` of a rank."""
+    """The target: a ``node`` with all its ``groups``, or one rank by its group and ``position``."""
 
     node: str
     groups: tuple[int, ...]
@@ -55,7 +65,13 @@ class Victim:
 
 
 def choose(strike: Strike, at: Mapping[tuple[int, int], str], spared: Collection[str]) -> Victim | None:
-    """``at``: node of each rank that lives; ``spared``: nodes that must not be lost as a whole. None: nobody can be."""
+    """Returns the target of a fault; None when there is none.
+
+    Args:
+        strike: the fault.
+        at: node of each living rank.
+        spared: nodes that must not be lost as a whole.
+    """
     if strike.kind == "rank":
         ranks = sorted(at)
         if not ranks:

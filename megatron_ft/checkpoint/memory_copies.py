@@ -1,10 +1,10 @@
-"""Copies of checkpoint files in the memory of hosts, so that the next start need not wait for a file system.
+"""Copies of checkpoint files in the memory of hosts, so that the next start does not wait for a file system.
 
-A copy is known by its content: its name is the sha256 that the manifest has, and it is compared while it is read, like the
-file itself. So it cannot be of another checkpoint, and one that is missing or damaged costs nothing but a read from disk. It
-lies in shared memory (``/dev/shm``), which survives the processes of a job, and not the host.
+The name of a copy is the sha256 of its content, which the manifest has, and the content is checked while it is read. So
+a copy cannot belong to another checkpoint, and a missing or damaged one costs only a read from disk. Copies are in
+shared memory (``/dev/shm``), which outlives the processes of a job, but not the host.
 
-Failures it assumes: memory is short, others write and delete at the same time, a copy is cut short by a kill.
+Failures assumed: memory is short, other processes write and delete at the same time, a kill cuts a copy short.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import contextlib
 import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.runtime.checkpoint.files import CHUNK_BYTES
+from megatron_ft.checkpoint.files import CHUNK_BYTES
+from megatron_ft.utils import atomic_file
 
 _MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")
 GB = 1e9
 
 Locate = Callable[[str, int], Path | None]
-"""(sha256, bytes) -> where a copy is."""
+"""A function from sha256 and length to the path of a copy, or None."""
 
 
 class Shelf:
-    """This host's copies of what is in one checkpoint directory, at most ``budget`` bytes of them. The oldest make room."""
+    """This host's copies of the files in one checkpoint directory, at most ``budget`` bytes. The oldest are replaced
+    first."""
 
     def __init__(self, directory: str | Path, budget: float, memory: Path = _MEMORY) -> None:
         name = hashlib.sha256(os.path.realpath(directory).encode()).hexdigest()[:16]
@@ -38,7 +39,7 @@ class Shelf:
         self._budget = budget if memory.is_dir() else 0
 
     def find(self, digest: str, size: int) -> Path | None:
-        """The copy of a file with that content. It is not read here."""
+        """Return the copy of a file with this sha256, or None. Its content is not checked."""
         path = self.place / digest
         try:
             return path if path.stat().st_size == size else None
@@ -46,7 +47,7 @@ class Shelf:
             return None
 
     def take(self, path: Path, digest: str, size: int) -> bool:
-        """Copy a file. False where that cannot be done, or it is not what it should be."""
+        """Copy a file. Returns False where that fails, or where the file has another content."""
         if self.find(digest, size) is not None:
             return True
         try:
@@ -56,27 +57,23 @@ class Shelf:
             return False
 
     def put(self, pieces: Iterable[Any], digest: str, size: int) -> bool:
-        """The same, of bytes."""
+        """Store buffers of bytes as a copy; the result is that of :meth:`take`."""
         if not _NAME.fullmatch(digest) or not self._make_room(size):
             return False
-        temporary = self.place / f".{digest}.{secrets.token_hex(4)}.tmp"
         found = hashlib.sha256()
         try:
-            with temporary.open("xb") as file:
+            with atomic_file.replacing(self.place / digest) as fd:
                 for piece in pieces:
                     found.update(piece)
-                    file.write(piece)
-            if found.hexdigest() != digest:
-                return False
-            os.replace(temporary, self.place / digest)
-        except OSError:
-            return False  # memory is full: a copy is a convenience
-        finally:
-            temporary.unlink(missing_ok=True)
+                    atomic_file.write_all(fd, piece)
+                if found.hexdigest() != digest:
+                    raise ValueError("the bytes have another sha256")
+        except (OSError, ValueError):
+            return False  # memory is full, for example; a copy is optional
         return True
 
     def listed(self) -> list[Path]:
-        """All copies, the oldest first."""
+        """Return all copies, the oldest first."""
         found = []
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.place):
@@ -86,7 +83,7 @@ class Shelf:
         return [Path(path) for _, path in sorted(found)]
 
     def clear(self) -> None:
-        """Nobody will go on from these any more."""
+        """Delete all copies."""
         shutil.rmtree(self.place, ignore_errors=True)
 
     def _make_room(self, size: int) -> bool:
@@ -95,7 +92,7 @@ class Shelf:
         try:
             self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.place.parent.stat().st_uid != os.getuid():
-                return False  # somebody else has made it, to read along
+                return False  # another user has created it, perhaps to read the copies
             sizes = {path: path.stat().st_size for path in self.listed()}
         except OSError:
             return False
@@ -108,5 +105,5 @@ class Shelf:
 
 
 def nowhere(digest: str, size: int) -> Path | None:
-    """No copies are kept."""
+    """Return None: there are no copies."""
     return None

@@ -1,7 +1,6 @@
-"""Delete checkpoints so that none ever looks complete that is not: the manifest goes first, and durably.
+"""Delete checkpoints so that an incomplete one never looks complete: the manifest is deleted first, durably.
 
-A deletion that is cut short leaves a directory without a manifest, which is absent for whoever loads, and is deleted by
-the next one that gets here.
+An interrupted deletion leaves a directory without a manifest. Loading ignores it, and the next deletion removes it.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.core.checkpoints import to_delete
-from megatron_ft.runtime.checkpoint import files
-from megatron_ft.runtime.checkpoint.read import find
-from megatron_ft.runtime.checkpoint.write import MANIFEST, STEP
+from megatron_ft.checkpoint import files
+from megatron_ft.checkpoint.reader import find
+from megatron_ft.checkpoint.writer import MANIFEST, STEP
+from megatron_ft.core.lifecycle.checkpoint_policy import to_delete
 
 
 def prune(directory: Path, keep: int, log: Callable[[str], None] = print) -> list[str]:
-    """Delete what ``core.checkpoints.to_delete`` says. Returns the paths that are gone.
+    """Delete the checkpoints that ``core.lifecycle.checkpoint_policy.to_delete`` names. Returns their paths.
 
-    What cannot be deleted is said to ``log`` and tried again the next time. Raises ``CheckpointError`` only where the
-    directory cannot be read at all.
+    A checkpoint that cannot be deleted is reported to ``log``, and the next call tries again. Raises
+    ``CheckpointError`` only where the directory cannot be read.
     """
     gone = []
     for found in to_delete(find(directory), keep):
@@ -30,12 +29,12 @@ def prune(directory: Path, keep: int, log: Callable[[str], None] = print) -> lis
             _delete(Path(found.path))
             gone.append(found.path)
         except OSError as error:
-            log(f"the old checkpoint {found.path} could not be deleted, it is tried again after the next save: {error}")
+            log(f"the old checkpoint {found.path} could not be deleted; the next save tries again: {error}")
     return gone
 
 
 def discard(directory: Path, step: int, attempt: str, log: Callable[[str], None] = print) -> None:
-    """Delete an attempt to save that failed. On a full disk, what it wrote would make the next one fail as well."""
+    """Delete a failed attempt to save. On a full disk its files would make the next one fail, too."""
     place = Path(directory) / STEP.format(step, attempt)
     try:
         _delete(place)

@@ -1,6 +1,6 @@
-"""Find checkpoints and load one position of one. What cannot be believed is said, with the file and what is wrong with it.
+"""Find checkpoints, and load one position of a checkpoint. Errors name the file and what is wrong with it.
 
-Nothing is unpickled, and no byte is used before its file's checksum has been compared with the manifest's.
+Nothing is unpickled, and no byte is used before the checksum of its file has been compared with the manifest's.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from typing import Any
 
 import torch
 
-from megatron_ft.core.checkpoints import Found, choose, newest_first
+from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.checkpoint.memory_copies import Locate, nowhere
+from megatron_ft.checkpoint.writer import MANIFEST, POSITION, SKELETON, VERSION, seal
+from megatron_ft.collectives.state_transfer import unflatten
+from megatron_ft.core.lifecycle.checkpoint_policy import Found, choose, newest_first
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.checkpoint import files, tensors
-from megatron_ft.runtime.checkpoint.memory import Locate, nowhere
-from megatron_ft.runtime.checkpoint.write import MANIFEST, POSITION, SKELETON, VERSION, seal
-from megatron_ft.runtime.transfer import unflatten
+from megatron_ft.types import given
 
 NAME = re.compile(r"step-(\d{8,})-([A-Za-z0-9][A-Za-z0-9._-]*)")
 _FILE = re.compile(r"position-\d{4,}/(skeleton\.json|part-\d{5,}-of-\d{5,}\.safetensors)")
 
 
 def find(directory: Path) -> list[Found]:
-    """Everything in ``directory`` that is or was to be a checkpoint, newest first. Contents are not read: see `verify`.
+    """Return all checkpoints in ``directory``, including unfinished ones, newest first. :func:`verify` reads the
+    contents.
 
-    A directory that is not there holds none; one that cannot be read raises ``CheckpointError``.
+    A directory that does not exist holds none. One that cannot be read raises ``CheckpointError``.
     """
     with files.explained("looking for checkpoints in", directory):
         try:
@@ -41,8 +43,8 @@ def find(directory: Path) -> list[Found]:
 
 
 def look(place: Path) -> Found:
-    """One checkpoint, by its path: what its manifest and its files' sizes tell."""
-    path, step = os.fspath(place), int(NAME.fullmatch(place.name)[1])
+    """Return the state of the checkpoint at ``place``, judged by its manifest and the sizes of its files."""
+    path, step = os.fspath(place), int(given(NAME.fullmatch(place.name))[1])
     try:
         text = (place / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -63,8 +65,10 @@ def look(place: Path) -> Found:
 
 
 def verify(found: Found, copies: Locate = nowhere) -> None:
-    """Read every file, or a copy of it in memory, and compare it with the manifest. Raises ``CheckpointError`` for the first
-    that differs."""
+    """Read every file, or a copy of it in memory, and compare it with the manifest.
+
+    Raises ``CheckpointError`` for the first file that differs.
+    """
     _require_complete(found)
     for name, entry in found.manifest["files"].items():
         if _is_copied(entry, copies):
@@ -88,17 +92,17 @@ def _is_copied(entry: Mapping[str, Any], copies: Locate) -> bool:
 
 
 def load(found: Found, position: int, copies: Locate = nowhere) -> Any:
-    """The state of one position, on the CPU; of each file a copy in memory, if there is a good one.
+    """Return the state of one position, on the CPU. An intact copy in memory replaces a file.
 
-    Raises ``CheckpointError`` naming the file and what is wrong with it.
+    Raises ``CheckpointError`` with the file and what is wrong with it.
     """
     _require_complete(found)
     prefix = POSITION.format(position) + "/"
     own = {name: entry for name, entry in found.manifest["files"].items() if name.startswith(prefix)}
     if not own:
         raise CheckpointError(
-            f"{found.path} holds the positions 0 to {found.manifest['ranks_per_group'] - 1}, not {position}; start with as "
-            f"many ranks per group as it was saved with"
+            f"{found.path} holds the positions 0 to {found.manifest['ranks_per_group'] - 1}, not {position}; start with the "
+            f"number of ranks per group that it was saved with"
         )
     read: dict[str, torch.Tensor] = {}
     for name, entry in own.items():
@@ -114,24 +118,22 @@ def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, t
     copy = copies(digest, size)
     if copy is not None:
         with contextlib.suppress(OSError, CheckpointError):
-            return tensors.decode(copy, size, digest)
+            return tensor_files.decode(copy, size, digest)
     with files.explained("reading", path):
-        return tensors.decode(path, size, digest)
+        return tensor_files.decode(path, size, digest)
 
 
-def load_newest(
-    directory: Path, position: int, log: Callable[[str], None] = print
-) -> tuple[Found, Any] | None:
-    """The newest checkpoint that this position can be loaded from, and its state; None where there is none.
+def load_newest(directory: Path, position: int, log: Callable[[str], None] = print) -> tuple[Found, Any] | None:
+    """Return the newest checkpoint from which this position can be loaded, and its state; None if there is none.
 
-    Where a group has several ranks they must go on from the same one, and one rank sees only its own files: then take
-    :func:`newest`, or :func:`load` what :func:`find` names and agree.
+    The ranks of a group must use the same checkpoint, but a rank reads only its own files: with several ranks use
+    :func:`newest`, or agree on one that :func:`find` returns and :func:`load` it.
     """
     return _first(directory, lambda found: (found, load(found, position)), log)
 
 
 def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate = nowhere) -> Found | None:
-    """The newest checkpoint whose every file is as it was written: all are read. None where there is none."""
+    """Return the newest checkpoint all of whose files are intact, or None. All files are read."""
 
     def verified(found: Found) -> Found:
         verify(found, copies)
@@ -141,8 +143,9 @@ def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate =
 
 
 def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], None]) -> Any:
-    """What ``use`` makes of the newest checkpoint that it accepts. For each later one, ``log`` hears why it is not used."""
-    found, damaged = find(directory), {}
+    """Return ``use`` of the newest checkpoint for which it does not raise. ``log`` gets the reason for each newer
+    one."""
+    found, damaged = find(directory), dict[str, str]()
     while (choice := choose(found, damaged)).found:
         try:
             used = use(choice.found)
@@ -156,20 +159,22 @@ def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], No
 
 
 def _manifest(text: bytes, step: int) -> Mapping[str, Any]:
-    """A manifest's body. Raises ``ValueError`` where it is not one that this version wrote for this step."""
+    """Return the body of a manifest. Raises ``ValueError`` unless this version wrote it for this step."""
     try:
         whole = json.loads(text)
         version = whole["version"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"its {MANIFEST} is damaged: it is not JSON with a version") from None
     if version != VERSION:
-        raise ValueError(f"its format version is {version}, this megatron_ft reads {VERSION}: use the one that wrote it")
+        raise ValueError(
+            f"its format version is {version}, this megatron_ft reads {VERSION}: use the one that wrote it"
+        )
     body = whole.get("checkpoint")
     if not isinstance(body, dict) or seal(body) != whole.get("sha256"):
         raise ValueError(f"its {MANIFEST} is damaged: the checksum does not fit the content")
-    # From here on it is what a writer of this version wrote; a name is checked all the same, for it is opened.
+    # A writer of this version wrote the rest. Names are checked all the same, because they are opened.
     if strange := [name for name in body["files"] if not _FILE.fullmatch(name)]:
-        raise ValueError(f"its {MANIFEST} names the file {strange[0]!r}, which no checkpoint has")
+        raise ValueError(f"its {MANIFEST} names the file {strange[0]!r}, which cannot be part of a checkpoint")
     if body["step"] != step:
         raise ValueError(f"its {MANIFEST} is that of step {body['step']}: the directory was renamed")
     return body

@@ -1,10 +1,10 @@
-"""What a checkpoint says about the run it is of, and how a rank goes on from it.
+"""The metadata of a checkpoint, and how a rank continues from it.
 
-Every rank reads its own position's files from the directory that all hosts share: no group needs another one to be there,
-and one that cannot read them is lost like any other while the rest goes on.
+Every rank reads its own position's files from the directory that all hosts share, so no group depends on another. A
+group that cannot read its files is lost, and the others continue.
 
-Failures it assumes: the files were whole when the launcher looked, and are checked once more while they are read. A script
-or a config that would learn something else than before is refused; nothing is trained then.
+Failures assumed: files are damaged after the launcher has checked them, so they are checked again while they are read.
+A script or a config that would train another model is refused before any training.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 
 import torch
 
-from megatron_ft.config import RunConfig
-from megatron_ft.core.checkpoints import Found
-from megatron_ft.engines.base import Engine, StepResult
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint.memory_copies import Locate, nowhere
+from megatron_ft.config.schema import RunConfig
+from megatron_ft.core.lifecycle.checkpoint_policy import Found
+from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.runtime import checkpoint
-from megatron_ft.runtime.checkpoint.memory import Locate, nowhere
 
 KEY = "resume"
-"""Of the control store: what the run goes on from. Nothing there: it begins."""
+"""Key of the control store with the checkpoint that the run continues from. Without it, the run begins."""
 _SILENT = frozenset(
     """steps_per_print wall_clock_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
     monitor_config autotuning checkpoint memory_breakdown""".split()
 )
-"""Settings of DeepSpeed that change nothing of what is learned."""
+"""Settings of DeepSpeed that do not affect the result of training."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint at ``path`` that a run goes on from: the state that ``step`` starts from, of run ``of_run``."""
+    """The checkpoint that a run continues from: its path, the next step, the id of its run, and its metadata."""
 
     path: str
     step: int
@@ -50,9 +50,23 @@ class Origin:
 
 
 def meta(
-    config: RunConfig, steps: int, result: StepResult, speeds: Mapping[str, Any], job: Mapping[str, Any]
+    config: RunConfig,
+    steps: int,
+    result: StepResult,
+    speeds: Mapping[str, Any],
+    job: Mapping[str, Any],
+    identity: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What belongs to a state beside the engine's; ``job``: how long all starts of it have run."""
+    """Return the metadata of a checkpoint, which belongs to the state beside the engine's.
+
+    Args:
+        config: Settings of the run.
+        steps: Number of steps of the run.
+        result: Result of the last step.
+        speeds: Measured speeds of the groups.
+        job: How long all starts of the job have run.
+        identity: Identity of the data (``worker.data_identity``).
+    """
     return {
         "shards": config.shards,
         "microbatches_per_shard": config.microbatches_per_group,
@@ -61,13 +75,16 @@ def meta(
         "result": result.to_json(),
         "speeds": speeds,
         "job": dict(job),
+        "identity": dict(identity),
     }
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """Those that change what is learned, by the names that a user gives them."""
+    """Return the settings that affect the result of training, by their names in the config."""
     section = config.fault_tolerance
     engine = {key: value for key, value in sorted(config.engine.items()) if key not in _SILENT}
+    if section.loss_reduction != "microbatch":  # older checkpoints do not have it
+        engine["fault_tolerance.loss_reduction"] = section.loss_reduction
     return {
         "train_micro_batch_size_per_gpu": config.samples_per_microbatch,
         "gradient_accumulation_steps": config.microbatches_per_group,
@@ -81,14 +98,15 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def check(config: RunConfig, path: str, was: Mapping[str, Any], but: tuple[str, ...] = ()) -> None:
-    """Refuse to go on with other settings than those in the checkpoint's ``meta``; ``but``: not known here yet."""
+    """Raise ``ConfigError`` for settings that differ from those in the checkpoint's ``meta``, except the names in
+    ``but``."""
     now, before = settings(config), was["settings"]
     for name in sorted(now.keys() | before.keys()):
         mine, theirs = now.get(name), before.get(name)
         if mine != theirs and name not in but:
             raise ConfigError(
-                f"{name} is {_shown(mine)}, but checkpoint {path} was saved with {_shown(theirs)}; a run goes on with the "
-                f"settings that decide what it learns as they were: set it back, or begin anew in another "
+                f"{name} is {_shown(mine)}, but checkpoint {path} was saved with {_shown(theirs)}; settings "
+                f"that affect the result must stay the same when a run continues: set it back, or begin anew in another "
                 f"checkpoint.directory"
             )
 
@@ -98,31 +116,36 @@ def _shown(value: Any) -> str:
 
 
 def load(origin: Origin, config: RunConfig, position: int, engine: Engine, copies: Locate = nowhere) -> StepResult:
-    """Put the state of ``position`` in place; the result of the step before it. Raises ``FTError``."""
+    """Load the state of ``position`` into the engine. Returns the result of the last step. Raises ``FTError``."""
     check(config, origin.path, origin.meta)
     state = checkpoint.load(checkpoint.look(Path(origin.path)), position, copies)
     own = dict(_tensors(engine.state(), ""))
     saved = dict(_tensors(state, ""))
     for path, tensor in own.items():
+        if path.startswith("buffers.") and path not in saved:
+            continue  # older versions did not save buffers outside the state dict
         _check_fits(origin, path, tensor, saved.get(path))
     try:
         engine.load_state(state)
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint {origin.path} does not fit this model or its optimizer: {why}; start the script it was saved by"
+            f"checkpoint {origin.path} does not fit this model or its optimizer: {why}; start the script that saved it"
         ) from error
-    return StepResult(*origin.meta["result"])
+    return StepResult.from_json(origin.meta["result"])
 
 
 def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:
-    """What the engine has before its first step must be there, and be as large; the optimizer gets more with that step."""
+    """Raise ``CheckpointError`` unless the checkpoint has this tensor with an equal shape.
+
+    Only tensors that the engine has before its first step are checked; the optimizer creates more in that step.
+    """
     shape = list(mine.shape)
     if theirs is None or list(theirs.shape) != shape:
         has = "has no such tensor" if theirs is None else f"has one of shape {list(theirs.shape)}"
         raise CheckpointError(
             f"{path} of this model is a tensor of shape {shape}, but checkpoint {origin.path} {has}; start the script with "
-            f"the model it was saved with, or begin anew in another checkpoint.directory"
+            f"the model that was saved, or begin anew in another checkpoint.directory"
         )
 
 

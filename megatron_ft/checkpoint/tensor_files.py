@@ -1,25 +1,28 @@
-"""The safetensors format (huggingface.co/docs/safetensors): a header in JSON, then the tensors' bytes. Nothing to unpickle.
+"""The safetensors format (huggingface.co/docs/safetensors): a JSON header and the tensors' bytes, without pickle.
 
     8 bytes: length of the header | header: {name: {"dtype", "shape", "data_offsets"}} | tensors, without gaps
 
-Written and read here rather than by the library: the checksum is taken of the bytes on their way, so it is that of what was
-given and not of what a disk gave back; nothing is read twice; and what the system refuses keeps its error number. The
-library, and so PyTorch's stock reader, reads these files (a test does).
+The ``safetensors`` package is not used. It returns no checksum of what it writes, so every file would be read back, and
+the checksum would be that of what the disk returns, not of what was saved. To load, it would read every file twice,
+once for the checksum and once through a memory map, and a file that is truncated meanwhile would end the process with
+SIGBUS. Its errors have no error number, from which the remedies in ``files`` are chosen. The package, and so PyTorch's
+stock reader, reads the files of this module; a test shows it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from megatron_ft.checkpoint.files import CHUNK_BYTES
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.checkpoint.files import CHUNK_BYTES
 
 CODES = {
     torch.float64: "F64",
@@ -41,12 +44,12 @@ CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""A key of the header that is no tensor."""
+"""Key of the header that does not name a tensor."""
 
 
 def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
-    """The file's bytes, piece by piece. ``tensors`` are contiguous, on the CPU, and of a dtype in ``CODES``."""
-    # The widest first, as the library does it: every tensor then begins at a multiple of its own width.
+    """Yield the bytes of a file in pieces. ``tensors`` are contiguous, on the CPU, and have a dtype in ``CODES``."""
+    # The widest dtypes come first, as in the library: every tensor then begins at a multiple of its own width.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     end = 0
@@ -62,9 +65,9 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
 
 
 def decode(path: Path, bytes_: int, sha256: str) -> dict[str, torch.Tensor]:
-    """Read all tensors of a file that must have this length and checksum.
+    """Return all tensors of a file, which must have this length and checksum.
 
-    Raises ``OSError``, or ``CheckpointError`` saying what is wrong with the file.
+    Raises ``OSError``, or ``CheckpointError`` with what is wrong with the file.
     """
     with path.open("rb", buffering=0) as file:
         digest = hashlib.sha256()
@@ -85,7 +88,8 @@ def decode(path: Path, bytes_: int, sha256: str) -> dict[str, torch.Tensor]:
 
 
 def _header(text: bytearray, available: int, path: Path) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Name, dtype and shape in the order of the bytes. Not verified yet: no size in it is believed."""
+    """Return name, dtype and shape in the order of the bytes. The header is not verified yet, so all sizes are
+    checked."""
     try:
         entries = [(name, entry) for name, entry in json.loads(text).items() if name != RESERVED]
         found, end = [], 0
@@ -102,8 +106,8 @@ def _header(text: bytearray, available: int, path: Path) -> list[tuple[str, torc
     return found
 
 
-def _read(file: BinaryIO, buffer: Any, digest: Any, path: Path) -> Any:
-    """Fill a buffer from the file, and take its bytes into the checksum."""
+def _read(file: io.FileIO, buffer: Any, digest: Any, path: Path) -> Any:
+    """Fill a buffer from the file, and add its bytes to the checksum."""
     view = memoryview(buffer)
     while view:
         number = file.readinto(view[:CHUNK_BYTES])
@@ -115,5 +119,5 @@ def _read(file: BinaryIO, buffer: Any, digest: Any, path: Path) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's memory."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    """Return a tensor's memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,11 +1,11 @@
-"""Write a checkpoint: copy one part, write it, and, when all parts are written, the manifest that makes them one.
+"""Write a checkpoint: copy and write each part, and, when all parts are written, the manifest that makes it complete.
 
-    <directory>/step-00000812-<attempt>/manifest.json                     last of all; without it nothing is there
-                                        position-0003/skeleton.json       the state without its tensors
-                                                      part-00001-of-00004.safetensors
+    <directory>/step-00000812-<attempt>/manifest.json                     written last; without it there is no
+                                        checkpoint position-0003/skeleton.json       the state without its tensors
+                                        part-00001-of-00004.safetensors
 
-Each writer's receipt has the checksums of what it was given, not of what it finds on disk. The leader puts the receipts
-into the manifest, so that a file which comes from another attempt, or was changed later, never passes.
+Each writer's receipt has the checksums of the data in memory, not of the file on disk. The leader puts the receipts
+into the manifest, so that a file of another attempt, or one that was changed later, is detected.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from megatron_ft.core import checkpoints
+from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.collectives.state_transfer import flatten
+from megatron_ft.core.lifecycle import checkpoint_policy
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime.checkpoint import files, tensors
-from megatron_ft.runtime.transfer import flatten
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -38,7 +38,15 @@ _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One part of a state, copied: training may change the original. ``names`` are those of all its tensors, in order."""
+    """A copy of one part of a state; training may change the original.
+
+    Attributes:
+        part: Number of the part, from 0.
+        parts: Number of parts.
+        skeleton: The whole state without the contents of its tensors.
+        names: Names of all tensors of the state, in order.
+        tensors: The tensors of this part by name.
+    """
 
     part: int
     parts: int
@@ -48,41 +56,48 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
+        """Size of the part's tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def snapshot(state: Any, part: int, parts: int) -> Snapshot:
-    """Copy what part ``part`` of ``parts`` holds to the CPU; the other parts are other groups' business."""
+    """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts."""
     skeleton, found = flatten(state)
     places = list(_places(skeleton, ""))
     for path, tensor in zip((path for path, _ in places), found, strict=True):
-        if tensor.dtype not in tensors.CODES or tensor.layout != torch.strided:
+        if tensor.dtype not in tensor_files.CODES or tensor.layout != torch.strided:
             raise CheckpointError(
                 f"state.{path} is a {tensor.layout} tensor of {tensor.dtype}; a checkpoint holds dense tensors of "
-                f"{', '.join(sorted(tensors.CODES.values()))}: convert it in the engine's state()"
+                f"{', '.join(sorted(tensor_files.CODES.values()))}: convert it in the engine's state()"
             )
     for _, place in places:
-        place[2] = "cpu"  # groups differ in the device only, and that is for whoever loads to say
+        place[2] = "cpu"  # the device differs between groups, and the loading process chooses its own
     names = _unique([path for path, _ in places])
-    own = checkpoints.parts([tensor.numel() * tensor.element_size() for tensor in found], parts)[part]
-    copies = {
-        names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own
-    }
+    own = checkpoint_policy.parts([tensor.numel() * tensor.element_size() for tensor in found], parts)[part]
+    copies = {names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own}
     return Snapshot(part, parts, skeleton, names, copies)
 
 
 def write_part(directory: Path, step: int, attempt: str, position: int, snapshot: Snapshot) -> dict[str, Any]:
     """Write one part. Returns the receipt for :func:`complete`, which can be sent as JSON.
 
-    ``attempt`` names this attempt to save this step, alike for all its writers and never used again: the run and the
-    epoch, say. ``directory`` must be there. Raises ``CheckpointError``.
+    Args:
+        directory: The checkpoint directory, which must exist.
+        step: The step that starts from this state.
+        attempt: Name of this attempt to save the step, equal for all its writers and never used again, such as the run
+            and the epoch.
+        position: Number of the rank in its group.
+        snapshot: The part.
+
+    Raises:
+        CheckpointError: the file system refuses; the message has the remedy.
     """
     name = _name(step, attempt)
     skeleton = _json({"names": snapshot.names, "state": snapshot.skeleton})
     part, parts = snapshot.part, snapshot.parts
     with files.explained("writing a checkpoint to", directory):
         place = files.make_directories(Path(directory), name, POSITION.format(position))
-        written = {PART.format(part + 1, parts): tensors.encode(snapshot.tensors)}
+        written = {PART.format(part + 1, parts): tensor_files.encode(snapshot.tensors)}
         if part == 0:
             written[SKELETON] = iter([skeleton])
         return {
@@ -107,9 +122,9 @@ def complete(
     ranks_per_group: int,
     meta: Any = None,
 ) -> Path:
-    """Make the parts a checkpoint: write its manifest. ``meta`` is the caller's, anything that JSON can hold.
+    """Complete a checkpoint: write its manifest. Returns its path. ``meta`` is any value that JSON can hold.
 
-    Raises ``CheckpointError`` when a part is missing or does not belong to the others; then nothing is there.
+    Raises ``CheckpointError`` when a part is missing or does not belong to the others; then there is no checkpoint.
     """
     directory = Path(directory)
     place = directory / _name(step, attempt)
@@ -129,7 +144,7 @@ def complete(
         "meta": meta,
     }
     with files.explained("completing the checkpoint", place):
-        # Who made these directories syncs them, but may not have come to it before the others were done.
+        # The process that created these directories syncs them, but perhaps after the others were done.
         files.sync_directory(place)
         files.sync_directory(directory)
         files.write(place / MANIFEST, [sealed(body)])
@@ -137,27 +152,25 @@ def complete(
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:
-    """A manifest's bytes: with a checksum of itself, since a flipped digit in a number is valid JSON too."""
+    """Return the bytes of a manifest, with a checksum of itself, because a flipped digit is valid JSON, too."""
     return json.dumps({"version": VERSION, "sha256": seal(body), "checkpoint": body}, indent=1).encode() + b"\n"
 
 
 def seal(body: Any) -> str:
-    """The checksum of what JSON makes of a manifest's body, independent of layout and of the order of keys."""
+    """Return the checksum of a manifest's body. It does not depend on the layout of the JSON and the order of keys."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(body)), sort_keys=True).encode()).hexdigest()
 
 
-def _check(
-    place: Path, step: int, attempt: str, receipts: Sequence[Mapping[str, Any]], ranks_per_group: int
-) -> None:
-    """That there is exactly one receipt for every part of every position, and all of one state."""
+def _check(place: Path, step: int, attempt: str, receipts: Sequence[Mapping[str, Any]], ranks_per_group: int) -> None:
+    """Raise ``CheckpointError`` unless there is one receipt for every part of every position, all of the same state."""
     parts = {receipt["parts"] for receipt in receipts}
     wanted = {(position, part) for position in range(ranks_per_group) for part in range(max(parts, default=0))}
     given = [(receipt["position"], receipt["part"]) for receipt in receipts]
     if len(parts) != 1 or set(given) != wanted or len(given) != len(wanted):
         wrong = sorted(wanted.symmetric_difference(given)) or f"{len(given)} receipts, {len(parts)} divisions"
         raise CheckpointError(
-            f"{place} cannot be completed: of each of {ranks_per_group} positions every part must be written once, and "
-            f"(position, part) {wrong} is missing, too many or doubled; save again"
+            f"{place} cannot be completed: every part of each of {ranks_per_group} positions must be written once, but "
+            f"(position, part) {wrong} is missing, unexpected or duplicate; save again"
         )
     strangers = [receipt for receipt in receipts if (receipt["step"], receipt["attempt"]) != (step, attempt)]
     if strangers:
@@ -176,7 +189,8 @@ def _check(
 
 
 def _check_seen(path: Path, size: int) -> None:
-    """That the leader's host sees the file. Opening asks the server, where a look at the name may not (NFS)."""
+    """Raise ``CheckpointError`` unless this host sees the file. It is opened, because only that asks the server
+    (NFS)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -196,19 +210,21 @@ def _check_seen(path: Path, size: int) -> None:
 
 
 def place_of(directory: Path, step: int, attempt: str) -> Path:
-    """Where that attempt writes; names in a receipt are seen from there."""
+    """Return the directory of an attempt, to which names in a receipt are relative."""
     return Path(directory) / _name(step, attempt)
 
 
 def _name(step: int, attempt: str) -> str:
     if not _ATTEMPT.fullmatch(attempt):
-        raise ValueError(f"attempt {attempt!r}: it is part of a directory's name, so letters, digits and . _ - only")
+        raise ValueError(
+            f"attempt {attempt!r}: it is part of a directory's name, so it may have letters, digits and . _ - only"
+        )
     return STEP.format(step, attempt)
 
 
 def _places(skeleton: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
-    """Path and description of every tensor of a skeleton, in :func:`transfer.flatten`'s order."""
-    (kind, body), = skeleton.items()
+    """Yield path and description of every tensor of a skeleton, in the order of ``state_transfer.flatten``."""
+    ((kind, body),) = skeleton.items()
     if kind == "tensor":
         yield path or "state", body
     elif kind != "value":
@@ -217,8 +233,8 @@ def _places(skeleton: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _unique(paths: Sequence[str]) -> tuple[str, ...]:
-    """Different names for all: the keys 1 and "1", or "a.b" and "a" with "b" below it, give the same path."""
-    taken, names = {tensors.RESERVED}, []
+    """Return distinct names: the keys 1 and "1", or "a.b" and "a" with "b" below it, have the same path."""
+    taken, names = {tensor_files.RESERVED}, []
     for path in paths:
         name, number = path, 1
         while name in taken:

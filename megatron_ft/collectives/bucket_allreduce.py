@@ -1,12 +1,13 @@
-"""The reductions of one rank: which bucket is sent when, in which type, and what becomes of it when the epoch ends.
+"""The reductions of one rank: when a bucket is sent, in which data type, and its fate when the epoch ends.
 
-**Overlap.** In the backward pass of the last microbatch that this group has to compute in a step, a bucket is sent as soon
-as its gradients are complete, if the communicator of the present view stands. Everybody sends the buckets in the same,
-ascending order, because gloo matches operations by their order: one that is complete early waits for those before it, and
-one that never becomes complete (a parameter without a gradient) goes after backward with all that follow. The numbers are
-the same to the bit either way. The protocol core hears nothing of it: Computed comes first, then Reduced for each bucket.
-If the epoch ends in between, what was sent is forgotten. That loses nothing: who holds the bucket finished hands it over,
-with this group's part in it, and if nobody does it is summed again from the local gradients.
+**Overlap.** In the backward pass of the last microbatch that this group has to compute in a step, a bucket is sent as
+soon as its gradients are complete, if the communicator of the present view stands. All groups send the buckets in the
+same, ascending order, because gloo matches operations by their order: a bucket that is complete early waits for those
+before it, and one that never becomes complete (a parameter without a gradient) is sent after backward with all that
+follow. The result is bitwise the same either way. The protocol core is not told of it: Computed comes first, then
+Reduced for each bucket. If the epoch ends in between, the sent buckets are forgotten. That loses nothing: a group that
+holds the finished bucket hands it over, with this group's part in it, and if no group does it is summed again from the
+local gradients.
 
 **What is copied when** (per bucket and step, b bytes of fp32 gradients):
 
@@ -30,9 +31,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_ft.engines.base import TAIL, Engine, Ready
-from megatron_ft.runtime.communicator import Broken, Communicator, Left, Work
-from megatron_ft.runtime.points import Points
+from megatron_ft.collectives.communicator import Broken, Communicator, Left, Work
+from megatron_ft.engines.port import Gradients, Ready
+from megatron_ft.faults.injection_points import Points
 from megatron_ft.types import Bucket
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,23 +43,24 @@ class Reduction:
     """One rank's side of summing the buckets of an engine over the live groups.
 
     Args:
-        engine: whose buckets these are.
+        engine: the owner of the buckets.
         points: where faults are injected.
-        dtype: in which gradients are sent, a key of ``DTYPES``.
-        overlap: whether :meth:`ahead` may send anything.
+        dtype: data type in which gradients are sent, a key of ``DTYPES``.
+        overlap: if False, :meth:`ahead` sends nothing.
     """
 
-    def __init__(self, engine: Engine, points: Points, *, dtype: str = "fp32", overlap: bool = True) -> None:
+    def __init__(self, engine: Gradients, points: Points, *, dtype: str = "fp32", overlap: bool = True) -> None:
         self._engine, self._points, self._overlap = engine, points, overlap
         self._dtype = DTYPES[dtype]
         self._wires: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, list[Work]] = {}
-        self._broken = ""
+        self._broken: tuple[str, str] | None = None
 
     def ahead(self, outer: Communicator, step: int, buckets: Sequence[Bucket]) -> Ready | None:
-        """What to call with each bucket that is complete during the last backward pass of ``step``; None: nothing.
+        """Return a function to call with each bucket that is complete in the last backward pass of ``step``; None: no
+        overlap.
 
-        ``buckets`` are those that :meth:`reduce` will be asked for right after it.
+        ``buckets`` are the arguments of the :meth:`reduce` that follows.
         """
         if not self._overlap or len(outer.members) == 1:
             return None
@@ -70,7 +72,8 @@ class Reduction:
                 try:
                     self._start(outer, step, turns.pop(0))
                 except Broken as error:
-                    self._broken = str(error)  # the training thread hears it from reduce, if the epoch lasts until then
+                    # reduce raises it in the training thread, if the epoch lasts until then.
+                    self._broken = (str(error), error.detail)
 
         return ready
 
@@ -82,16 +85,15 @@ class Reduction:
         done: Callable[[Bucket], None],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sum ``buckets`` over the members; ``done`` is called with each when its completion has been seen, in order.
+        """Sum ``buckets`` over the members; ``done`` is called with each, in order, when its completion has been seen.
 
-        ``meanwhile`` is called when all are on their way.
+        ``meanwhile`` is called when all of them have been started.
 
-        Raises ``Broken`` with ``outer`` aborted, or left before; :meth:`drop` has to be called before anything else is asked
-        for.
+        Raises ``Broken`` after ``outer`` was aborted or left; the next call has to be :meth:`drop`.
         """
         try:
             if self._broken:
-                raise Broken(self._broken)
+                raise Broken(*self._broken)
             for bucket in buckets:
                 if bucket not in self._started:
                     self._start(outer, step, bucket)
@@ -108,13 +110,13 @@ class Reduction:
         self._points.reach("gate", step)
 
     def drop(self) -> None:
-        """The epoch is over and its communicator closed: nothing that was started for it counts any more."""
+        """Forget everything that was started in an epoch that is over; its communicator is closed."""
         for bucket, works in self._started.items():
             if not all(work.settled() for work in works):
                 self._wires.pop(bucket, None)
                 self._engine.replace_reduced(bucket)
         self._started.clear()
-        self._broken = ""
+        self._broken = None
 
     def _start(self, outer: Communicator, step: int, bucket: Bucket) -> None:
         works = self._started[bucket] = []
@@ -126,23 +128,19 @@ class Reduction:
         self._points.reach("reduce", step, bucket)
 
     def _load(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
-        """Copy what this group has to what will be summed in place."""
+        """Copy this group's gradients to the tensors that will be summed in place."""
         local, reduced = self._engine.local(bucket), self._engine.reduced(bucket)
         assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
         if self._dtype == reduced.dtype:
             return (reduced.copy_(local),)
-        tail = self._tail(bucket)
+        tail = self._engine.tail(bucket)
         if bucket not in self._wires:
             self._wires[bucket] = torch.empty(local.numel() - tail, dtype=self._dtype, device=local.device)
         reduced[-tail:].copy_(local[-tail:])
         return self._wires[bucket].copy_(local[:-tail]), reduced[-tail:]
 
-    def _tail(self, bucket: Bucket) -> int:
-        """How many of a bucket's last numbers are no gradients: they are sent as they are."""
-        return TAIL + (self._engine.slots if bucket == 0 else 0)
-
     def _finish(self, bucket: Bucket) -> None:
         for work in self._started[bucket]:
             work.wait()
         if len(self._started.pop(bucket)) > 1:
-            self._engine.reduced(bucket)[: -self._tail(bucket)].copy_(self._wires[bucket])
+            self._engine.reduced(bucket)[: -self._engine.tail(bucket)].copy_(self._wires[bucket])

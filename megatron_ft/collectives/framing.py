@@ -1,15 +1,14 @@
-"""Messages between two ranks over a connection of their own, beside all collectives: words in JSON, then raw bytes.
+"""Messages between two ranks over a separate connection, outside of all collectives: a header in JSON, then raw bytes.
 
-Bytes travel in pieces, each with its CRC-32: a bit that a network card, a switch or a tired memory bank turns is found here
-and not in next week's loss. Nothing is unpickled.
+Bytes are sent in pieces, each with its CRC-32, so that a bit flipped by a network card, a switch or a memory bank is
+detected here and not in the loss. Nothing is unpickled.
 
-Failures it assumes: the other end may vanish, stop or send nonsense at any time. All of it ends in ``OSError``.
+Failures it assumes: the other end may vanish, stop or send nonsense at any time. Each of these ends in ``OSError``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import socket
 import struct
@@ -19,47 +18,53 @@ from typing import Any
 
 import torch
 
-from megatron_ft.runtime import sockets
+from megatron_ft.auth import handshake
+from megatron_ft.auth.secret import Key
 
 _HEAD, _SUM = struct.Struct("=4sI"), struct.Struct("=I")
 _MAGIC = b"mft1"
 _PIECE = 2**20
 _LONGEST_HEAD = 2**28
 CALL_TIMEOUT_S = 10.0
-"""To reach a rank, and for it to say who it is."""
+"""Seconds to reach a rank."""
 
 
 class Garbled(OSError):
-    """What came is not what was sent."""
-
-
-def token(run_id: str) -> str:
-    """Who does not know it is not of this run: sent away before anything else is read."""
-    return hashlib.sha256(f"megatron_ft {run_id}".encode()).hexdigest()
+    """The received bytes are not the bytes that were sent."""
 
 
 def listen(address: str) -> socket.socket:
-    """On a port that the system chooses."""
+    """Return a socket that listens on a port that the system chooses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return sockets.keep(socket.create_server((address, 0), family=family))
+    return socket.create_server((address, 0), family=family)
 
 
-def call(address: str, port: int, run_id: str, words: Mapping[str, Any]) -> socket.socket:
-    """Connect and introduce this rank."""
-    end = sockets.keep(socket.create_connection((address, port), timeout=CALL_TIMEOUT_S))
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    say(end, {"token": token(run_id), **words})
+def call(address: str, port: int, key: Key, hello: Mapping[str, Any]) -> socket.socket:
+    """Connect, and introduce this process with ``hello``; the other end is an ``auth.handshake.Door`` with the same
+    key.
+
+    Raises ``OSError`` when it cannot be reached, or does not belong to the run.
+    """
+    end = socket.create_connection((address, port), timeout=CALL_TIMEOUT_S)
+    try:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake.greet(end, key, hello)
+    except BaseException:
+        end.close()
+        raise
     return end
 
 
 def say(end: socket.socket, words: Mapping[str, Any]) -> None:
+    """Send one message. Raises ``OSError``."""
     text = json.dumps(words).encode()
     end.sendall(_HEAD.pack(_MAGIC, len(text)) + text + _SUM.pack(zlib.crc32(text)))
 
 
-def hear(end: socket.socket) -> dict[str, Any]:
+def hear(end: socket.socket, longest: int = _LONGEST_HEAD) -> dict[str, Any]:
+    """Return the next message; a message of more than ``longest`` bytes is refused unread. Raises ``OSError``."""
     magic, length = _HEAD.unpack(_exactly(end, _HEAD.size))
-    if magic != _MAGIC or length > _LONGEST_HEAD:
+    if magic != _MAGIC or length > longest:
         raise Garbled("the other end does not speak this protocol")
     text = _exactly(end, length)
     if _SUM.unpack(_exactly(end, _SUM.size))[0] != zlib.crc32(text):
@@ -68,7 +73,7 @@ def hear(end: socket.socket) -> dict[str, Any]:
 
 
 def send(end: socket.socket, parts: Iterable[torch.Tensor], sent: Callable[[int], None]) -> None:
-    """Flat CPU tensors of bytes; ``sent`` is told how many of them after each piece."""
+    """Send flat CPU tensors of bytes; ``sent`` is called after each piece with the number of its bytes."""
     for piece in _pieces(parts):
         end.sendall(piece)
         end.sendall(_SUM.pack(zlib.crc32(piece)))
@@ -84,30 +89,47 @@ def receive(end: socket.socket, parts: Sequence[torch.Tensor]) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view where the tensor is contiguous."""
+    """Return the bytes of a tensor, as a view if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def share(sizes: Sequence[int], part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-    """The ``part``-th of ``parts`` equal shares of things laid end to end: (which, from, to), each in its own units."""
+def share(
+    sizes: Sequence[int], part: int, parts: int, units: Sequence[int] | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """Return the ``part``-th of ``parts`` nearly equal shares of things laid end to end: (index, from, to), in its own
+    units.
+
+    Args:
+        units: for each thing, the number of units that must not be separated, e.g. the bytes of an element; default 1.
+    """
     total = sum(sizes)
     begin, end = total * part // parts, total * (part + 1) // parts
     offset = 0
     for which, size in enumerate(sizes):
-        first, last = max(begin - offset, 0), min(end - offset, size)
+        unit = 1 if units is None else units[which]
+        first, last = (min(max(limit - offset, 0), size) // unit * unit for limit in (begin, end))
         if first < last:
             yield which, first, last
         offset += size
 
 
 def shares_of(tensors: Sequence[torch.Tensor], part: int, parts: int) -> list[torch.Tensor]:
-    """That share of flat tensors, as views of them."""
+    """Return that share of flat tensors, as views."""
     sizes = [len(tensor) for tensor in tensors]
     return [tensors[which][first:last] for which, first, last in share(sizes, part, parts)]
 
 
+def bytes_shares_of(tensors: Sequence[torch.Tensor], part: int, parts: int) -> list[torch.Tensor]:
+    """Return that share of tensors of any shape and type, as flat views of bytes.
+
+    Each element is in one share: with bytes of two donors that differ, it would have a value that neither has."""
+    flat = [as_bytes(tensor) for tensor in tensors]
+    units = [tensor.element_size() for tensor in tensors]
+    return [flat[which][first:last] for which, first, last in share([len(t) for t in flat], part, parts, units)]
+
+
 def hang_up(end: socket.socket) -> None:
-    """Whoever waits on it, in any thread, waits no longer."""
+    """Shut the connection down, which ends all waits on it in any thread."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
@@ -115,7 +137,7 @@ def hang_up(end: socket.socket) -> None:
 
 def _pieces(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     for part in parts:
-        whole = memoryview(part.numpy())
+        whole = part.numpy().data
         for start in range(0, len(whole), _PIECE):
             yield whole[start : start + _PIECE]
 

@@ -1,18 +1,19 @@
 """torch.distributed inside one group: to the engine, the group is the world.
 
-The store through which its process groups meet lives in position 0, on a port that the system chooses: no two jobs and no
-two groups can meet by accident, nothing has to be configured, and it ends with the group. Where it is, the control store
-tells.
+The store through which its process groups meet runs in position 0, on a port that the system chooses: no two jobs and
+no two groups can meet by accident, nothing has to be configured, and it ends with the group. Its address is published
+on the control store. It listens on this host's address in the hosts' network only; gloo listens on the first address of
+that interface.
 
 Failures it assumes: any rank of the group may vanish while the world is made or later. Process groups of gloo can then be
-cut (``runtime.sockets``), so that nobody stays in a collective for gloo's half hour; NCCL's are aborted by their watchdog
-(``runtime.inside``).
+cut (``utils.socket_tracker``), so that no rank stays in a collective for gloo's half hour. NCCL's are aborted only where the
+script has handed them to ``Session.watch`` (``collectives.user_process_groups``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,12 +21,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_ft.collectives import gloo_sockets
+from megatron_ft.collectives.intra_group import ENDLESS_S, Lost
+from megatron_ft.collectives.rendezvous import wait_for
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.store import listen, serve_on
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime import sockets
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.connect import wait_for
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.inner import ENDLESS_S, Lost
+from megatron_ft.types import given
+from megatron_ft.utils import socket_tracker
 
 _START_TIMEOUT = timedelta(minutes=10)
 
@@ -35,16 +39,16 @@ class World:
 
     def __init__(self) -> None:
         self._sockets: dict[int, int] = {}
-        self._before = sockets.opened()
+        self._before = socket_tracker.opened()
         self._cut = False
 
     @classmethod
     def join(
         cls, env: RankEnvironment, agreement: Agreement, backend: str | None, interrupted: Callable[[], bool]
     ) -> World:
-        """Meet the other ranks of the group. Raises ``Lost`` when ``interrupted`` became true first.
+        """Meet the other ranks of the group. Raises ``Lost`` if ``interrupted`` became true first.
 
-        Raises ``EngineError`` when ``torch.distributed`` is initialised already.
+        Raises ``EngineError`` if ``torch.distributed`` is already initialised.
         """
         if dist.is_initialized():
             raise EngineError(
@@ -52,13 +56,13 @@ class World:
                 "session.init_distributed(), and call it before anything else does"
             )
         world = cls()
-        interface = sockets.interface_of(env.address)
-        if interface is not None:  # else gloo asks what the host's name resolves to, which others may not reach
+        interface = socket_tracker.interface_of(env.address)
+        if interface is not None:  # otherwise gloo uses the address of the host's name, which other hosts may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        with world.made_here(env.store):
-            store = cls._store(env, agreement, interrupted)
+        store = world._meet(env, agreement, interrupted)
+        with world.made_here():
             dist.init_process_group(
                 backend or ("nccl" if torch.cuda.is_available() else "gloo"),
                 store=dist.PrefixStore("world", store),
@@ -68,33 +72,36 @@ class World:
             )
         return world
 
-    @staticmethod
-    def _store(env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> dist.TCPStore:
+    def _meet(self, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> dist.TCPStore:
+        """Return the group's store, through which its process groups are built."""
         name = f"world/{env.seat}"
         if env.position == 0:
-            store = dist.TCPStore(env.address, 0, is_master=True, wait_for_workers=False, timeout=_START_TIMEOUT)
+            with listen(env.address, 0) as listener:
+                store = serve_on(listener, _START_TIMEOUT)
             agreement.say(name, [env.address, store.port])
         else:
             if not wait_for(lambda: agreement.get(name) is not None, interrupted):
                 raise Lost("a rank of the group was gone before all of them had started")
-            address, port = agreement.get(name)
+            address, port = given(agreement.get(name))
             store = dist.TCPStore(address, port, is_master=False, timeout=_START_TIMEOUT)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)  # some libraries look there
+        self._sockets.update(socket_tracker.connected_to((store.host, store.port)))
         return store
 
     @contextmanager
-    def made_here(self, control_store: str) -> Iterator[None]:
-        """Process groups that are made until the end of this block can be cut, also by the script between two such blocks
-        (a ``PipelineModule`` makes its own). ``control_store``: whose connections are left alone."""
+    def made_here(self) -> Iterator[None]:
+        """Make the process groups of gloo that are created until the end of this block cuttable, also those that the
+        script creates between two such blocks (a ``PipelineModule`` does). Other connections of the process are not
+        affected."""
         try:
             yield
         finally:
-            ports = [int(port) for port in re.findall(r":(\d+)", control_store)]
-            self._sockets.update(sockets.connected_since(self._before, except_to=ports))
+            with contextlib.suppress(RuntimeError):  # the store ended with its rank: the group is lost
+                self._sockets.update(gloo_sockets.of_world(self._before))
             if self._cut:
                 self.cut()
 
     def cut(self) -> None:
-        """Nobody waits for another rank of the group any more. Any thread."""
+        """End all waits for other ranks of the group. Callable from any thread."""
         self._cut = True
-        sockets.shut_down(self._sockets)
+        socket_tracker.shut_down(self._sockets)

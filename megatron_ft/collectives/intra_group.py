@@ -1,11 +1,11 @@
-"""The ranks of one group among themselves: position 0 gives orders, all of them carry them out, and sum up in between.
+"""Orders and sums among the ranks of one group: position 0 gives the orders, and all ranks carry them out together.
 
-Only the leader (position 0) runs the protocol. So all ranks of a group share one view without agreeing on it, and none of
-them does anything outside of the group that the leader does not know of: an order that touches other groups ends with an
-answer that all ranks hear.
+Only the leader (position 0) runs the protocol. So all ranks of a group share one view without agreeing on it, and no
+rank does anything outside of the group without the leader's knowledge: an order that concerns other groups ends with an
+answer that all ranks receive.
 
-Failures it assumes: any rank of the group may vanish, stop or be cut off at any time. The group cannot go on then, and every
-operation here ends with :class:`Lost`, pending ones within milliseconds once somebody has called :meth:`Inner.abort`.
+Failures it assumes: any rank of the group may vanish, stop or be cut off at any time. The group cannot go on then, and
+every operation here ends with :class:`Lost`, pending ones within milliseconds after a call of :meth:`Inner.abort`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from typing import Any
 
 import torch
 
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.communicator import Broken, Communicator
-from megatron_ft.runtime.connect import Build, wait_for
-from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.collectives.communicator import Broken, Communicator
+from megatron_ft.collectives.rendezvous import Build, wait_for
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.types import given
 
 ENDLESS_S = 30 * 86400.0
-"""Inside a group nobody is given up for silence: followers wait for orders for as long as the leader's script does something
-else, a stage for the one before it. Who died is told by its agent."""
+"""Seconds that an operation inside a group may take. Silence is no failure here: followers wait for orders while the
+leader's script does something else, and a stage waits for the one before it. The agent reports the death of a rank."""
 _ATTEMPTS, _LATE_S = 3, 1.0
-"""To meet; and who has waited so long looks whether another rank has failed."""
+"""Attempts to meet, and the seconds after which a waiting rank looks whether another rank has failed."""
 _SHORT = 1024
 """Bytes of an order that travels in one message, its length included."""
 _LENGTH = 8
 
 
 class Lost(Exception):
-    """This group cannot go on: one of its ranks is gone. An event, converted in the session."""
+    """This group cannot go on because one of its ranks is gone. An event, which the session converts."""
 
 
 def _meet(
     env: RankEnvironment, agreement: Agreement, name: str, interrupted: Callable[[], bool]
 ) -> tuple[Communicator | None, list[str]]:
-    """One attempt: this rank's end, if it has one, and what each rank says went wrong (empty: nothing)."""
+    """Make one attempt. Return this rank's end, if it has one, and the failure that each rank reports, if any."""
     positions = range(env.config.ranks_per_group)
     build = Build(env, agreement.clone(), name, env.position, positions, 0, ENDLESS_S)
     late = time.monotonic() + _LATE_S
@@ -56,20 +57,20 @@ def _meet(
     try:
         communicator = build.result()
     except Broken as error:
-        why = str(error)
+        why = error.in_full
     agreement.say(f"{name}/{env.position}", why)
-    reasons: list[str | None] = []
+    reasons: list[str] = []
 
     def all_said() -> bool:
-        reasons[:] = said()
-        return None not in reasons
+        reasons[:] = [reason for reason in said() if reason is not None]
+        return len(reasons) == len(positions)
 
     wait(all_said)
     return communicator, reasons
 
 
 class Inner:
-    """One rank's end. ``position`` and ``size`` as everywhere; all methods but :meth:`abort` are the training thread's."""
+    """One rank's end of the group's communicator. Its methods, except :meth:`abort`, belong to the training thread."""
 
     def __init__(self, communicator: Communicator, position: int) -> None:
         self._communicator = communicator
@@ -77,15 +78,16 @@ class Inner:
 
     @classmethod
     def build(cls, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> Inner:
-        """Meet the other ranks of the group. Raises :class:`Lost` when ``interrupted`` became true, or it cannot be done.
+        """Meet the other ranks of the group. Raises :class:`Lost` if ``interrupted`` became true, or if it cannot be
+        done.
 
-        They meet through the control store, which may die in the middle of it: then some of them may have met and others
-        not. So all say how it went, and if it went wrong for one of them, all try once more.
+        The ranks meet through the control store. If the store dies meanwhile, some of them may have met and others not.
+        So all ranks report the outcome, and if it failed for one of them, all try once more.
         """
         for attempt in range(_ATTEMPTS):
             communicator, reasons = _meet(env, agreement, f"inner/{env.seat}/{attempt}", interrupted)
             if not any(reasons):
-                return cls(communicator, env.position)
+                return cls(given(communicator), env.position)
             if communicator is not None:
                 communicator.close()
         raise Lost(next(filter(None, reasons)))
@@ -95,7 +97,7 @@ class Inner:
         self._communicator.abort()
 
     def order(self, name: str, **fields: Any) -> None:
-        """Leader: tell the others what all do now. ``fields`` are JSON."""
+        """Leader: tell the other ranks their next operation. ``fields`` are JSON."""
         text = json.dumps([name, fields]).encode()
         message = torch.zeros(max(_SHORT, _LENGTH + len(text)), dtype=torch.uint8)
         message[:_LENGTH].view(torch.int64)[0] = len(text)
@@ -105,7 +107,7 @@ class Inner:
             self._broadcast(message[_SHORT:].contiguous(), 0)
 
     def next_order(self) -> tuple[str, dict[str, Any]]:
-        """The others: wait for it."""
+        """Followers: wait for the next order and return it."""
         message = torch.zeros(_SHORT, dtype=torch.uint8)
         self._broadcast(message, 0)
         length = int(message[:_LENGTH].view(torch.int64)[0])
@@ -117,26 +119,26 @@ class Inner:
         return name, fields
 
     def least(self, value: int) -> int:
-        """The least of what all ranks say; nobody returns before all have said something."""
+        """Return the least ``value`` of all ranks, once every rank has given one."""
         said = torch.zeros(self.size, dtype=torch.int64)
         said[self.position] = value
         self.sum(said)
         return int(said.min())
 
     def sum(self, *tensors: torch.Tensor) -> None:
-        """Sum each over the ranks, in place."""
+        """Sum each tensor over the ranks, in place."""
         self._carry_out(lambda: [self._communicator.all_reduce(tensor) for tensor in tensors])
 
     def share(self, tensor: torch.Tensor, source: int) -> None:
-        """Copy ``source``'s tensor into that of the others."""
+        """Copy the tensor of rank ``source`` into ``tensor`` at the other ranks."""
         self._broadcast(tensor, source)
 
     def hand_over(self, operation: Callable[[Communicator], Any]) -> Any:
-        """Point-to-point between two of the ranks (``runtime.transfer``)."""
+        """Run a point-to-point operation between two of the ranks (``collectives.state_transfer``)."""
         try:
             return operation(self._communicator)
         except Broken as error:
-            raise Lost(str(error)) from None
+            raise Lost(error.in_full) from None
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self._carry_out(lambda: [self._communicator.broadcast(tensor, source)])
@@ -146,4 +148,4 @@ class Inner:
             for work in start():
                 work.wait()
         except Broken as error:
-            raise Lost(str(error)) from None
+            raise Lost(error.in_full) from None

@@ -1,9 +1,9 @@
-"""The gradients of a group of several ranks: which of them reduces which bucket between the groups.
+"""The gradients of a group of several ranks, and the rank that reduces each bucket between the groups.
 
-Where the ranks share the group's microbatches each has a part of every bucket. It is summed inside the group first; then its
-*owner*, a rank that depends on the bucket's number only, sums it over the groups at its position, and shares the result with
-the other ranks of its group. So all positions carry the same load between groups. It stands between ``runtime.reduction``
-and an engine, and costs one more buffer of the gradients' size.
+When the ranks share the group's microbatches, each rank has a part of every bucket. The parts are first summed inside
+the group. Then the bucket's *owner*, a rank that depends on the bucket's number only, sums it over the groups at its
+position, and shares the result with the other ranks of its group. So all positions carry the same load between groups.
+This layer is between ``collectives.bucket_allreduce`` and an engine, and costs one more buffer of the gradients' size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import accumulate
 
 import torch
 
-from megatron_ft.engines.base import Engine
-from megatron_ft.runtime.inner import Inner
+from megatron_ft.collectives.intra_group import Inner
+from megatron_ft.engines.port import Engine
 from megatron_ft.types import Bucket
 
 
 class SharedGradients:
-    """What ``runtime.reduction`` asks an engine for; ``local`` is the sum of the group's ranks."""
+    """The buckets as ``collectives.bucket_allreduce`` uses them; ``local`` is the sum over the group's ranks."""
 
     def __init__(self, engine: Engine, inner: Inner) -> None:
         self._engine, self._inner, self.slots = engine, inner, engine.slots
@@ -28,19 +28,22 @@ class SharedGradients:
         self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
 
     def owner(self, bucket: Bucket) -> int:
-        """The position that reduces it."""
+        """Return the position that reduces ``bucket``."""
         return bucket % self._inner.size
 
     def mine(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         return [bucket for bucket in buckets if self.owner(bucket) == self._inner.position]
 
     def collect(self, buckets: Sequence[Bucket]) -> None:
-        """Sum the ranks' parts. All ranks call it; again whenever one of them has computed something since."""
+        """Sum the ranks' parts. All ranks call it, again whenever one of them has computed something since."""
         self._inner.sum(*(self._sums[bucket].copy_(self._engine.local(bucket)) for bucket in buckets))
 
     def spread(self, bucket: Bucket) -> None:
-        """Give the owner's result to all ranks. All ranks call it."""
+        """Copy the owner's result to all ranks. All ranks call it."""
         self._inner.share(self._engine.reduced(bucket), self.owner(bucket))
+
+    def tail(self, bucket: Bucket) -> int:
+        return self._engine.tail(bucket)
 
     def local(self, bucket: Bucket) -> torch.Tensor:
         return self._sums[bucket]
@@ -56,8 +59,8 @@ class SharedGradients:
 
 
 class OwnGradients:
-    """Ranks that compute together (pipeline, tensor parallelism) have parameters, and so buckets, of their own: numbered one
-    rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
+    """The buckets of ranks that compute together (pipeline, tensor parallelism). Each rank has its own parameters and
+    buckets, numbered one rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
 
     def __init__(self, engine: Engine, inner: Inner) -> None:
         self._engine, self.slots = engine, engine.slots
@@ -79,10 +82,13 @@ class OwnGradients:
         return [bucket for bucket in buckets if self.owner(bucket) == self._position]
 
     def collect(self, buckets: Sequence[Bucket]) -> None:
-        """Nothing: what a rank has computed is in its buckets already."""
+        """Do nothing: a rank's own results are in its buckets already."""
 
     def spread(self, bucket: Bucket) -> None:
-        """Nothing: nobody else needs it."""
+        """Do nothing: no other rank needs the bucket."""
+
+    def tail(self, bucket: Bucket) -> int:
+        return self._engine.tail(bucket - self._first)
 
     def local(self, bucket: Bucket) -> torch.Tensor:
         return self._engine.local(bucket - self._first)

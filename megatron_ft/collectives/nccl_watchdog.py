@@ -1,32 +1,31 @@
 """Hook into the NCCL watchdog: its timeouts and errors become one event per epoch, instead of the end of the process.
 
 NCCL's own watchdog times every collective, but by default it ends the process when one is late. :func:`environment`
-makes it only take note; :class:`Watchdog` reads the notes from a thread of its own and calls back once. gloo has no
-watchdog: there the works given to :meth:`Watchdog.watch` are timed and asked for their errors. What follows an event is
-the protocol's business; for a communicator that is :func:`reinitialise`, or :class:`ShrinkProof` where it has proved
-itself.
+makes it only record the failure; :class:`Watchdog` reads the records in a thread of its own and calls back once. gloo
+has no watchdog, so the works passed to :meth:`Watchdog.watch` are timed and asked for their errors. The protocol
+decides on an event's consequences; :func:`abort` ends a communicator.
 
-Failures it assumes: a collective never ends, or fails; a communicator breaks; a peer says that its own broke; a process
-group is destroyed while it is watched; an abort, a shrink or the Flight Recorder hangs. Whatever can hang runs in a
-thread that is left behind after a deadline.
+Failures it assumes: a collective never ends, or fails; a communicator breaks; a peer reports that its own broke; a
+process group is destroyed while it is watched; an abort, a shrink or the Flight Recorder hangs. Every call that can
+hang runs in a thread that is abandoned after a deadline.
 
 **What an abort does to results**: the aborted kernels return, and later events on their stream complete although the
-data is garbage. So a bucket counts as finished only if the host saw its completion *before* the abort began, and nobody
-but us may begin one: not the watchdog (ASYNC_ERROR_HANDLING 2), and not the training thread (``Work.wait`` with a
+data is garbage. So a bucket counts as finished only if the host saw its completion *before* the abort began, and only
+this module may begin one: not the watchdog (ASYNC_ERROR_HANDLING 2), and not the training thread (``Work.wait`` with a
 timeout aborts).
 
-Not used: ``_register_on_completion_hook``, which takes the GIL for every collective and hears only of those that ended.
+Not used: ``_register_on_completion_hook``, which takes the GIL for every collective and reports only those that ended.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +33,11 @@ import torch
 
 from megatron_ft.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 _OFF, _ON = "0|n|no|f|false", "1|y|yes|t|true"
 _SETTINGS = (
-    # Names (the first that is set counts), our value ("": torch's default will do), allowed (a pattern), and why.
+    # Names (the first that is set counts), our value ("": keep torch's default), allowed (a pattern), and the reason.
     (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING",
         "0",
@@ -58,9 +59,9 @@ _SETTINGS = (
 
 
 def environment(present: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to ``present`` before torch makes a rank's first NCCL process group.
+    """Return the variables to add to ``present`` before torch makes a rank's first NCCL process group.
 
-    What is set already is kept. Raises ``ConfigError`` naming every value with which the watchdog could not report.
+    Variables that are set keep their values. Raises ``ConfigError`` naming every value that would silence the watchdog.
     """
     added, problems = {}, []
     for names, value, allowed, why in _SETTINGS:
@@ -76,7 +77,7 @@ def environment(present: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WatchdogEvent:
-    """What broke an epoch. ``kind``: timeout, comm_error or remote_error; ``collectives``: the last ones, newest last."""
+    """The failure that broke an epoch. ``kind``: timeout, comm_error or remote_error; ``collectives``: newest last."""
 
     kind: str
     epoch: int
@@ -85,12 +86,12 @@ class WatchdogEvent:
 
 
 _KINDS = {"TIMEOUT": "timeout", "COMM_ERROR": "comm_error", "REMOTE_ERROR": "remote_error", "UNKNOWN": "comm_error"}
-"""Names in torch's ``ErrorType`` and ``WorkResult`` that are not SUCCESS."""
+"""Names in torch's ``ErrorType`` and ``WorkResult`` for failures."""
 
 
 @dataclass
 class _Watched:
-    """A registered work. ``outcome`` is a ``Future[WorkResult]`` where the backend has one, else that of the tensors."""
+    """A watched work. ``outcome`` is a ``Future[WorkResult]`` if the backend has one, else the tensors' future."""
 
     name: str
     work: Any
@@ -111,18 +112,20 @@ class _Finding:
 
 
 class Watchdog:
-    """Watches the process groups of one epoch and calls back once. Replaced with the epoch, never repaired.
+    """Watches the process groups of one epoch and calls back once. It is replaced with the epoch, never repaired.
 
     It keeps the groups alive until the event or :meth:`close`; close it before the last reference to one is dropped.
 
     Args:
-        epoch: the view's number, handed back in the event.
-        groups: name -> process group or backend. One without ``get_error`` (gloo) needs its works watched.
+        epoch: the view's number, copied into the event.
+        groups: name -> process group or backend. Works of one without ``get_error`` (gloo) must be passed to
+            :meth:`watch`.
         on_event: called once, in the watchdog's thread. It may close the watchdog.
-        timeout_s: how long a watched work may take, from :meth:`watch`. For NCCL's works it backs up their own timeout.
+        timeout_s: seconds that a watched work may take, from :meth:`watch`. NCCL's works have a timeout of their own,
+            too.
         poll_s: seconds between two looks.
-        keep: how many collectives an event lists.
-        clock: seconds, monotonic.
+        keep: number of collectives that an event lists.
+        clock: returns seconds, monotonic.
     """
 
     def __init__(
@@ -146,10 +149,10 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, work: Any, name: str) -> None:
-        """Have a started torch ``Work`` timed and asked for its error. Any thread; nothing happens after the event.
+        """Time a started torch ``Work`` and ask for its error. Callable from any thread; has no effect after the event.
 
-        gloo's point-to-point works are only timed: they end when somebody waits for them, who sees the error.
-        A work captured in a CUDA graph must not be watched: it never says that it ended.
+        gloo's point-to-point works are only timed: they end in the thread that waits for them, which sees the error.
+        A work captured in a CUDA graph must not be watched: it never reports its end.
         """
         outcome, native = _outcome_of(work)
         watched = _Watched(name, work, outcome, native, self._clock())
@@ -159,7 +162,7 @@ class Watchdog:
                 self._recent.append(watched)
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Stop watching, any number of times. True: no callback is running or will be. False: it is stuck, or calls back."""
+        """Stop watching; may be repeated. Return False if a callback is running or stuck, True if none will run."""
         with self._lock:
             self._stop.set()
         if threading.current_thread() is not self._thread:
@@ -173,7 +176,7 @@ class Watchdog:
                     self._report(found)
                     break
         except Exception as error:  # the thread's outermost loop: a bug must not go unheard
-            print(f"megatron_ft: watchdog of epoch {self._epoch} ended: {error!r}", file=sys.stderr, flush=True)
+            _log.warning(f"watchdog of epoch {self._epoch} ended: {error!r}")
         finally:
             with self._lock:
                 self._stop.set()
@@ -231,17 +234,18 @@ class Watchdog:
 
 
 def _reporting(group: Any) -> list[Any]:
-    """The backends of a process group (or the backend itself) that have an error to ask for: NCCL's, not gloo's."""
+    """Return the backends of a process group (or the backend itself) that report errors: NCCL's, not gloo's."""
     devices = () if hasattr(group, "get_error") else getattr(group, "_device_types", ())
     backends = [group._get_backend(device) for device in devices] or [group]
     return [backend for backend in backends if hasattr(backend, "get_error")]
 
 
 def _outcome_of(work: Any) -> tuple[Any, bool]:
-    """The future to ask, and whether it holds a ``WorkResult``. (None, False): only ``is_completed`` can be asked.
+    """Return the future to ask, and True if it holds a ``WorkResult``. (None, False): only ``is_completed`` can be
+    asked.
 
-    NCCL's must be asked for first: its other future is complete as soon as the kernel is queued. Both are asked without
-    a CUDA call, which could block behind a training thread that waits for the device.
+    NCCL's own future comes first: its other future is complete as soon as the kernel is queued. Both are read without a
+    CUDA call, which could block behind a training thread that waits for the device.
     """
     for method, native in (("get_future_result", True), ("get_future", False)):
         try:
@@ -252,31 +256,36 @@ def _outcome_of(work: Any) -> tuple[Any, bool]:
 
 
 def _failure(outcome: Any, native: bool) -> tuple[str, str] | None:
-    """Kind and words of a completed future's failure."""
+    """Return kind and text of a completed future's failure."""
     try:
         value = outcome.value()
     except RuntimeError as error:
         # Its traceback would keep the process group, and so its sockets, alive.
         return "comm_error", (str(error.with_traceback(None)).splitlines() or ["failed without a word"])[0]
-    result = torch._C._distributed_c10d.WorkResult(value).name if native else "SUCCESS"
+    result = _c10d().WorkResult(value).name if native else "SUCCESS"
     return (_KINDS[result], f"the NCCL watchdog reports {result}") if result in _KINDS else None
 
 
 _HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")
-"""Of torch's debug server. The second is gloo's and all others', and the only one of a build without CUDA."""
+"""Handlers of torch's debug server. The second is that of gloo and all others, the only one in a build without CUDA."""
 
 
 def flight_recorder(keep: int, deadline_s: float = 1.0) -> tuple[str, ...]:
-    """The last ``keep`` collectives torch recorded, newest last. Empty: none, or they could not be had in ``deadline_s``.
+    """Return the last ``keep`` collectives that torch recorded, newest last; empty if none came within ``deadline_s``.
 
     ``_dump_nccl_trace_json`` would hold the GIL meanwhile, 0.4 s for 20000 entries and forever if CUDA blocks. The
-    handlers of torch's debug server give the same and release it.
+    handlers of torch's debug server return the same and release it.
     """
     return _within(deadline_s, "megatron_ft-recorder", lambda: _recorded(keep)).value or ()
 
 
+def _c10d() -> Any:
+    """Return torch's C module; its stubs lack the parts that are used here."""
+    return torch._C._distributed_c10d
+
+
 def _recorded(keep: int) -> tuple[str, ...]:
-    c10d = torch._C._distributed_c10d
+    c10d = _c10d()
     answer: list[str | bytes] = []
     names = [name for name in _HANDLERS if name in c10d._get_handler_names()]
     request = type("Request", (c10d._Request,), {"body": lambda _: b"", "params": lambda _: {}})
@@ -295,7 +304,7 @@ def _words(entry: Mapping[str, Any]) -> str:
     return f"{group} {entry['profiling_name']} #{sequence} {entry['input_sizes']} {entry['state']}".lstrip()
 
 
-# --- what follows an event --------------------------------------------------------------------------------------------
+# --- after an event ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -306,7 +315,7 @@ class _Outcome:
 
 
 def _within(deadline_s: float, name: str, function: Callable[[], Any]) -> _Outcome:
-    """Call in a thread that is left behind after ``deadline_s``; what it holds lives as long as it hangs."""
+    """Call in a thread that is abandoned after ``deadline_s``; the objects it holds live as long as it hangs."""
     outcomes: list[_Outcome] = []
 
     def run() -> None:
@@ -321,80 +330,14 @@ def _within(deadline_s: float, name: str, function: Callable[[], Any]) -> _Outco
     return outcomes[0] if outcomes else _Outcome(abandoned=True)
 
 
-@dataclass(frozen=True)
-class Reinitialised:
-    """The new ``group``, and how the ``abort`` of the old one went: done, failed or abandoned, with ``detail``."""
-
-    group: Any
-    abort: str
-    detail: str
-
-
-def reinitialise(group: Any, build: Callable[[], Any], deadline_s: float) -> Reinitialised:
-    """Abort ``group`` (process group or backend), then return what ``build`` makes. What ``build`` raises is passed on.
-
-    An abort that takes longer than ``deadline_s`` is left behind in its thread, which keeps the old group alive: its
-    destructor would wait for it. (``failed`` can be torch's word that an NCCL abort took longer than the group's timeout;
-    it returns only when that is over.) NCCL may still use the device then, so the new group can be slow, or hang too; it is
-    for its watchdog to say. ``build`` must rendezvous under a new prefix: a ``remote_error`` of the old group stays in
-    the store. Which buckets are finished must be settled before the call (see the module).
-    """
-    how, detail = _abort(group, deadline_s)
-    return Reinitialised(build(), how, detail)
-
-
 def abort(group: Any, deadline_s: float) -> str:
-    """Abort ``group`` (process group or backend); empty, or what went wrong. One that hangs is left behind."""
-    return _abort(group, deadline_s)[1]
+    """Abort ``group`` (process group or backend). Return the error, or "".
 
-
-def _abort(group: Any, deadline_s: float) -> tuple[str, str]:
+    An abort that takes longer than ``deadline_s`` is abandoned in its thread, which keeps ``group`` alive: its
+    destructor would wait for the abort. torch also reports an NCCL abort that took longer than the group's timeout as
+    an error; it returns only when that abort is over.
+    """
     outcome = _within(deadline_s, "megatron_ft-abort", group.abort)
     if outcome.abandoned:
-        return "abandoned", f"the abort took longer than {deadline_s:g} s and was left behind"
-    return ("done", "") if outcome.error is None else ("failed", outcome.error)
-
-
-class ShrinkProof:
-    """NCCL's shrink as a fast path that has to prove itself: after one failure or hang it is not tried again.
-
-    One per process (:data:`shrink_proof`), used by the thread that recovers. ``ncclCommShrink`` exists since NCCL 2.27
-    and hangs in some versions when a rank really crashed. The backend is asked, not ``dist.shrink_group``: that changes
-    torch's global groups at its end, which of a call left behind may come at any time.
-    """
-
-    _ABORT = 1  # dist.SHRINK_ABORT: end what runs on the parent first
-
-    def __init__(self) -> None:
-        self.proved = False
-        self.refused: str | None = None
-        """Why it is not tried (any more)."""
-
-    def attempt(
-        self, backend: Any, excluded: Sequence[int], deadline_s: float, check: Callable[[Any], None] | None = None
-    ) -> Any | None:
-        """The backend without the ranks ``excluded``, or None: then :func:`reinitialise`, on all survivors alike.
-
-        ``check`` raises if the new backend does not work (a small all-reduce, say); it counts towards ``deadline_s``.
-        """
-        if self.refused is None and not getattr(backend, "supports_shrinking", False):
-            self.refused = "the backend does not support it; it needs NCCL >= 2.27"
-        if self.refused is not None:
-            return None
-
-        def shrink() -> Any:
-            smaller = backend.shrink(sorted(excluded), self._ABORT)
-            if check is not None:
-                check(smaller)
-            return smaller
-
-        outcome = _within(deadline_s, "megatron_ft-shrink", shrink)
-        if outcome.abandoned:
-            self.refused = f"it took longer than {deadline_s:g} s"
-        elif outcome.error is not None:
-            self.refused = outcome.error
-        self.proved = self.refused is None
-        return outcome.value
-
-
-shrink_proof = ShrinkProof()
+        return f"the abort took longer than {deadline_s:g} s and was left behind"
+    return outcome.error or ""

@@ -1,8 +1,8 @@
 """Lines: short messages between two ranks of a group while they compute one flush of a pipeline together.
 
-What a stage does next depends on what the stage before it has begun, and that on what the leader has heard of other groups
-(``core.pipeline``). The words for it travel here, beside the tensors, so that a stage can look whether one has come without
-waiting for it. They are a few numbers each; sockets buffer them, and telling one never blocks.
+The next pass of a stage depends on the pass that the stage before it has begun, and that on the leader's news of other
+groups (``core.scheduling.pipeline_1f1b``). The messages about it use this channel, beside the tensors, so that a stage
+can check for one without waiting. They are a few numbers each; sockets buffer them, and sending one never blocks.
 
 Failures it assumes: the other end may vanish or stop at any time; :meth:`Lines.abort` ends every wait with ``Lost``.
 """
@@ -10,28 +10,31 @@ Failures it assumes: the other end may vanish or stop at any time; :meth:`Lines.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import select
+import queue
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron_ft.runtime import sockets
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.connect import wait_for
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.inner import Lost
+from megatron_ft.auth.handshake import Door, Hello
+from megatron_ft.auth.secret import Key
+from megatron_ft.collectives import framing
+from megatron_ft.collectives.intra_group import Lost
+from megatron_ft.collectives.rendezvous import wait_for
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.types import given
+from megatron_ft.utils import file_descriptors
 
 _WORDS = 8
 _MESSAGE = struct.Struct(f"={_WORDS}q")
-_HELLO = struct.Struct("=32sq")
+_Caller = tuple[socket.socket, Hello]
 _CONNECT_TIMEOUT_S = 30.0
 _LOOK_S = 0.05
 
 
 class Lines:
-    """One rank's ends of all its lines; all methods but :meth:`abort` are the training thread's."""
+    """One rank's ends of all its lines. Only the training thread calls its methods, except for :meth:`abort`."""
 
     def __init__(self, ends: dict[int, socket.socket]) -> None:
         self._ends = ends
@@ -41,25 +44,28 @@ class Lines:
     def build(
         cls, env: RankEnvironment, agreement: Agreement, peers: Iterable[int], interrupted: Callable[[], bool]
     ) -> Lines:
-        """Meet ``peers``, positions of this group that name this one as well. All ranks of the group call it.
+        """Connect to ``peers``, positions of this group that name this one as well. All ranks of the group call it.
 
-        Raises ``Lost`` when ``interrupted`` became true first, or somebody could not be reached.
+        Raises ``Lost`` if ``interrupted`` became true first, or if a peer could not be reached.
         """
         peers = sorted(set(peers))
-        token = hashlib.sha256(f"{env.run_id}/{env.seat}".encode()).digest()
         ends: dict[int, socket.socket] = {}
-        family = socket.AF_INET6 if ":" in env.address else socket.AF_INET
+        callers: queue.SimpleQueue[_Caller] = queue.SimpleQueue()
         try:
-            with socket.create_server((env.address, 0), family=family) as listener:
-                agreement.say(f"line/{env.seat}/{env.position}", [env.address, listener.getsockname()[1]])
+            listener = framing.listen(env.address)
+            port = listener.getsockname()[1]
+            door = Door(listener, _key(env), lambda *caller: callers.put(caller), "megatron_ft-lines")
+            try:
+                agreement.say(f"line/{env.seat}/{env.position}", [env.address, port])
                 for peer in (peer for peer in peers if peer < env.position):
-                    end = ends[peer] = _call(agreement, env, peer, interrupted)
-                    end.sendall(_HELLO.pack(token, env.position))
+                    ends[peer] = _call(agreement, env, peer, interrupted)
                 expected = {peer for peer in peers if peer > env.position}
                 while expected:
-                    end, caller = _accept(listener, token, expected, interrupted)
+                    end, caller = _accept(callers, expected, interrupted)
                     ends[caller] = end
                     expected.discard(caller)
+            finally:
+                door.close()
         except OSError as error:
             for end in ends.values():
                 end.close()
@@ -70,29 +76,29 @@ class Lines:
         return cls(ends)
 
     def tell(self, position: int, words: Sequence[int]) -> None:
-        """At most eight whole numbers."""
+        """Send at most eight integers without blocking."""
         try:
             self._ends[position].sendall(_MESSAGE.pack(*words, *(0,) * (_WORDS - len(words))))
         except OSError as error:
             raise Lost(f"rank {position} of this group cannot be told anything: {error}") from None
 
     def heard(self, position: int) -> tuple[int, ...] | None:
-        """The next message, if one is there."""
+        """Return the next message, or None if none has arrived."""
         end, received = self._ends[position], self._received[position]
         while len(received) < _MESSAGE.size:
-            if not select.select([end], [], [], 0)[0]:
+            if not file_descriptors.readable(end, 0):
                 return None
             self._receive(position)
         return self._take(position)
 
     def hear(self, position: int) -> tuple[int, ...]:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         while len(self._received[position]) < _MESSAGE.size:
             self._receive(position)
         return self._take(position)
 
     def abort(self) -> None:
-        """Make every pending and future wait raise ``Lost``, here and at the other ends. Any thread."""
+        """Make every pending and future wait raise ``Lost``, here and at the other ends. Callable from any thread."""
         for end in self._ends.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -114,31 +120,32 @@ class Lines:
 
 
 def _call(agreement: Agreement, env: RankEnvironment, peer: int, interrupted: Callable[[], bool]) -> socket.socket:
-    """Connect to a rank that has said where it listens."""
+    """Connect to a rank that has published its address."""
     name = f"line/{env.seat}/{peer}"
     if not wait_for(lambda: agreement.get(name) is not None, interrupted):
         raise Lost(f"rank {peer} of this group was gone before it could be reached")
-    address, port = agreement.get(name)
-    return sockets.keep(socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S))
+    address, port = given(agreement.get(name))
+    return framing.call(address, port, _key(env), {"position": env.position})
+
+
+def _key(env: RankEnvironment) -> Key:
+    return env.key.of("line", env.seat)
 
 
 def _accept(
-    listener: socket.socket, token: bytes, expected: set[int], interrupted: Callable[[], bool]
+    callers: queue.SimpleQueue[_Caller], expected: set[int], interrupted: Callable[[], bool]
 ) -> tuple[socket.socket, int]:
-    """One of ``expected``; whoever else calls is sent away."""
+    """Accept one of ``expected``; any other caller is refused."""
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     while time.monotonic() < deadline:
         if interrupted():
             raise Lost(f"ranks {sorted(expected)} of this group were gone before they could be reached")
-        if not select.select([listener], [], [], _LOOK_S)[0]:
+        try:
+            end, hello = callers.get(timeout=_LOOK_S)
+        except queue.Empty:
             continue
-        end, _ = listener.accept()
-        end.settimeout(_CONNECT_TIMEOUT_S)
-        with contextlib.suppress(OSError):
-            hello = end.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(hello) == _HELLO.size:
-                said, caller = _HELLO.unpack(hello)
-                if said == token and caller in expected:
-                    return end, caller
+        caller = hello.get("position")
+        if isinstance(caller, int) and caller in expected:
+            return end, caller
         end.close()
     raise TimeoutError(f"ranks {sorted(expected)} of this group did not call within {_CONNECT_TIMEOUT_S:g} s")

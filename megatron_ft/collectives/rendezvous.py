@@ -1,8 +1,8 @@
-"""Build a communicator together with everybody in it, without ever getting stuck in it.
+"""Build a communicator together with all its members, without blocking on a member that is gone.
 
-gloo's constructor waits for peers that may have died since it was agreed to build one. So the members of a view first meet
-on the control store, and all of it runs in a thread that is abandoned when news make it pointless. Meanwhile the training
-thread computes what the group has taken over.
+gloo's constructor waits for peers that may have died since the members agreed to build. So the members of a view first
+meet on the control store, and the build runs in a thread that is abandoned when news make it pointless. Meanwhile the
+training thread computes the microbatches that the group has taken over.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+from megatron_ft.collectives.communicator import BUILD_TIMEOUT_S, Broken, Communicator, broken
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement, digest
 from megatron_ft.errors import StoreError
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.communicator import Broken, Communicator
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.types import View
+from megatron_ft.types import View, given
 
 _POLL_S = (0.001, 0.01)
-_CONNECT_TIMEOUT_S = 30.0
 
 
 class Connector:
-    """One rank's side of building communicators; keeps an unfinished build, so that asking again goes on with it."""
+    """One rank's side of building communicators. It keeps an unfinished build, so that the next call continues it."""
 
     def __init__(self, env: RankEnvironment, agreement: Agreement) -> None:
         self._env, self._agreement = env, agreement
@@ -31,8 +32,8 @@ class Connector:
         self._lock = threading.Lock()
 
     def begin(self, view: View, agreement: Agreement | None = None) -> None:
-        """Build the communicator of ``view`` at this position in the background. ``agreement``: of the calling thread, if it
-        is not the training thread."""
+        """Build the communicator of ``view`` at this position in the background. ``agreement``: that of the calling
+        thread, if it is not the training thread."""
         with self._lock:
             self._begin(view, agreement or self._agreement)
 
@@ -44,17 +45,18 @@ class Connector:
         env, store = self._env, self._elsewhere
         agreement.say(self._ready(view, env.group), True)
         timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
-        name = f"outer/{view.epoch}/{env.position}"
+        # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
+        name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
         ready = lambda: all(store.get(self._ready(view, group)) is not None for group in view.live)  # noqa: E731
         self._build = Build(env, store, name, env.group, view.live, view.epoch, timeout_s, ready)
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
-        """The communicator of ``view``, which was begun, or None when ``interrupted`` became true first (ask again if it
-        still matters).
+        """Return the communicator of ``view``, which was begun, or None if ``interrupted`` became true first. The
+        caller may ask again.
 
         Raises ``Broken`` when it cannot be built.
         """
-        build = self._build
+        build = given(self._build)
         if not wait_for(build.over, interrupted):
             return None
         self._build = None
@@ -65,7 +67,7 @@ class Connector:
 
 
 def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> bool:
-    """Poll until ``condition`` (True) or ``interrupted`` (False)."""
+    """Poll until ``condition`` or ``interrupted`` is true. Return True in the first case, False in the second."""
     shortest, longest = _POLL_S
     pause = shortest
     while not condition():
@@ -77,7 +79,8 @@ def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> 
 
 
 class Build:
-    """One construction in a thread of its own; ``name`` is used by no other one. It begins when ``ready`` is true."""
+    """One construction in a thread of its own, under a unique ``name``. It begins when ``ready`` is true, and is given
+    up if that takes longer than ``timeout_s``: a member that lives may never come."""
 
     def __init__(
         self,
@@ -92,38 +95,52 @@ class Build:
     ) -> None:
         self.epoch = epoch
         self._name, self._ready, self._agreement = name, ready, agreement
-        self._deadline = float("inf")
+        self._ready_by, self._build_by = time.monotonic() + timeout_s, float("inf")
+        self._why = f"within {BUILD_TIMEOUT_S:g} s"
         self._given_up = False
+        self._lock = threading.Lock()
         self._made: Communicator | None = None
         self._error: Exception | None = None
-        arguments = (me, members, epoch, timeout_s, env.address)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="megatron_ft-connect", daemon=True)
+        make = partial(Communicator, me=me, members=members, epoch=epoch, timeout_s=timeout_s, address=env.address)
+        self._thread = threading.Thread(target=self._run, args=(make,), name="megatron_ft-connect", daemon=True)
         self._thread.start()
 
-    def _run(self, *arguments: object) -> None:
+    def _run(self, make: Callable[[Any], Communicator]) -> None:
         try:
-            if wait_for(self._ready, lambda: self._given_up):
-                self._deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-                self._made = Communicator(self._agreement.rendezvous(self._name), *arguments)
+            if not wait_for(self._ready, lambda: self._given_up or time.monotonic() > self._ready_by):
+                self._why = "because not all of its members came in time"
+            else:
+                self._build_by = time.monotonic() + BUILD_TIMEOUT_S
+                self._keep(make(self._agreement.rendezvous(self._name)))
         except (RuntimeError, StoreError) as error:
             self._error = error.with_traceback(None)
 
+    def _keep(self, made: Communicator) -> None:
+        with self._lock:
+            self._made = made
+        if self._given_up:
+            self.give_up()
+
     def give_up(self) -> None:
-        """Nobody wants it any more."""
+        """Give up the communicator: its resources are freed now, or when the build ends."""
         self._given_up = True
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
 
     def over(self) -> bool:
-        return not self._thread.is_alive() or time.monotonic() > self._deadline
+        return not self._thread.is_alive() or time.monotonic() > self._build_by
 
     def result(self) -> Communicator:
-        """Raises ``Broken`` when there is none, ``StoreError`` when the control store did not answer for too long."""
-        if self._made is not None:
-            return self._made
+        """Return the communicator. Raises ``Broken`` without one, ``StoreError`` after the patience with the store."""
+        made = self._made
+        if made is not None:
+            return made
+        self.give_up()
         if isinstance(self._error, StoreError):
             raise self._error
-        raise Broken(f"communicator {self._name} could not be built: {self._why()}")
-
-    def _why(self) -> str:
+        failed = f"communicator {self._name} could not be built"
         if self._error is None:
-            return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
-        return str(self._error).splitlines()[0]
+            raise Broken(f"{failed} {self._why}")
+        raise Broken(failed, broken(self._error).detail)

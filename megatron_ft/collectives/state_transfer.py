@@ -1,7 +1,7 @@
 """Hand a state (nested mappings, lists and tensors) from one group to another over the outer communicator.
 
-The structure travels as JSON, the tensors as raw bytes: nothing is unpickled. The receiver gets a complete new state or
-none at all; it is for the caller to put it in place.
+The structure is sent as JSON, the tensors as raw bytes: nothing is unpickled. The receiver gets a complete new state or
+none at all; the caller puts it in place.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from megatron_ft.collectives.communicator import Communicator
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime.communicator import Communicator
 from megatron_ft.types import GroupId
 
 _TAG = 1000
-"""Messages between two members are told apart by tag; state and buckets use different ones."""
+"""Tags tell messages between two members apart; state and buckets use different ones."""
 
 
 def flatten(state: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -44,7 +44,7 @@ def flatten(state: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def unflatten(skeleton: Any, take: Callable[[torch.dtype, list[int], str], torch.Tensor]) -> Any:
     """Inverse of :func:`flatten`; ``take(dtype, shape, device)`` yields the tensors in order."""
-    (kind, body), = skeleton.items()
+    ((kind, body),) = skeleton.items()
     if kind == "tensor":
         dtype, shape, device = body
         return take(getattr(torch, dtype), shape, device)

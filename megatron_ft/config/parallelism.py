@@ -1,8 +1,9 @@
-"""How the ranks of a group share its model, and which settings of DeepSpeed cannot go with that: checked before any process.
+"""How the ranks of a group share its model, and which settings of DeepSpeed are refused, checked before any process
+starts.
 
-The keys are DeepSpeed's: ``pipeline.stages`` and ``tensor_parallel.autotp_size`` (the slices of a stage). What the model
-looks like says ``fault_tolerance.model``, in the words of Hugging Face's ``config.json``; a script reads it from there, too,
-so it is said once.
+DeepSpeed's own keys define the division: ``pipeline.stages``, and ``tensor_parallel.autotp_size`` (the slices of a
+stage). ``fault_tolerance.model`` describes the model with the keys of Hugging Face's ``config.json``. Functions here
+raise ``ConfigError``, with the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ft.config.validators import whole_number
 from megatron_ft.errors import ConfigError, EngineError
 
 STAGES, SLICES = "pipeline.stages", "tensor_parallel.autotp_size"
 
 
 def stages(engine: Mapping[str, Any]) -> int:
-    """Of a group's pipeline; 1 where there is none. Raises ``ConfigError``, as all here do."""
+    """Return the number of pipeline stages of a group; 1 without a pipeline."""
     return _count(engine, STAGES)
 
 
 def slices(engine: Mapping[str, Any]) -> int:
-    """Of each stage (tensor parallelism)."""
+    """Return the number of tensor-parallel ranks of each stage."""
     return _count(engine, SLICES)
 
 
 def ranks_per_group(engine: Mapping[str, Any], asked: int | None) -> int:
-    """``stages x slices``; or what was asked for, where the config splits nothing: such ranks share their microbatches."""
+    """Return ``stages x slices``, or ``asked`` where the config does not divide the model: such ranks share
+    microbatches."""
     needed, has = stages(engine) * slices(engine), f"{STAGES} {stages(engine)} x {SLICES} {slices(engine)}"
     if asked is None or asked == needed or needed == 1:
         return needed if asked is None else asked
@@ -39,7 +42,7 @@ def ranks_per_group(engine: Mapping[str, Any], asked: int | None) -> int:
 
 
 def refuse_whole_model(engine: Mapping[str, Any], kind: str) -> None:
-    """Of a model that every rank of a group has whole, where the config says that it is split. Raises ``EngineError``."""
+    """Raise ``EngineError`` when the config divides the model, but the engine holds it whole in every rank."""
     if stages(engine) * slices(engine) > 1:
         raise EngineError(
             f"{STAGES} is {stages(engine)} and {SLICES} is {slices(engine)}, but {kind} is not split; make it a "
@@ -48,16 +51,28 @@ def refuse_whole_model(engine: Mapping[str, Any], kind: str) -> None:
 
 
 def check(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """What cannot be made fault-tolerant, or cannot be split so."""
+    """Refuse settings that cannot be made fault-tolerant, and a model that cannot be divided so."""
     zero = engine.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
     refuse = [
         (stage == 3, "zero_optimization.stage is 3", "split the model by a pipeline, or use stage 1 or 2"),
-        (stage == 2 and stages(engine) > 1, f"zero_optimization.stage is 2 and {STAGES} {stages(engine)}", "use 0 or 1"),
-        (_offloads(zero), "zero_optimization offloads", "gradients are reduced between groups where they are: leave it out"),
+        (
+            stage == 2 and stages(engine) > 1,
+            f"zero_optimization.stage is 2 and {STAGES} {stages(engine)}",
+            "use 0 or 1",
+        ),
+        (
+            _offloads(zero),
+            "zero_optimization offloads",
+            "gradients are reduced between groups where they are: leave it out",
+        ),
         (on(engine, "fp16"), "fp16 is enabled", "its loss scale would differ between groups: use bf16"),
         (on(engine, "amp"), "amp is enabled", "use bf16"),
-        (on(engine, "elasticity"), "elasticity is enabled", "it changes the world's size, as we do: leave it out"),
+        (
+            on(engine, "elasticity"),
+            "elasticity is enabled",
+            "it changes the number of ranks, as megatron_ft does: leave it out",
+        ),
         (on(engine, "compression_training"), "compression_training is set", "leave it out"),
         *((key in engine, f"{key} is {engine.get(key)!r}", remedy) for key, remedy in _SECOND_DATA_PARALLELISM.items()),
     ]
@@ -67,18 +82,18 @@ def check(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     _check_model(model, stages(engine), slices(engine))
 
 
-_TWICE = "data parallelism would be declared twice, the groups are it: leave it out, and choose --groups"
+_TWICE = "data parallelism would be declared twice, the groups are data-parallel: leave it out, and choose --groups"
 _SECOND_DATA_PARALLELISM = {
     "data_parallel_size": _TWICE,
     "mesh_param": _TWICE,
     "sequence_parallel_size": "leave it out",
 }
 REFUSED_KEYS = frozenset(_SECOND_DATA_PARALLELISM)
-"""Those of DeepSpeed that are known and never used."""
+"""Keys of DeepSpeed that are known and always refused."""
 
 
 def on(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a section of a DeepSpeed config is switched on."""
+    """Return whether a section of a DeepSpeed config is enabled."""
     section = config.get(key)
     return bool(section.get("enabled", key == "compression_training") if isinstance(section, Mapping) else section)
 
@@ -87,8 +102,7 @@ def _check_model(model: Mapping[str, Any], stages: int, slices: int) -> None:
     where = "fault_tolerance.model"
     counts = {name: model[name] for name in _COUNTS if model.get(name) is not None}
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{where}.{name} is {value!r}; it must be a whole number >= 1")
+        _COUNT(f"{where}.{name}", value)
     for number, by, whose in (
         ("num_hidden_layers", stages, STAGES),
         ("num_attention_heads", slices, SLICES),
@@ -100,21 +114,20 @@ def _check_model(model: Mapping[str, Any], stages: int, slices: int) -> None:
                 f"{where}.{number} is {counts[number]} and {whose} is {by}, which must divide it; use one of "
                 f"{', '.join(str(n) for n in range(1, counts[number] + 1) if counts[number] % n == 0 and n <= 64)}"
             )
-    for number, by in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
-        if number in counts and by in counts and counts[number] % counts[by]:
-            raise ConfigError(f"{where}.{number} is {counts[number]} and {by} is {counts[by]}, which must divide it")
+    for number, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
+        if number in counts and part in counts and counts[number] % counts[part]:
+            raise ConfigError(
+                f"{where}.{number} is {counts[number]} and {part} is {counts[part]}, which must divide it"
+            )
 
 
 _COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_COUNT = whole_number(1)
 
 
 def _count(engine: Mapping[str, Any], name: str) -> int:
     value = _value(engine, name)
-    if value is None:
-        return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number >= 1")
-    return value
+    return 1 if value is None else _COUNT(name, value)
 
 
 def _value(engine: Mapping[str, Any], name: str) -> Any:
@@ -123,7 +136,7 @@ def _value(engine: Mapping[str, Any], name: str) -> Any:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{section} is {value!r}; it must be a JSON object {{...}}")
     found = value.get(key)
-    return None if found == "auto" else found  # DeepSpeed's word for what the script says
+    return None if found == "auto" else found  # DeepSpeed's word for a value that the script decides
 
 
 def _offloads(zero: Any) -> bool:

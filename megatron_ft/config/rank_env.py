@@ -1,26 +1,42 @@
-"""What the launcher tells a rank, as environment variables. One place for the names, used on both sides."""
+"""The environment variables through which the launcher configures a rank. Agent and rank use the same names from
+here."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ft.config import RunConfig
+from megatron_ft.auth import secret as secrets
+from megatron_ft.auth.secret import Key, Secret
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import LaunchError
 
 _PREFIX = "MEGATRON_FT_"
+CLAIMS = "store"
+"""Name of the claim log's directory (``coordination.store.claim_log``) in the run directory."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
     """One rank's place in the run.
 
-    ``store``: of the control store, ``host:port`` or ``etcd://...``; ``address``: of this host, by which other hosts' ranks
-    reach it. ``incarnation`` numbers the starts of the group, from 0. ``copies``: of the agents that may have copies of
-    checkpoints in memory, address and port. ``epoch``: of the newest view that the agent knows.
+    Attributes:
+        run_id: Id of the run.
+        group: Number of the group.
+        position: Number of the rank in its group.
+        store: Address of the control store, ``host:port`` or ``etcd://...``.
+        address: Address by which ranks on other hosts reach this host.
+        run_dir: Run directory.
+        config: Settings of the run.
+        incarnation: Number of this start of the group, from 0.
+        copies: Addresses and ports of the agents that may have copies of checkpoints in memory.
+        epoch: Epoch of the newest view that the agent knows.
+        host_rank: Number of this host. None: the run has one host.
+        claims: Whether the run keeps a claim log (``core.lifecycle.store_failover``).
+        secret: Secret of the run.
     """
 
     run_id: str
@@ -33,16 +49,25 @@ class RankEnvironment:
     incarnation: int = 0
     copies: tuple[tuple[str, int], ...] = ()
     epoch: int = 0
+    host_rank: int | None = None
+    claims: bool = False
+    secret: Secret = field(default_factory=lambda: secrets.here(), repr=False)
+
+    @property
+    def key(self) -> Key:
+        """The key from which the keys of this run's connections are derived."""
+        return self.secret.of(self.run_id)
 
     @property
     def seat(self) -> str:
-        """Names this start of the group: what its ranks meet under, so that they meet none of an older one."""
+        """Name of this start of the group. Its ranks use it to find each other, and none of an older start."""
         return seat(self.group, self.incarnation)
 
     def to_env(self) -> dict[str, str]:
-        """Our variables, plus the usual ones scoped to the group: to any engine the group is the world.
+        """Return the variables of one rank, with RANK and WORLD_SIZE of its group: an engine sees the group as the
+        world.
 
-        The agent adds those of the host.
+        The agent adds the variables of the host.
         """
         return {
             f"{_PREFIX}RUN_ID": self.run_id,
@@ -55,13 +80,17 @@ class RankEnvironment:
             f"{_PREFIX}RUN_DIR": str(self.run_dir),
             f"{_PREFIX}COPIES": json.dumps(self.copies),
             f"{_PREFIX}CONFIG": json.dumps(self.config.to_json()),
+            f"{_PREFIX}HOST_RANK": "" if self.host_rank is None else str(self.host_rank),
+            f"{_PREFIX}CLAIMS": "1" if self.claims else "",
+            secrets.VARIABLE: self.secret.text,
             "RANK": str(self.position),
             "WORLD_SIZE": str(self.config.ranks_per_group),
         }
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Raises ``LaunchError`` outside of ``megatron-ft launch``."""
+        """Inverse of :meth:`to_env`. Raises ``LaunchError`` in a process that ``megatron-ft launch`` has not
+        started."""
         if f"{_PREFIX}RUN_ID" not in env:
             raise LaunchError(
                 "this process was not started by the launcher; start the script with "
@@ -78,9 +107,12 @@ class RankEnvironment:
             incarnation=int(env[f"{_PREFIX}INCARNATION"]),
             copies=tuple(map(tuple, json.loads(env[f"{_PREFIX}COPIES"]))),
             epoch=int(env[f"{_PREFIX}EPOCH"]),
+            host_rank=int(env[f"{_PREFIX}HOST_RANK"]) if env.get(f"{_PREFIX}HOST_RANK") else None,
+            claims=bool(env.get(f"{_PREFIX}CLAIMS")),
+            secret=secrets.given(env) or secrets.here(),
         )
 
 
 def seat(group: int, incarnation: int) -> str:
-    """As keys and file names have it: ``3``, and ``3.2`` for the second start again."""
+    """Return the name of a start of a group in keys and file names: ``3``, and ``3.2`` for its second restart."""
     return f"{group}.{incarnation}" if incarnation else str(group)

@@ -3,22 +3,29 @@
 It blocks in the store client without the GIL, so a fault-free run pays nothing for it.
 
 Failures it assumes: the store is gone, silent, or comes back empty, any number of times. It never ends for that: it keeps
-trying with growing pauses and tells each change once. Training goes on meanwhile; only a recovery needs the store.
+trying with growing pauses and tells each change once. Training goes on meanwhile; only a recovery needs the store. A bug
+in what it calls ends the thread, and so the rank: without it, all other groups would wait for this one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
-from megatron_ft.core import detector, places
+from megatron_ft.coordination import key_sweeper
+from megatron_ft.coordination.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory
+from megatron_ft.coordination.store.base import RETRY_PAUSE_S
+from megatron_ft.core.protocol import group_locations, signals
 from megatron_ft.errors import StoreError
-from megatron_ft.runtime.store import AWAY, NOTICES, ControlStore, StoreConflict, StoreLostMemory
-from megatron_ft.runtime.store.port import RETRY_PAUSE_S
+from megatron_ft.utils.vital_thread import VitalThread
 
 _WAIT_S = 120.0
 """A wait that ends without an entry is begun again, by each of perhaps 100,000 processes. A store that freezes meanwhile is
 noticed that much later."""
+
+_SOON_S = 1.0
+"""The length of the first wait after a notice: a process that lags behind notices then that the next ones are gone."""
 
 
 def _nothing(*_: object) -> None:
@@ -31,35 +38,38 @@ class Watcher:
     Args:
         heard: gets the verdict on every notice, in order. After ``empty`` the log begins again, and what is announced
             again is heard again.
-        lost: the store is away (``StoreGone``, ``StoreSilent``) or came back empty (``StoreLostMemory``); told once, until
-            ``back``. ``StoreConflict`` is told when there is no cure, and the watcher ends.
+        lost: the store is away (``StoreGone``, ``StoreSilent``) or came back empty (``StoreLostMemory``); called once,
+            until ``back``. It gets ``StoreConflict`` when there is no remedy, and the watcher ends.
         back: the store answers again, with its memory or with the one that was rebuilt.
-        empty: the store answers and has forgotten the run. To rebuild it: call ``store.restore`` on what it is handed. Not
-            given, the watcher waits until another client of this process has done so.
+        empty: the store answers and has forgotten the run. To rebuild it, call ``restore`` of the store that it gets.
+            Without it, the watcher waits until another client of this process has done so.
+        failed: gets any other exception, of these functions too, and the watcher ends. By default it ends this rank.
     """
 
     def __init__(
         self,
         store: ControlStore,
-        heard: Callable[[detector.Verdict], None],
+        heard: Callable[[signals.Verdict], None],
         lost: Callable[[StoreError], None],
         back: Callable[[], None] = _nothing,
         empty: Callable[[ControlStore], None] = _nothing,
         wait_s: float = _WAIT_S,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._wait_s = wait_s
         self._store, self._heard, self._lost, self._back, self._empty = store, heard, lost, back, empty
         self._stopped = threading.Event()
         self._away = False
         self._index, self._memory = 0, store.memory
-        self._places = places.Places()
-        self._thread = threading.Thread(target=self._listen, name="megatron_ft-watcher", daemon=True)
+        self._quiet = False
+        self._places = group_locations.Places()
+        self._thread = VitalThread(self._listen, "megatron_ft-watcher", failed=failed)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it; nothing is told any more."""
+        """End the watcher; no function is called any more."""
         self._stopped.set()
         self._store.cut()
 
@@ -82,16 +92,32 @@ class Watcher:
         if self._away:
             self._return()
         self._follow_memory()
-        entry = self._store.entry(NOTICES, self._index, self._wait_s)
-        # Rebuilt meanwhile: what was read belongs to another log.
-        if not self._follow_memory() and entry is not None and not self._stopped.is_set():
-            self._index += 1
-            self._places, verdicts = places.hear(self._places, detector.from_json(entry))
-            for verdict in verdicts:
-                self._heard(verdict)
+        if self._index == 0 or self._quiet:  # notices may have been deleted unread
+            self._skip()
+        self._follow_memory()
+        entry = self._store.entry(NOTICES, self._index, self._wait_s if self._quiet else min(_SOON_S, self._wait_s))
+        # If the store was rebuilt meanwhile, the entry belongs to another log.
+        if not self._follow_memory() and not self._stopped.is_set():
+            self._quiet = entry is None
+            if entry is not None:
+                self._index += 1
+                self._take(entry)
+
+    def _skip(self) -> None:
+        memory, found = self._memory, key_sweeper.skipped(self._store, self._index)
+        if found is None or self._store.memory != memory:
+            return
+        self._index, kept = found
+        for entry in kept:
+            self._take(entry)
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        self._places, verdicts = group_locations.hear(self._places, signals.from_json(entry))
+        for verdict in verdicts:
+            self._heard(verdict)
 
     def _follow_memory(self) -> bool:
-        """Whether the store was rebuilt since the last look; its log then begins again."""
+        """Return whether the store was rebuilt since the last look; its log then begins again."""
         known, self._memory = self._memory, self._store.memory
         rebuilt = known not in (None, self._memory)
         if rebuilt:
@@ -99,7 +125,7 @@ class Watcher:
         return rebuilt
 
     def _return(self) -> None:
-        """Ask for something that is answered at once, so that ``back`` is not told only after a wait."""
+        """Send a request that is answered at once, so that ``back`` is not called only after a wait."""
         try:
             self._store.get(NOTICES)
         except StoreLostMemory:
@@ -114,9 +140,9 @@ class Watcher:
             self._lost(error)
 
 
-def announce(store: ControlStore, signal: detector.Signal, by: str | None = None) -> None:
+def announce(store: ControlStore, signal: signals.Signal, by: str | None = None) -> None:
     """Tell every group. The caller's thread must own ``store``.
 
-    Who may have to try again passes the same ``by`` each time (any unique string): the notice is then there once.
+    A caller that may have to try again passes the same ``by`` each time (any unique string): the notice is then there once.
     """
-    store.append(NOTICES, detector.to_json(signal), detector.once(signal) or by)
+    store.append(NOTICES, signals.to_json(signal), signals.once(signal) or by)

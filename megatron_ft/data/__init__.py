@@ -1,4 +1,4 @@
-"""Corpus -> tokenizer -> packed dataset -> the samples of a microbatch id."""
+"""Corpus, tokenizer, packed dataset, and the samples of a microbatch."""
 
 from megatron_ft.data.corpus import Corpus, default_corpus, read_documents
 from megatron_ft.data.dataset import DatasetMeta, PackedDataset, prepare, read_meta

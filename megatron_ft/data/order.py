@@ -1,8 +1,8 @@
-"""Which samples a microbatch holds: a pure function of its id, so that any group can compute any microbatch.
+"""The samples of a microbatch, a pure function of its id, so that any group can compute any microbatch.
 
-The order of a data epoch is a keyed permutation of ``range(num_samples)``, evaluated point by point: nothing is
-shuffled, stored or exchanged, so a takeover, a rejoin or a restart needs no data state at all. Only ``(seed, epoch)``
-and the position enter; which group asks, when and how often does not.
+The order of a data epoch is a keyed permutation of ``range(num_samples)``, which is evaluated at single positions.
+Nothing is shuffled, stored or exchanged, so that a takeover, a rejoin or a restart needs no data state. The order
+depends on ``(seed, epoch)`` only.
 
 (A *data epoch* is one pass over the samples. It has nothing to do with the epoch of a view.)
 """
@@ -25,7 +25,7 @@ Words = TypeVar("Words", int, np.ndarray)  # one value, or a uint64 array of the
 
 
 def _mix(value: Words) -> Words:
-    """Scatter a 64-bit word (the splitmix64 finaliser). One text for scalars and arrays, so they agree."""
+    """Scatter a 64-bit word (the splitmix64 finaliser). Scalars and arrays use the same code, so they agree."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -36,8 +36,8 @@ class Permutation:
 
     ``n`` values are laid out on a grid of rows x columns, the smallest nearly square one that holds them. Each round
     shifts the row by a keyed hash of the column, or the column by one of the row, which can always be undone: a
-    bijection of the grid. A value that lands on one of the few spare cells (less than one row) is sent through again
-    until it lands inside; following a bijection's cycle is a bijection of the cells inside.
+    bijection of the grid. A value that lands on one of the few spare cells (less than one row) is mapped again until it
+    lands inside; following the cycles of a bijection is a bijection of the cells inside.
 
     Equal ``(n, seed, epoch)`` give the same order on every machine and in every version. Raises ``ValueError`` unless
     ``1 <= n <= 2**62``.
@@ -53,7 +53,7 @@ class Permutation:
         self._keys = struct.unpack(f"<{_ROUNDS}Q", digest)
 
     def _shuffle_grid(self, value: Words) -> Words:
-        """The bijection of the whole grid."""
+        """Apply the bijection of the whole grid."""
         rows, columns = self._rows, self._columns
         row, column = value // columns, value % columns
         for number, key in enumerate(self._keys):
@@ -65,7 +65,7 @@ class Permutation:
         return row * columns + column
 
     def __call__(self, position: int) -> int:
-        """The value at ``position``; ``ValueError`` outside ``range(n)``."""
+        """Return the value at ``position``. Raises ``ValueError`` outside ``range(n)``."""
         if not 0 <= position < self.n:
             raise ValueError(f"position {position} is outside range({self.n})")
         value = self._shuffle_grid(int(position))
@@ -74,7 +74,7 @@ class Permutation:
         return value
 
     def many(self, positions: np.ndarray) -> np.ndarray:
-        """The values at an array of positions: int64, same shape; ``ValueError`` if one is outside ``range(n)``."""
+        """Return the values at an array of positions: int64, same shape. Raises ``ValueError`` outside ``range(n)``."""
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size and not (positions.min() >= 0 and positions.max() < self.n):
             raise ValueError(f"positions {positions.min()}..{positions.max()} are not all inside range({self.n})")
@@ -86,9 +86,9 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
 
-@lru_cache(maxsize=8)  # a microbatch touches one data epoch, rarely two: enough for several data sets in one process
+@lru_cache(maxsize=8)  # a microbatch needs one data epoch, rarely two: enough for several datasets in a process
 def permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """The order of one data epoch; keys are derived once."""
+    """Return the order of one data epoch. Its keys are derived once."""
     return Permutation(n, seed, epoch)
 
 
@@ -101,14 +101,14 @@ def sample_indices(
     num_samples: int,
     seed: int,
 ) -> np.ndarray:
-    """The sample numbers of a microbatch: int64 ``[samples_per_microbatch]``, each in ``range(num_samples)``.
+    """Return the sample numbers of a microbatch: int64 ``[samples_per_microbatch]``, each in ``range(num_samples)``.
 
-    All samples of a run are numbered through: sample j of microbatch (step, shard, index) is number
-    ``k = ((step*groups + shard)*microbatches_per_group + index)*samples_per_microbatch + j``. It is taken from data
-    epoch ``k // num_samples`` at position ``k % num_samples`` of that epoch's order. So every sample comes exactly once
-    per data epoch, none is dropped at an epoch's end, and a microbatch may straddle two data epochs.
+    The samples of a run are numbered consecutively: sample j of microbatch (step, shard, index) is number ``k =
+    ((step*groups + shard)*microbatches_per_group + index)*samples_per_microbatch + j``. It is taken from data epoch ``k
+    // num_samples`` at position ``k % num_samples`` of that epoch's order. So every sample occurs exactly once per data
+    epoch, none is dropped at an epoch's end, and a microbatch may contain samples of two data epochs.
 
-    Raises ``ValueError`` for a microbatch that no step of this shape has.
+    Raises ``ValueError`` for a microbatch that does not exist in a run of this shape.
     """
     step, shard, index = microbatch
     if step < 0 or not 0 <= shard < groups or not 0 <= index < microbatches_per_group:
@@ -127,6 +127,12 @@ def sample_indices(
 
 
 def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:
-    """Seed of every random choice made while computing ``microbatch``; the same whoever computes it."""
+    """Return the seed of all random choices in the computation of ``microbatch``. It is the same in every group."""
     digest = blake2b(f"{run_seed}/{microbatch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """Return the seed of the random numbers that the optimizer draws in ``step``. It is the same in every group."""
+    digest = blake2b(f"{run_seed}/optimizer {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

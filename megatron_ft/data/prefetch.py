@@ -1,17 +1,17 @@
-"""Samples ahead of their need: a group's own share of a step, then the rest of the shards it hosts.
+"""Prefetching: loads a group's own share of a step, then the rest of the shards it hosts.
 
-What a group takes over from a lost one is nearly always of its stack (``core.replication``), so it is in memory already
-when the step is interrupted. One thread loads; it is never waited for:
+The microbatches that a group takes over from a lost one are nearly always in its stack
+(``core.replication.placement``), and so in memory when the step is interrupted. One background thread loads them:
 
-- a sample that is not there is loaded by the training thread itself, which waits for the one call of the dataset that
-  is going on, never for the queue;
-- calls of the dataset never overlap, so it need not be thread-safe;
-- a dataset that raises here leaves a gap; the training thread meets the error itself if it needs that sample.
+- The training thread loads a missing sample itself. It waits for at most one running call of the dataset, never for the
+  queue.
+- Calls of the dataset never overlap, so the dataset need not be thread-safe.
+- A sample for which the dataset raises in the background is skipped; the training thread gets the error if it needs it.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,28 +19,33 @@ from typing import Any
 
 from megatron_ft.types import Microbatch
 
-Dataset = Callable[[Microbatch], Any]
-"""Microbatch id -> whatever the engine's loss function takes. Must be a pure function of the id.
+_log = logging.getLogger(__name__)
 
-It is called from a background thread too, one call at a time: it names its device, if it uses one, and has a random
-generator of its own, if it needs one.
+Dataset = Callable[[Microbatch], Any]
+"""A function from a microbatch id to the input of the engine's loss function. It must be a pure function of the id.
+
+A background thread calls it, too, one call at a time. If it uses a device it must name it, and if it needs random
+numbers it must have a generator of its own.
 """
 
 
 class Prefetcher:
-    """Loads the samples of one group in the background; made, told and asked by the training thread.
+    """Loads the samples of one group in the background. All methods belong to the training thread.
 
-    Holds at most ``len(own) + len(stack)`` samples of what :meth:`begin` was told last, so with own microbatches from the
-    stack at most one step's stack and the next step's own share.
+    It holds at most ``len(own) + len(stack)`` samples of the last :meth:`begin`: with own microbatches from the stack,
+    at most one step's stack and the next step's own share.
 
     Args:
-        random_state: a value that differs after a draw from the random numbers that training uses (dropout). A dataset
-            that draws from them too would change what the model learns when it ran beside the training thread: such a
-            one is found by its first call, which is always the training thread's, and never called in the background.
+        random_state: Returns a value that changes with each draw from the random numbers of training (dropout). A
+            dataset that draws from them would change the result of training if it ran beside the training thread. Its
+            first call, which the training thread makes, detects that; it is then never called in the background.
+        calling: Called before and after each call of the dataset, in the calling thread.
     """
 
-    def __init__(self, random_state: Callable[[], Any] = lambda: None) -> None:
-        self._random_state = random_state
+    def __init__(
+        self, random_state: Callable[[], Any] = lambda: None, calling: Callable[[], None] = lambda: None
+    ) -> None:
+        self._random_state, self._calling = random_state, calling
         self._dataset: Dataset | None = None
         self._may_prefetch: bool | None = None
         self._queue: deque[Microbatch] = deque()
@@ -58,12 +63,13 @@ class Prefetcher:
     def begin(
         self, dataset: Dataset, own: Iterable[Microbatch], stack: Iterable[Microbatch], following: Iterable[Microbatch]
     ) -> None:
-        """A step begins. Load in this order; what is neither of these is dropped.
+        """Begin a step: load these microbatches in this order, and drop all others.
 
         Args:
-            own: the step's microbatches that this group is going to compute, in order.
-            stack: those of the shards it hosts; it may have to take them over.
-            following: its own share of the next step, as far as can be known.
+            dataset: The dataset.
+            own: The step's microbatches that this group computes, in order.
+            stack: The microbatches of the shards it hosts, which it may have to take over.
+            following: Its own share of the next step, as far as it is known.
         """
         own, stack = tuple(own), tuple(stack)
         order = dict.fromkeys((*own, *stack, *following))
@@ -77,25 +83,27 @@ class Prefetcher:
             self._wake()
 
     def rest(self, dataset: Dataset, step: int) -> None:
-        """Step ``step`` begins, and is too short to load anything beside it. What is there of it is kept."""
+        """Begin step ``step`` without loading, because the step is too short for it. Loaded samples of it are kept."""
         with self._changed:
             if not _same(dataset, self._dataset):
                 self._dataset, self._may_prefetch, self._held = dataset, None, {}
             if self._held:
-                self._held = {microbatch: sample for microbatch, sample in self._held.items() if microbatch.step >= step}
+                self._held = {
+                    microbatch: sample for microbatch, sample in self._held.items() if microbatch.step >= step
+                }
             self._wanted, self._queue = set(self._held), deque()
 
     def get(self, microbatch: Microbatch) -> tuple[Any, bool]:
-        """The sample, and whether it was in memory when it was asked for. It is handed out, not kept.
+        """Return the sample, which is no longer held then, and whether it was in memory at the time of the call.
 
         Raises whatever the dataset raises.
         """
         with self._changed:
             if microbatch in self._held:
                 return self._take(microbatch), True
-            self._asked = True  # before the next one of the queue
+            self._asked = True  # this sample comes before the queue
             self._changed.wait_for(lambda: self._loading is None)
-            if microbatch in self._held:  # it was the one that was being loaded
+            if microbatch in self._held:  # it was just being loaded
                 self._asked = False
                 return self._take(microbatch), False
             self._wanted.discard(microbatch)
@@ -107,7 +115,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """No more calls of the dataset are begun in the background; what is held is dropped."""
+        """Begin no more calls of the dataset in the background, and drop all samples."""
         with self._changed:
             self._closed = True
             self._held, self._wanted, self._queue = {}, set(), deque()
@@ -120,16 +128,18 @@ class Prefetcher:
         return sample
 
     def _wake(self) -> None:
-        """There is something to load, or room for it. A thread that wakes for nothing costs a small step a lot."""
+        """Wake the thread if there is something to load. Needless wake-ups are expensive in a short step."""
         if self._queue:
             self._changed.notify_all()
 
     def _call(self, microbatch: Microbatch) -> Any:
-        """In the training thread, while the background is kept out. The first call decides about prefetching."""
+        """Call the dataset in the training thread, while the background does not. The first call decides about
+        prefetching."""
+        assert self._dataset is not None, "a step has begun"
         if self._may_prefetch is not None:
-            return self._dataset(microbatch)
+            return self._load(self._dataset, microbatch)
         before = self._random_state()
-        sample = self._dataset(microbatch)
+        sample = self._load(self._dataset, microbatch)
         self._may_prefetch = self._random_state() == before
         if not self._may_prefetch:
             self._complain(
@@ -138,6 +148,13 @@ class Prefetcher:
             )
         return sample
 
+    def _load(self, dataset: Dataset, microbatch: Microbatch) -> Any:
+        self._calling()
+        try:
+            return dataset(microbatch)
+        finally:
+            self._calling()
+
     # --- the background -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -145,15 +162,16 @@ class Prefetcher:
             pass
 
     def _load_next(self) -> bool:
-        """Load one sample; False at the end. A call of its own, so that nothing is kept alive by the waiting thread."""
+        """Load one sample. Returns False at the end. It is a function so that the waiting thread keeps no sample
+        alive."""
         job = self._next()
         if job is None:
             return False
         dataset, microbatch = job
         sample, found = None, False
         try:
-            sample, found = dataset(microbatch), True
-        except BaseException as error:  # somebody else's code must not end this thread, whatever it raises
+            sample, found = self._load(dataset, microbatch), True
+        except BaseException as error:  # an error of the user's code must not end this thread
             self._complain(f"the dataset failed in the background, training calls it itself: {error!r}")
         with self._changed:
             self._loading = None
@@ -163,15 +181,16 @@ class Prefetcher:
         return True
 
     def _next(self) -> tuple[Dataset, Microbatch] | None:
-        """What to load now, waiting for it; None at the end."""
+        """Wait for something to load, and return it; None at the end."""
         with self._changed:
             while True:
                 self._changed.wait_for(self._is_due)
                 if self._closed:
                     return None
                 microbatch = self._queue.popleft()
-                if microbatch in self._wanted:  # else the training thread was faster
+                if microbatch in self._wanted:  # otherwise the training thread was faster
                     self._loading = microbatch
+                    assert self._dataset is not None, "what is wanted is wanted of a dataset"
                     return self._dataset, microbatch
 
     def _is_due(self) -> bool:
@@ -181,14 +200,14 @@ class Prefetcher:
         return bool(self._queue) and room and not self._asked and bool(self._may_prefetch)
 
     def _complain(self, what: str) -> None:
-        """Once: a dataset that fails at one sample is likely to fail at every one."""
+        """Print the first complaint only: a dataset that fails for one sample often fails for all."""
         if not self._complained:
-            print(f"megatron_ft: {what}", file=sys.stderr, flush=True)
+            _log.warning(what)
         self._complained = True
 
 
 def _same(one: Dataset, other: Dataset | None) -> bool:
-    """Whether they are one dataset; ``data.batch`` is another object each time it is looked up."""
+    """Return whether both are the same dataset. A bound method is a new object at each access."""
     if one is other:
         return True
     bound = getattr(one, "__self__", None)

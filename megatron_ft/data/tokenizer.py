@@ -1,8 +1,8 @@
-"""A byte-pair tokenizer that loses nothing: ``decode(encode(text)) == text`` for every text.
+"""A lossless byte-pair tokenizer: ``decode(encode(text)) == text`` for every text.
 
-sentencepiece is set up so that it changes nothing (no normalisation, no added or removed spaces), spells what it has
-no piece for in bytes, and never lets a piece reach across a newline. Training is deterministic: same text, same
-vocabulary size, same pieces.
+sentencepiece is configured without normalisation and without added or removed spaces; it encodes characters without a
+piece as bytes, and no piece crosses a newline. Training is deterministic: equal text and vocabulary size give equal
+pieces.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import sentencepiece
 from megatron_ft.errors import DataError
 
 EOD_PIECE = "<eod>"
-BLOCK_CHARS = 1 << 20  # encoding takes some hundred bytes of memory a character: long documents go in blocks
+BLOCK_CHARS = 1 << 20  # encoding takes some hundred bytes of memory per character, so long documents are divided
 _FIXED_PIECES = 260  # every byte, <unk>, <eod>, newline and space
 _LINE_CHARS = 1 << 14  # sentencepiece counts positions inside a word with 16 bits
-# sentencepiece writes a space as U+2581 inside pieces, so a U+2581 of the text would come back as a space. It is
-# spelled in bytes instead, which decode to themselves.
+# sentencepiece writes a space as U+2581 inside pieces, so a U+2581 of the text would be decoded as a space. It is encoded
+# as bytes, which decode to themselves.
 _SPACE_MARK = "\u2581"
 _SPACE_MARK_BYTES = tuple(f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode())
-# Skipped or refused by the trainer when inside a sentence; as text they are spelled in bytes anyway.
+# The trainer skips or refuses these inside a sentence; in text they are encoded as bytes anyway.
 _SEPARATORS = re.compile("[\n\t\0\u2581\u2585]")
 
 
 class Tokenizer:
-    """A trained tokenizer. ``model`` are the bytes of a sentencepiece model, readable by any sentencepiece.
+    """A trained tokenizer. ``model`` holds the bytes of a sentencepiece model, which any sentencepiece can read.
 
-    Piece 0 is ``<unk>`` (never produced), ``eod_id`` ends a document and is never produced by :meth:`encode`, whatever
-    the text. Raises ``DataError`` if ``model`` is not a model of this package.
+    :meth:`encode` never produces piece 0, ``<unk>``, nor ``eod_id``, which ends a document. Raises ``DataError`` if
+    ``model`` cannot be read.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -49,23 +49,24 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a model file, or the ``tokenizer.model`` of a prepared directory; ``DataError`` if there is none."""
+        """Read a model file, or the ``tokenizer.model`` of a prepared directory. Raises ``DataError`` if there is
+        none."""
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
         try:
             return cls(file.read_bytes())
         except OSError as error:
             raise DataError(
-                f"{file}: no tokenizer there ({error.strerror}): run `megatron-ft prepare --out {file.parent}`"
+                f"{file}: there is no tokenizer ({error.strerror}): run `megatron-ft prepare --out {file.parent}`"
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of ``text``, each in ``range(vocab_size)``, without an end-of-document piece."""
+        """Return the token ids of ``text``, each in ``range(vocab_size)``, without an end-of-document id."""
         return [token for block in self.encode_blocks(text) for token in block]
 
     def encode_blocks(self, text: str) -> Iterator[list[int]]:
-        """The same ids in portions of about ``BLOCK_CHARS`` characters, so that memory stays small.
+        """Yield the ids of :meth:`encode` in blocks of about ``BLOCK_CHARS`` characters, which limits the memory.
 
-        Blocks end at a newline, or at a space mark: no piece reaches across either, so the cuts change nothing.
+        Blocks end at a newline or at a space mark. No piece crosses either of them, so the ids are the same.
         """
         for block in _blocks(text):
             for number, part in enumerate(block.split(_SPACE_MARK)):
@@ -75,7 +76,8 @@ class Tokenizer:
                     yield self._pieces.encode(part)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ``tokens``; end-of-document pieces become nothing. ``IndexError`` for an id outside the range."""
+        """Return the text of ``tokens``, without end-of-document ids. Raises ``IndexError`` for an id outside the
+        range."""
         return self._pieces.decode([int(token) for token in tokens])
 
 
@@ -89,11 +91,17 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lower: bool = False) -> Tokenizer:
-    """Train a byte-pair tokenizer with ``vocab_size`` pieces (260 of them bytes and specials) on ``texts``.
+    """Train a byte-pair tokenizer.
 
-    ``every``: learn from every so many-th line only, for texts larger than memory. ``lower``: where the text is too
-    small for ``vocab_size``, take the largest vocabulary it allows (see ``Tokenizer.vocab_size``) instead of raising.
-    Raises ``DataError`` naming the limit if ``vocab_size`` is too large or too small for the text.
+    Args:
+        texts: Text to train on.
+        vocab_size: Number of pieces, 260 of which are bytes and special pieces.
+        every: Use only one of this many lines, for texts larger than memory.
+        lower: Where the text is too small for ``vocab_size``, use the largest possible vocabulary (see
+            ``Tokenizer.vocab_size``) instead of raising.
+
+    Raises:
+        DataError: ``vocab_size`` is too large or too small for the text; the message names the limit.
     """
     if not _FIXED_PIECES < vocab_size < 2**31:
         raise DataError(
@@ -108,20 +116,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lo
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            hard_vocab_limit=False,  # it then makes as many pieces as it can, and the count names the limit
+            hard_vocab_limit=False,  # then the number of pieces is the limit
             num_threads=1,  # the order of merges depends on it
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             user_defined_symbols=["\n"],
-            required_chars=_SPACE_MARK,  # else the space of a text with few spaces has no piece, and is not lossless
+            required_chars=_SPACE_MARK,  # otherwise a space may have no piece, and is lost
             unk_id=0,
             eos_id=1,
             eos_piece=EOD_PIECE,
             bos_id=-1,
             pad_id=-1,
-            max_sentence_length=8 * _LINE_CHARS,  # bytes; its default would skip long lines without a word
+            max_sentence_length=8 * _LINE_CHARS,  # bytes; its default would silently skip long lines
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -136,7 +144,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lo
 
 
 def _training_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines the trainer accepts: without the characters it refuses, and not longer than it can count."""
+    """Yield lines without the characters that the trainer refuses, and not longer than its counters allow."""
     for text in texts:
         for line in _SEPARATORS.split(text):
             for start in range(0, len(line), _LINE_CHARS):
@@ -144,7 +152,7 @@ def _training_lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _training_error(error: RuntimeError, vocab_size: int) -> Exception:
-    """What a user can cure becomes a ``DataError``; anything else is a bug and stays what it is."""
+    """Return a ``DataError`` for what a user can correct. Any other error is a bug and is returned unchanged."""
     needed = re.search(r"smaller than required_chars\. -?\d+ vs (\d+)", str(error))
     if needed:
         return DataError(
@@ -152,5 +160,5 @@ def _training_error(error: RuntimeError, vocab_size: int) -> Exception:
             f"{needed[1]}: use --vocab-size {needed[1]} or larger"
         )
     if "sentences_.empty()" in str(error) or "all_chars_count" in str(error):
-        return DataError("the text has no characters to learn from: give more text")
+        return DataError("the text has no characters to train on: give more text")
     return error

@@ -1,4 +1,4 @@
-"""``megatron-ft doctor``: what works on this machine (:mod:`.local`), and on all hosts together (:mod:`.together`)."""
+"""``megatron-ft doctor``: checks of one machine (:mod:`.local`) and of all hosts of a run (:mod:`.hosts_check`)."""
 
 from megatron_ft.doctor.local import Finding, run_doctor
 

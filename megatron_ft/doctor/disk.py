@@ -1,7 +1,7 @@
-"""The directory that all hosts share: room, whether it is the same one everywhere, and how fast it takes and gives.
+"""Test of a directory: free space, speed, and whether all hosts see the same directory.
 
-Failures it assumes: the directory is missing, full, read-only, or a dead server's, which no call returns from. Then the
-thread that asked is left behind.
+Failures assumed: the directory is missing, full or read-only, or its file server does not respond. System calls on a
+dead file server never return, so the test runs in a thread, which is abandoned after ``MAX_S``.
 """
 
 from __future__ import annotations
@@ -15,44 +15,68 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-MOST_S = 30.0
-_SIZE, _ATTEMPTS = 8 << 20, 3
-_SEEN_S = 5.0
-"""So long a file may take to be seen by another host: file systems of a network remember for seconds what was not there."""
-_LOOK_S = 0.1
+from megatron_ft.utils import atomic_file
+
+MAX_S = 30.0
 PREFIX = ".megatron_ft-doctor"
+_SIZE, _ATTEMPTS = 8 << 20, 3
+_VISIBLE_S = 5.0
+"""Network file systems cache the absence of a file for seconds."""
+_POLL_S = 0.1
+LINKS = "use a run directory with hard links (NFS, Lustre), or etcd; without one no host takes over the embedded store"
+"""The remedy where a directory has no hard links."""
 
 
 def marker(directory: Path, token: str) -> Path:
-    """The file by which the others see that it is the same directory."""
+    """Returns the path of the file that host 0 creates for the other hosts to find."""
     return directory / f"{PREFIX}.{token}.here"
 
 
 def try_out(directory: Path, token: str | None = None) -> dict[str, Any]:
-    """``free_bytes``, ``write_bytes_s``, ``read_bytes_s``, ``seen`` (the marker of that ``token``); or ``trouble``."""
-    said: dict[str, Any] = {}
-    thread = threading.Thread(target=_try_out, args=(directory, token, said), name="megatron_ft-doctor-disk", daemon=True)
+    """Writes and reads a file of 8 MiB three times.
+
+    Returns ``free_bytes``, ``write_bytes_s`` and ``read_bytes_s``, ``no_links`` (why a hard link cannot be made, "" if one
+    can), with ``token`` also ``seen`` (the marker file exists); on an error only ``error``.
+    """
+    result: dict[str, Any] = {}
+    thread = threading.Thread(target=_try_out, args=(directory, token, result), daemon=True)
     thread.start()
-    thread.join(MOST_S)
-    return {"trouble": f"no answer within {MOST_S:g} s"} if thread.is_alive() else said
+    thread.join(MAX_S)
+    return {"error": f"no response within {MAX_S:g} s"} if thread.is_alive() else result
 
 
-def _try_out(directory: Path, token: str | None, said: dict[str, Any]) -> None:
+def _try_out(directory: Path, token: str | None, result: dict[str, Any]) -> None:
     try:
-        said["free_bytes"] = shutil.disk_usage(directory).free
-        said |= _speed(directory / f"{PREFIX}.{uuid.uuid4().hex}")
-        if token is None:
-            return
-        end = time.monotonic() + _SEEN_S
-        while not (seen := _exists(marker(directory, token))) and time.monotonic() < end:
-            time.sleep(_LOOK_S)
-        said["seen"] = seen
+        free_bytes = shutil.disk_usage(directory).free
+        speeds = [_speed(directory / f"{PREFIX}.{uuid.uuid4().hex}") for _ in range(_ATTEMPTS)]
+        write_bytes_s, read_bytes_s = (
+            max(column) for column in zip(*speeds, strict=True)
+        )  # other jobs use the disk, too
+        result |= {"free_bytes": free_bytes, "write_bytes_s": write_bytes_s, "read_bytes_s": read_bytes_s}
+        result["no_links"] = _no_links(directory / f"{PREFIX}.{uuid.uuid4().hex}")
+        if token is not None:
+            end = time.monotonic() + _VISIBLE_S
+            while not (seen := _exists(marker(directory, token))) and time.monotonic() < end:
+                time.sleep(_POLL_S)
+            result["seen"] = seen
     except OSError as error:
-        said["trouble"] = error.strerror or str(error)
+        result["error"] = error.strerror or str(error)
+
+
+def _no_links(path: Path) -> str:
+    """Return why no file can be made by a hard link, as claims of the control store are; "" if one can."""
+    try:
+        made = [atomic_file.create(path, b"") for _ in range(2)]
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return "" if made == [True, False] else "a link can replace a file"
 
 
 def _exists(path: Path) -> bool:
-    """Asked by opening it, which asks the server; and the listing, which makes some file systems look again."""
+    """Opens the file, which asks the file server; listing the directory makes some file systems refresh their cache."""
     try:
         path.open("rb").close()
         return True
@@ -62,13 +86,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _speed(path: Path) -> dict[str, float]:
-    """The best of some attempts: others use the disk as well."""
-    found = [_attempt(path) for _ in range(_ATTEMPTS)]
-    return {name: max(attempt[name] for attempt in found) for name in found[0]}
-
-
-def _attempt(path: Path) -> dict[str, float]:
+def _speed(path: Path) -> tuple[float, float]:
+    """Returns the rates of writing and reading in bytes per second."""
     content = os.urandom(_SIZE)
     try:
         begun = time.perf_counter()
@@ -79,7 +98,9 @@ def _attempt(path: Path) -> dict[str, float]:
         written = time.perf_counter()
         with path.open("rb") as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it comes from memory
+                os.posix_fadvise(
+                    file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+                )  # read from the disk, not from the page cache
             opened = time.perf_counter()
             same = file.read() == content
         read = time.perf_counter()
@@ -87,5 +108,5 @@ def _attempt(path: Path) -> dict[str, float]:
         with contextlib.suppress(OSError):
             path.unlink()
     if not same:
-        raise OSError("what was written there is read differently")
-    return {"write_bytes_s": _SIZE / (written - begun), "read_bytes_s": _SIZE / (read - opened)}
+        raise OSError("the data read differ from the data written")
+    return _SIZE / (written - begun), _SIZE / (read - opened)

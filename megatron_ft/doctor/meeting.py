@@ -1,8 +1,7 @@
-"""Where the hosts meet for the check, as their options or their surroundings say: at HOST:PORT, or by a file.
+"""How the hosts of one check find host 0 and connect to it: at ``--store HOST:PORT``, or by a file in a shared directory.
 
-The file is in a directory that all hosts see: host 0 takes a free port and writes there where it listens.
-
-Failures it assumes: host 0 comes late or never, or is not where they look for it; an earlier check has left its file.
+Without ``--store`` host 0 listens on a free port and writes its address into that file. Failures assumed: host 0 starts
+late or never, or is unreachable; an earlier check has left its file.
 """
 
 from __future__ import annotations
@@ -11,30 +10,51 @@ import argparse
 import contextlib
 import errno
 import json
-import os
-import queue
 import re
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from megatron_ft.auth import handshake
+from megatron_ft.auth import secret as secrets
+from megatron_ft.auth.secret import Secret
 from megatron_ft.doctor.disk import PREFIX
-from megatron_ft.doctor.line import Line, Message
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import addresses, hostfile
+from megatron_ft.launchers import hostfile
+from megatron_ft.types import given
+from megatron_ft.utils import atomic_file, net
 
+MEET = "doctor meets"
+"""Purpose of the key for connections to host 0."""
+_NO_SECRET = Secret("the doctor of hosts without a secret")
+"""Used with --store and without MEGATRON_FT_SECRET: the check is not protected then (docs/security.md)."""
 _CONNECT_S = 2.0
 _WELCOME_S = 10.0
-_PAUSE_S = 0.2
+_RETRY_S = 0.2
+_LONGEST = 1 << 24
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Host ``rank`` of ``hosts``. ``store``: where host 0 listens, None: it says so in ``directory``. ``job``: tells this
-    check from others there. ``address``: by which the others reach this host, None: found; ``target``: found by this one.
-    ``names``: of all hosts, where they are known before they come. ``patience_s``: how long they are waited for."""
+    """What one host knows about the check.
+
+    Attributes:
+        hosts: number of hosts.
+        rank: this host, from 0.
+        store: address at which host 0 listens; None: it is in a file in ``directory``.
+        job: name that distinguishes this check from others in the same directory.
+        directory: directory that all hosts share; None: no disk is tested.
+        address: address by which the other hosts reach this one; None: detected.
+        target: address of another host, by which ``address`` is detected.
+        names: names of the hosts as far as they are known before the hosts connect.
+        patience_s: time that hosts wait for each other.
+        secret: authenticates the connections; None: from the file, or no protection with ``store``.
+    """
 
     hosts: int
     rank: int
@@ -45,56 +65,59 @@ class Meeting:
     target: str | None = None
     names: tuple[str, ...] = ()
     patience_s: float = 60.0
+    secret: Secret | None = field(default_factory=secrets.given)
 
     @property
     def file(self) -> Path:
-        """Only without ``store``."""
+        """The file with the address of host 0; used without ``store`` only."""
         assert self.directory is not None
         return self.directory / f"{PREFIX}.{re.sub(r'[^A-Za-z0-9_.-]', '_', self.job)}.json"
 
     def name(self, rank: int) -> str:
-        """Of a host that has not said it."""
+        """Returns the name of a host that has not connected."""
         return self.names[rank] if rank < len(self.names) else f"host {rank}"
 
 
 def find(options: argparse.Namespace) -> Meeting | None:
-    """From the options of ``megatron-ft doctor``, which its surroundings have completed. None: this machine alone.
+    """Reads the options of ``megatron-ft doctor``, completed by the launcher's environment. None: check this machine alone.
 
-    Raises ``LaunchError`` for what cannot be.
+    Raises ``LaunchError`` for options that are missing or contradict each other.
     """
     names: tuple[str, ...] = ()
     hosts, rank, store = options.hosts, options.host_rank, options.store
     by_file = options.job_id is not None and options.directory is not None
     if options.hostfile is not None:
         if hosts is not None or store is not None:
-            raise LaunchError("--hostfile says what --hosts and --store say; leave these out")
-        found = hostfile.read(options.hostfile)
-        names, hosts = tuple(host.name for host in found), len(found)
-        rank = hostfile.own_rank(options.hostfile, found) if rank is None else rank
+            raise LaunchError("--hosts and --store cannot be combined with --hostfile; leave them out")
+        entries = hostfile.read(options.hostfile)
+        names, hosts = tuple(host.name for host in entries), len(entries)
+        rank = hostfile.own_rank(options.hostfile, entries) if rank is None else rank
         if hosts > 1 and not options.port and not by_file:
-            raise LaunchError(f"--port is missing; it is a free port of {names[0]}, where the hosts meet")
-        store = addresses.joined(names[0], options.port) if options.port else None
+            raise LaunchError(f"--port is missing; give a free port of {names[0]}, where the hosts meet")
+        store = net.joined(names[0], options.port) if options.port else None
     if not options.factor > 1:
-        raise LaunchError(f"--factor is {options.factor:g}; it has to be more than 1, or every host would be named")
+        raise LaunchError(f"--factor is {options.factor:g} and must be greater than 1; leave it out for the default")
     if options.patience_s < 0:
-        raise LaunchError(f"--patience-s is {options.patience_s:g}; it is a number of seconds")
+        raise LaunchError(f"--patience-s is {options.patience_s:g} and must be a number of seconds, 0 or more")
     if hosts in (None, 1) and rank in (None, 0) and (store is None or options.hostfile is not None):
         return None
     if hosts is None or rank is None:
         missing = "--hosts" if hosts is None else "--host-rank"
-        raise LaunchError(f"{missing} is missing; all hosts together need --hosts H, --host-rank K and --store HOST:PORT")
+        raise LaunchError(f"{missing} is missing; several hosts need --hosts H, --host-rank K and --store HOST:PORT")
     if not 0 <= rank < hosts:
-        raise LaunchError(f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one")
+        raise LaunchError(f"--host-rank is {rank} and must be from 0 to {hosts - 1}, as --hosts is {hosts}")
     if store is None and options.job_id is not None and options.directory is None:
-        raise LaunchError("--directory is missing; without --store the hosts meet by a file in one that all of them see")
-    where = None if store is None else addresses.split(store)
+        raise LaunchError("--directory is missing; without --store the hosts meet by a file in a directory they share")
+    where = None if store is None else net.split(store)
     if (where is None and (store is not None or not by_file)) or (where is not None and not where[1]):
         raise LaunchError(
-            f"--store is {store!r}; all hosts need HOST:PORT, the address of host 0 and a free port there ([ADDRESS]:PORT "
-            f"for IPv6); or the same new --job-id, and --directory, one that they share"
+            f"--store is {store!r} and must be HOST:PORT, the address of host 0 and a free port there ([ADDRESS]:PORT for "
+            f"IPv6); or give a new --job-id, the same on all hosts, and --directory, one that they share"
         )
     if options.directory is not None and where is None and not options.directory.is_dir():
-        raise LaunchError(f"--directory {options.directory} is no directory here; give one that all hosts see")
+        raise LaunchError(
+            f"--directory {options.directory} is not a directory on this host; give one that all hosts share"
+        )
     return Meeting(
         hosts=hosts,
         rank=rank,
@@ -108,45 +131,78 @@ def find(options: argparse.Namespace) -> Meeting | None:
     )
 
 
+class Channel:
+    """Exchanges JSON objects, one per line, over a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer: str = connection.getpeername()[0]
+        self._connection, self._lines = connection, connection.makefile("rb")
+
+    def send(self, message: Message) -> None:
+        """Raises ``OSError``."""
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float) -> Message:
+        """Raises ``TimeoutError``, and ``ConnectionError`` when the other end has closed the connection."""
+        self._connection.settimeout(timeout_s)
+        line = self._lines.readline(_LONGEST)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the connection was closed")
+        return json.loads(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # another thread may be reading
+        self._lines.close()
+        self._connection.close()
+
+
 # --- host 0 -----------------------------------------------------------------------------------------------------------
 
 
+def with_secret(meeting: Meeting) -> Meeting:
+    """Returns the meeting with a secret: a new one where the file can pass it to the other hosts."""
+    if meeting.secret is not None:
+        return meeting
+    return replace(meeting, secret=Secret.new() if meeting.store is None else _NO_SECRET)
+
+
 def listen(meeting: Meeting) -> socket.socket:
-    """Where host 0 is to be found. Raises ``LaunchError``."""
-    host, port = meeting.store or (meeting.address or addresses.own_address(meeting.target), 0)
+    """Returns the socket at which host 0 listens. Raises ``LaunchError``."""
+    host, port = meeting.store or (meeting.address or net.own_address(meeting.target), 0)
     own = meeting.address or _resolved(host, port)
     try:
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         return socket.create_server((own, port), family=family, backlog=1024)
     except OSError as error:
-        where = addresses.joined(host, port)
+        where = net.joined(host, port)
         if error.errno == errno.EADDRINUSE:
-            raise LaunchError(f"--store is {where}, and port {port} is in use by another program; give another") from None
+            raise LaunchError(f"--store is {where}, and another program uses port {port}; choose a free port") from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise LaunchError(
-                f"--store is {where}, and {own} is no address of this host, {socket.gethostname()}; --host-rank 0 belongs "
-                f"on the host that has it (or give --address, where it only forwards)"
+                f"--store is {where}, and {own} is not an address of this host, {socket.gethostname()}; run --host-rank 0 "
+                f"on the host that has it, or give --address where {host} only forwards connections"
             ) from None
         raise LaunchError(f"host 0 cannot listen on {where}: {error.strerror or error}") from None
 
 
 def _resolved(host: str, port: int) -> str:
     try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise LaunchError(f"--store: {host} stands for no address here ({error}); check it") from None
+        raise LaunchError(f"--store: the name {host} has no address on this host ({error}); correct it") from None
 
 
 @contextlib.contextmanager
-def announced(meeting: Meeting, listener: socket.socket):
-    """While this lasts the others find host 0 by the file, if they look for one."""
+def announced(meeting: Meeting, listener: socket.socket) -> Iterator[None]:
+    """Keeps the file with the address of host 0, where the hosts meet by a file."""
     if meeting.store is not None:
         yield
         return
     own, port = listener.getsockname()[:2]
-    temporary = meeting.file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"job": meeting.job, "store": [own, port]}), encoding="utf-8")
-    os.replace(temporary, meeting.file)
+    content = {"store": [own, port], "secret": given(meeting.secret).text}
+    atomic_file.write_json(meeting.file, content, indent=None, mode=0o600)
     try:
         yield
     finally:
@@ -157,48 +213,49 @@ def announced(meeting: Meeting, listener: socket.socket):
 # --- every host -------------------------------------------------------------------------------------------------------
 
 
-def reach(meeting: Meeting, hello: Callable[[str], Message]) -> tuple[Line, Message] | str:
-    """The line to host 0 and its welcome; or why there is none. ``hello``: from this host's own address.
+def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel | str:
+    """Connects to host 0; returns the reason where that fails for ``patience_s``.
 
-    Raises ``LaunchError`` where host 0 does not want this host.
+    Args:
+        meeting: the check.
+        hello: returns the first message, from this host's own address and the secret.
+
+    Raises:
+        LaunchError: host 0 refuses this host.
     """
-    end = time.monotonic() + meeting.patience_s
+    deadline = time.monotonic() + meeting.patience_s
     while True:
-        where = meeting.store or _read(meeting.file)
-        if isinstance(where, tuple):
+        try:
+            where, secret = (meeting.store, meeting.secret or _NO_SECRET) if meeting.store else _read(meeting.file)
             try:
-                line = Line(socket.create_connection(where, timeout=_CONNECT_S))
-                own = meeting.address or line.address
-                line.send(hello(own))
-                welcome = line.next(_WELCOME_S)
-                if welcome is not None and "no" in welcome:
-                    raise LaunchError(welcome["no"])
-                if welcome is not None:
-                    return line, {**welcome, "own": own}
-                why = f"{addresses.joined(*where)} is not host 0's"
+                return _join(where, meeting, secret, hello)
             except OSError as error:
-                why = f"{addresses.joined(*where)}: {error.strerror or error}"
-                _call_out(where, meeting)
-            except queue.Empty:
-                why = f"{addresses.joined(*where)}: no answer within {_WELCOME_S:g} s"
-        else:
-            why = where
-        if time.monotonic() > end:
-            return f"host 0 is not reached within {meeting.patience_s:g} s ({why}); is it started, and up?"
-        time.sleep(_PAUSE_S)
+                reason = f"{net.joined(*where)}: {error.strerror or error}"
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error)
+        if time.monotonic() > deadline:
+            return f"host 0 is not reached within {meeting.patience_s:g} s ({reason}); check that doctor runs there"
+        time.sleep(_RETRY_S)
 
 
-def _read(file: Path) -> tuple[str, int] | str:
+def _join(where: tuple[str, int], meeting: Meeting, secret: Secret, hello: Callable[[str, Secret], Message]) -> Channel:
+    connection = socket.create_connection(where, timeout=_CONNECT_S)
     try:
-        host, port = json.loads(file.read_text(encoding="utf-8"))["store"]
-        return host, port
-    except (OSError, ValueError, KeyError) as error:
-        return str(error)
+        handshake.greet(
+            connection, secret.of(MEET), hello(meeting.address or connection.getsockname()[0], secret), _WELCOME_S
+        )
+        channel = Channel(connection)
+        answer = channel.receive(_WELCOME_S)
+    except BaseException:
+        connection.close()
+        raise
+    if "refused" in answer:
+        channel.close()
+        raise LaunchError(answer["refused"])
+    return channel
 
 
-def _call_out(where: tuple[str, int], meeting: Meeting) -> None:
-    """A datagram may pass where no connection is made: then it is the way back that is blocked."""
-    with contextlib.suppress(OSError):
-        family, _, _, _, target = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as mouth:
-            mouth.sendto(json.dumps({"job": meeting.job, "rank": meeting.rank}).encode(), target)
+def _read(file: Path) -> tuple[tuple[str, int], Secret]:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    host, port = content["store"]
+    return (host, port), Secret(content["secret"])

@@ -1,4 +1,4 @@
-"""What has to be the same on all hosts: versions, and what kind of machine it is."""
+"""Versions and hardware that should be equal on all hosts of a run."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megatron_ft
-from megatron_ft.doctor.local import OK, Finding
+from megatron_ft.doctor.doctor_report import OK, Finding
 
 NONE = "none"
 NEEDED = frozenset({"python", "torch", "megatron_ft", "NCCL", "GPUs"})
-"""Hosts that differ in these do not make a run together; in others they may."""
+"""Hosts that differ in one of these cannot take part in one run; a difference in the others is a warning."""
 _DRIVER = Path("/sys/module/nvidia/version")
 
 
 def here(findings: Sequence[Finding]) -> dict[str, str]:
-    """Of this host; ``findings`` are its own."""
+    """Returns name -> version for this host; NCCL and GPUs are taken from its local ``findings``."""
     found = {finding.what: finding.details for finding in findings if finding.state == OK}
-    own = f"{megatron_ft.__version__}, code {_digest(Path(megatron_ft.__file__).parent)}"
-    packages = {name: _package(name) for name in ("torch", "numpy", "deepspeed")}
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "megatron_ft": own,
-        **packages,
+        "megatron_ft": f"{megatron_ft.__version__}, code {_digest(Path(megatron_ft.__file__).parent)}",
+        **{name: package(name) for name in ("torch", "numpy", "deepspeed")},
         "NCCL": found.get("NCCL", NONE),
         "GPUs": found.get("CUDA", NONE),
         "NVIDIA driver": _driver(),
     }
 
 
-def _package(name: str) -> str:
-    """Not imported: that it can be is another finding."""
+def package(name: str) -> str:
+    """Returns the installed version without importing the package; ``NONE`` when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +46,7 @@ def _driver() -> str:
 
 
 def _digest(directory: Path) -> str:
-    """Of the code: two checkouts can have one version."""
+    """Returns a digest of the source code: two checkouts can have the same version number."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*.py")):
         digest.update(f"{path.relative_to(directory)}\0".encode() + path.read_bytes())

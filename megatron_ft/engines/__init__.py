@@ -1,1 +1,1 @@
-"""Adapters from training engines to the narrow :class:`~megatron_ft.engines.base.Engine` port."""
+"""Adapters from training engines to the narrow :class:`~megatron_ft.engines.port.Engine` port."""

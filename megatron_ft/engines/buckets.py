@@ -1,33 +1,44 @@
-"""Gradients of one rank, cut into flat buckets: what every engine keeps, whatever it is an adapter of.
+"""The gradients of one rank in flat buckets: the part that all engines have in common.
 
-A bucket has a local and a reduced tensor, both fp32, [elements + slots + TAIL] (``engines.base``), and views of them shaped
-like its parameters.
+A bucket has a local and a reduced tensor, both fp32, and views of them shaped like its parameters. The tensors hold the
+gradients, then in bucket 0 the riders (other numbers to which each microbatch adds: tokens, changes of buffers) and the
+session's slots, then the tail: [elements + riders + slots + TAIL] (``engines.port``).
 
-Failures it assumes: none. A reduction that is abandoned may still write into a reduced tensor: it is replaced then.
+Failures it assumes: none. A reduced tensor into which an abandoned reduction may still write is replaced.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ft.engines.base import TAIL
+from megatron_ft.data.order import step_seed
+from megatron_ft.engines.buffers import Buffers
+from megatron_ft.engines.port import TAIL, Miscount, Progress, StepResult, manual_seed
+from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
-"""What torch adds to the norm before it divides the limit by it."""
+"""The constant that torch adds to the norm before it divides the limit by it."""
 _LEAST_MB, _MOST_MB, _PARTS = 1.0, 25.0, 8
+_TOKENS, _BASE = 2, 256
+"""The number of tokens travels as two fp32 numbers, the lower digit to base 256 and the rest: their sums are exact up to
+65,000 microbatches and 4 * 10^9 tokens in a step, where a single fp32 number would be exact up to 1.6 * 10^7 tokens."""
 
 
 class Bucket:
-    """Some parameters, their local gradient and its reduction. ``sum`` is the one of both that holds the step's sum."""
+    """Some parameters, their local gradient and its reduction. ``sum`` is the one that holds the step's sum."""
 
-    def __init__(self, parameters: list[nn.Parameter], slots: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], extra: int) -> None:
         self.parameters = parameters
         self.elements = sum(parameter.numel() for parameter in parameters)
-        self.local = torch.zeros(self.elements + slots + TAIL, dtype=torch.float32, device=parameters[0].device)
+        self.tail = extra + TAIL
+        self.local = torch.zeros(self.elements + self.tail, dtype=torch.float32, device=parameters[0].device)
         self.local_views = self._views(self.local)
         self.loss, self.count = self.local[-TAIL:]
         self.replace_reduced()
@@ -60,16 +71,30 @@ class Buckets(Sequence[Bucket]):
     """All buckets of one rank, last parameters first: the order in which backward finishes them.
 
     Args:
-        parameters: in the order of the forward pass; a bucket holds those of one device.
-        bucket_mb: largest size in MiB of fp32; a single larger parameter gets a bucket of its own. None: an eighth of the
-            gradients, but 1 to 25: of many buckets more are done when a group is lost, few large ones are faster.
-        slots: how many numbers bucket 0 carries between its gradients and its tail.
+        parameters: in the order of the forward pass; the parameters of a bucket are on one device.
+        bucket_mb: largest size in MiB of fp32; a single larger parameter gets a bucket of its own. None: an eighth of
+            the gradients, but 1 to 25. With many buckets more are finished when a group is lost; few large ones are
+            faster.
+        slots: number of elements of bucket 0 between its riders and its tail, for the session.
+        riders: number of elements of bucket 0 after its gradients; each microbatch adds to them as to a gradient.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket_mb: float | None, slots: int) -> None:
-        self.slots = slots
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], bucket_mb: float | None, slots: int, riders: int = 0
+    ) -> None:
+        self.slots, self._riders = slots, riders
         filled = _fill(parameters, bucket_mb)
-        self._buckets = [Bucket(group, slots if number == 0 else 0) for number, group in enumerate(filled)]
+        self._buckets = [Bucket(group, riders + slots if number == 0 else 0) for number, group in enumerate(filled)]
+        self.local_riders = self._riders_of(self._buckets[0].local)
+
+    def _riders_of(self, flat: torch.Tensor) -> torch.Tensor:
+        first = self._buckets[0].elements
+        return flat[first : first + self._riders]
+
+    @property
+    def sum_riders(self) -> torch.Tensor:
+        """The riders of the step's sum; after :meth:`average`, the means over its microbatches."""
+        return self._riders_of(self._buckets[0].sum)
 
     def __getitem__(self, number):
         return self._buckets[number]
@@ -80,8 +105,10 @@ class Buckets(Sequence[Bucket]):
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
 
-    def count(self, loss: torch.Tensor | None, microbatches: int = 1) -> None:
-        """So many more are in every bucket, or will be at the end of the backward pass; ``loss``: their sum, where known."""
+    def count(  # type: ignore[override]  # of microbatches; the one of a sequence is not used
+        self, loss: torch.Tensor | None, microbatches: int = 1
+    ) -> None:
+        """Add ``microbatches`` to every bucket's count, even before backward, and ``loss``, their sum, if known."""
         value = None if loss is None else loss.detach()
         for bucket in self._buckets:
             if value is not None:
@@ -89,31 +116,64 @@ class Buckets(Sequence[Bucket]):
             bucket.count.add_(microbatches)
 
     def check(self, step: int, microbatches: int) -> float:
-        """The sum of the losses. Raises ``AssertionError`` unless every bucket holds that many microbatches."""
+        """Return the sum of the losses. Raises ``Miscount`` unless every bucket holds ``microbatches`` microbatches."""
         losses, counts = zip(*(bucket.sum[-TAIL:].tolist() for bucket in self._buckets), strict=True)
-        assert set(counts) == {microbatches}, f"step {step}: buckets hold {counts} microbatches, not {microbatches}"
+        if set(counts) != {microbatches}:
+            raise Miscount(f"step {step}: buckets hold {counts} microbatches, not {microbatches}")
         return losses[0]
 
-    def average(self, microbatches: int, norm: float, clipping: float) -> None:
-        """Make means of the sums and clip them to ``clipping``, if that is not 0, in one pass.
+    def average(self, divisor: int, microbatches: int, norm: float, clipping: float) -> None:
+        """Turn the sums of gradients into means and clip them to ``clipping``, unless that is 0, in one pass.
 
-        Clips as ``torch.nn.utils.clip_grad_norm_`` does to means; ``norm`` is the means'. Each pass over the gradients that
-        is left out pays for half of the copy that reductions need (``runtime.reduction``).
+        Clips as ``torch.nn.utils.clip_grad_norm_`` clips the means, whose norm is ``norm``. Each pass over the
+        gradients that is saved pays for half of the copy that reductions need (``collectives.bucket_allreduce``).
+        Riders are divided by the number of microbatches, and not clipped.
         """
         clipped = clipping / (norm + _CLIP_EPSILON)
         for bucket in self._buckets:
+            gradients = bucket.sum[: bucket.elements]
             if clipping and clipped < 1:
-                bucket.sum.mul_(clipped / microbatches)
+                gradients.mul_(clipped / divisor)
             else:
-                bucket.sum.div_(microbatches)
+                gradients.div_(divisor)
+        if self._riders:
+            self.sum_riders.div_(microbatches)
 
 
 class Bucketed:
-    """The part of the ``Engine`` port that follows from the buckets alone."""
+    """The part of the ``Engine`` port that is the same in all engines.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], bucket_mb: float | None, slots: int) -> None:
+    Args:
+        model: the module whose buffers are kept equal in all groups (``engines.buffers``).
+        parameters: its trainable parameters, in the order of the forward pass.
+        bucket_mb: see :class:`Buckets`.
+        gradient_clipping: limit of the global norm; 0 turns clipping off.
+        slots: number of elements of bucket 0 for the session (``engines.port.TAIL``).
+        loss_reduction: ``"microbatch"``: the loss of a microbatch is a mean, and the step's loss is the mean of these.
+            ``"token"``: a loss is a pair (sum over the tokens, number of tokens), and the step's sums are divided by
+            the number of its tokens.
+        seed: seed of the random numbers that the optimizer may draw, together with the number of the step.
+        in_flight: see :class:`~megatron_ft.engines.buffers.Buffers`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bucket_mb: float | None = None,
+        gradient_clipping: float = 0.0,
+        slots: int = 0,
+        loss_reduction: str = "microbatch",
+        seed: int = 0,
+        in_flight: bool = False,
+    ) -> None:
         self._parameters = parameters
-        self._buckets = Buckets(parameters, bucket_mb, slots)
+        self._clipping, self._seed = gradient_clipping, seed
+        self._per_token = loss_reduction == "token"
+        self._first_change = _TOKENS if self._per_token else 0
+        self._buffers = Buffers(model, in_flight=in_flight)
+        self._buckets = Buckets(parameters, bucket_mb, slots, self._first_change + self._buffers.elements)
 
     @property
     def slots(self) -> int:
@@ -122,6 +182,9 @@ class Bucketed:
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)
+
+    def tail(self, bucket: int) -> int:
+        return self._buckets[bucket].tail
 
     def local(self, bucket: int) -> torch.Tensor:
         return self._buckets[bucket].local
@@ -135,19 +198,92 @@ class Bucketed:
     def replace_reduced(self, bucket: int) -> None:
         self._buckets[bucket].replace_reduced()
 
+    def begin_step(self) -> None:
+        for bucket in self._buckets:
+            bucket.begin_step()
+        self._buffers.begin()
+
+    def _split_loss(self, outcome: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return the loss in a loss function's result, and the number of tokens where the loss is a sum over tokens.
+
+        Raises ``EngineError`` for a result that ``loss_reduction`` does not expect."""
+        if not self._per_token:
+            if not isinstance(outcome, torch.Tensor) or outcome.numel() != 1:
+                raise EngineError(
+                    f'the loss function returned {_shown(outcome)}; with fault_tolerance.loss_reduction "microbatch" it '
+                    f'must be one number, the mean over the microbatch (set it to "token" to return a sum and its tokens)'
+                )
+            return outcome, 0
+        pair = outcome if isinstance(outcome, tuple | list) and len(outcome) == 2 else (None, None)
+        loss, tokens = pair
+        number = torch.as_tensor(tokens) if isinstance(tokens, int | torch.Tensor) else torch.empty(0)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or number.numel() != 1:
+            raise EngineError(
+                f'the loss function returned {_shown(outcome)}; with fault_tolerance.loss_reduction "token" it must '
+                f"return (sum of the tokens' losses, number of these tokens)"
+            )
+        if number.device.type == "cpu" and (float(number) < 0 or float(number) != int(number)):
+            raise EngineError(f"the loss function counted {float(number)} tokens; it must be a whole number, 0 or more")
+        return loss, number.detach().to(torch.int64)
+
+    def _count_tokens(self, tokens: int | torch.Tensor) -> None:
+        """Add ``tokens`` to the tokens of the step."""
+        if self._per_token:
+            device = self._buckets.local_riders.device
+            counted = torch.as_tensor(tokens, dtype=torch.int64, device=device).reshape(())
+            self._buckets.local_riders[:_TOKENS] += torch.stack((counted % _BASE, counted // _BASE))
+
+    def _take_changes(self) -> None:
+        """After a forward pass: add the changes that it has made to buffers to the step."""
+        self._buffers.take(self._buckets.local_riders[self._first_change :])
+
+    def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
+        loss = self._buckets.check(step, microbatches)
+        low, high = self._buckets.sum_riders[:_TOKENS].tolist() if self._per_token else (0, 0)
+        loss, norm, tokens = self._totals(loss, int(low) + _BASE * int(high))
+        divisor = tokens if self._per_token else microbatches
+        # Without a token there is no mean: the step counts, and its update is skipped.
+        loss, norm = (loss / divisor, norm / divisor) if divisor else (nan, nan)
+        self._buckets.average(max(divisor, 1), microbatches, norm, self._clipping)
+        progress("update")
+        result = StepResult(step, loss, microbatches, norm, tokens)
+        self.repeat(result)
+        return result
+
+    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
+        """Return loss, norm of the gradients and tokens of the step's sums; the same at all ranks of the group."""
+        views = [view for bucket in self._buckets for view in bucket.sum_views]
+        return loss, float(torch.nn.utils.get_total_norm(views)) + self._flaw(), tokens
+
+    def _flaw(self) -> float:
+        """Return 0, or nan if a buffer would become inf or nan, which skips the update as such a gradient does."""
+        changes = self._buckets.sum_riders[self._first_change :]
+        return 0.0 if not len(changes) or bool(torch.isfinite(changes).all()) else nan
+
+    def repeat(self, result: StepResult) -> None:
+        if isfinite(result.gradient_norm):
+            self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches)
+            manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
+            self._optimize()
+
+    @abstractmethod
+    def _optimize(self) -> None:
+        """Take the optimizer's step with the gradients in ``Bucket.sum``."""
+
     def local_finite(self) -> bool:
         return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """The flat local gradient of each bucket, as views. Fault injection changes them (``runtime.points``)."""
+        """Return the flat local gradient of each bucket, as views. Fault injection changes them
+        (``faults.injection_points``)."""
         return [bucket.local[: bucket.elements] for bucket in self._buckets]
 
     def local_losses(self) -> list[torch.Tensor]:
-        """The sum of losses that each bucket carries, as views of one element."""
+        """Return the sum of losses in each bucket, as views of one element."""
         return [bucket.local[-TAIL:-1] for bucket in self._buckets]
 
     def fingerprint(self) -> tuple[float, str]:
-        """Of this rank's parameters; the norm is of those that :meth:`_counts`."""
+        """Return this rank's norm and sha256; the norm covers the parameters that :meth:`_counts` accepts."""
         digest, square = hashlib.sha256(), 0.0
         for parameter in self._parameters:
             values = parameter.detach().cpu().contiguous()
@@ -156,8 +292,16 @@ class Bucketed:
         return square**0.5, digest.hexdigest()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts it in norms: one that is in several ranks of a group is counted by one of them."""
+        """Return True if this rank counts the parameter in norms. One of the ranks that share a parameter counts it."""
         return True
+
+
+def _shown(outcome: Any) -> str:
+    if isinstance(outcome, torch.Tensor):
+        return f"a tensor of shape {list(outcome.shape)}"
+    if isinstance(outcome, tuple | list):
+        return f"a {type(outcome).__name__} of {len(outcome)}"
+    return f"a {type(outcome).__name__}"
 
 
 def _fill(parameters: Sequence[nn.Parameter], bucket_mb: float | None) -> list[list[nn.Parameter]]:

@@ -1,6 +1,6 @@
-"""The fastest AdamW and norms that there are here: NVIDIA's apex where it can be imported and a GPU is there, else torch's.
+"""The fastest available AdamW and norms: NVIDIA's apex if it can be imported and a GPU is present, else torch's.
 
-They compute the same, to rounding: all ranks of a run should have the same ones.
+Their results are equal up to rounding, so all ranks of a run should use the same ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    """AdamW; ``options`` as ``torch.optim.AdamW`` takes them (lr, betas, eps, weight_decay)."""
+    """Return AdamW; ``options`` as ``torch.optim.AdamW`` takes them (lr, betas, eps, weight_decay)."""
     found = _apex("apex.optimizers", "FusedAdam")
     if found is not None:
         return found(parameters, adam_w_mode=True, **options)
@@ -22,17 +22,17 @@ def adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
 
 
 def layer_norm() -> type[nn.Module]:
-    """The class to use as ``torch.nn.LayerNorm``."""
+    """Return the class to use as ``torch.nn.LayerNorm``."""
     return _apex("apex.normalization", "FusedLayerNorm") or nn.LayerNorm
 
 
 def rms_norm() -> type[nn.Module]:
-    """The class to use as ``torch.nn.RMSNorm``."""
+    """Return the class to use as ``torch.nn.RMSNorm``."""
     return _apex("apex.normalization", "FusedRMSNorm") or nn.RMSNorm
 
 
 def which() -> dict[str, str]:
-    """What :func:`adamw`, :func:`layer_norm` and :func:`rms_norm` give here."""
+    """Return the implementations that :func:`adamw`, :func:`layer_norm` and :func:`rms_norm` choose here."""
     return {
         name: f"apex's {theirs}" if _apex(module, theirs) is not None else ours
         for name, module, theirs, ours in (
@@ -44,7 +44,7 @@ def which() -> dict[str, str]:
 
 
 def _apex(module: str, name: str) -> Any:
-    """None where there is none: apex is missing or without its CUDA extensions, or there is no GPU to run them on."""
+    """Return apex's class or function, or None: apex is missing or without its CUDA extensions, or there is no GPU."""
     if not torch.cuda.is_available():
         return None
     try:

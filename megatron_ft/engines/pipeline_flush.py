@@ -1,20 +1,20 @@
-"""What each rank of a pipeline does next in one flush, when the list of microbatches may grow while it runs.
+"""The next pass of each rank of a pipeline in one flush, when the list of microbatches may grow during the flush.
 
-The order is ``core.pipeline``'s. It looks at nothing but how much a stage has done and how many microbatches there are, so
-a stage has to know two things more: which microbatch comes next, and whether it may be the last one. Both come from the
-stage before it, ahead of the activations: ``FORWARD`` with the microbatch and the length of the list as known there, and
-``END`` when the first stage is through. The first stage asks its session before each instruction, and so microbatches that
-were lost elsewhere join the running flush as long as it has a backward pass to do.
+The order is that of ``core.scheduling.pipeline_1f1b``. It depends only on the progress of a stage and on the number of
+microbatches, so a stage has to know two more things: the next microbatch, and whether it may be the last one. Both come
+from the stage before it, ahead of the activations: ``FORWARD`` with the microbatch and the length of the list as known
+there, and ``END`` when the first stage is through. The first stage asks its session before each instruction, so
+microbatches that were lost elsewhere join the running flush as long as it has a backward pass to do.
 
-No stage waits for another one in a circle, whenever it learns of a longer list: nobody waits before a message is sent
-(tensors are sent in the background too); activations are waited for after the word for them, which is sent when the stage
-before begins with them; and a gradient comes because the next stage, too, waits for nothing else than words, activations
-that are on their way, and gradients, which the last stage computes itself.
+Stages never wait in a circle, whenever a stage learns of a longer list: no stage waits before a message is sent
+(tensors are sent in the background too). A stage waits for activations only after the message that announces them,
+which the stage before sends when it begins to compute them. A gradient comes because the next stage, too, waits only
+for messages, for activations that are on their way, and for gradients, which the last stage computes itself.
 
-With tensor parallelism the first rank of a stage decides and tells the others: the moment at which a word arrives must not
-make two of them do different things.
+With tensor parallelism the first rank of a stage decides and tells the other ranks: the arrival time of a message must
+not make two of them do different things.
 
-Failures it assumes: a rank that vanishes; ``control`` raises then.
+Failures it assumes: a rank that vanishes; ``control`` then raises.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ft.core import pipeline
-from megatron_ft.core.pipeline import Progress
-from megatron_ft.engines.base import Control, Listed, Work
+from megatron_ft.core.scheduling import pipeline_1f1b
+from megatron_ft.core.scheduling.pipeline_1f1b import Progress
+from megatron_ft.engines.port import Control, Listed, Work
 from megatron_ft.types import Microbatch
 
 _END, _FORWARD, _BACKWARD = 0, 1, 2
@@ -33,7 +33,7 @@ _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 
 class Layout(NamedTuple):
-    """``stage`` of ``stages``, and ``slice`` of ``slices`` (tensor parallelism). Positions count slices first."""
+    """``stage`` of ``stages`` and ``slice`` of ``slices`` (tensor parallel) of a rank. Positions count slices first."""
 
     stage: int
     stages: int
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The positions with which words are exchanged."""
+        """The positions with which messages are exchanged."""
         if self.slice:
             return (self.head,)
         heads = [self.head + step * self.slices for step in (-1, 1) if 0 <= self.stage + step < self.stages]
@@ -55,15 +55,15 @@ class Layout(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One thing to do: ``kind`` is forward or backward, ``index`` counts the microbatches of the flush."""
+    """One pass of a stage: ``kind`` is forward or backward, ``index`` numbers the microbatches of the flush."""
 
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index, which is not used
     listed: Listed
 
 
 class Flow:
-    """One rank's side of one flush. Call :meth:`next`, do it, call it again."""
+    """One rank's side of one flush. The caller executes the result of each :meth:`next` before the next call."""
 
     def __init__(self, layout: Layout, control: Control, work: Work) -> None:
         self._layout, self._control, self._work = layout, control, work
@@ -72,7 +72,7 @@ class Flow:
         self._count, self._ended = 0, False
 
     def next(self) -> Pass | None:
-        """None when the flush is over, everywhere before this stage too."""
+        """Return the next pass, or None when the flush is over here and in all earlier stages."""
         layout = self._layout
         if layout.slice:
             return self._obey()
@@ -105,7 +105,7 @@ class Flow:
 
     def _decide(self) -> Pass | None:
         layout = self._layout
-        instruction = pipeline.next_instruction(layout.stage, layout.stages, self._done, len(self._listed))
+        instruction = pipeline_1f1b.next_instruction(layout.stage, layout.stages, self._done, len(self._listed))
         if instruction is None:
             return None
         return Pass(instruction.kind, instruction.index, self._listed[instruction.index])
@@ -118,7 +118,7 @@ class Flow:
             self._listed.append(_parse(rest))
 
     def _tell_next(self, found: Pass | None) -> None:
-        """The next stage's head."""
+        """Send the decision to the head of the next stage."""
         layout = self._layout
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
@@ -126,7 +126,7 @@ class Flow:
         self._control.tell(layout.head + layout.slices, words)
 
     def _tell_slices(self, found: Pass | None) -> None:
-        words = (_END,)
+        words: tuple[int, ...] = (_END,)
         if found is not None:
             words = (_NUMBERS[found.kind], found.index, found.listed.patch, *found.listed.microbatch)
         for other in range(self._layout.head + 1, self._layout.head + self._layout.slices):

@@ -1,9 +1,9 @@
 """Plain PyTorch: any ``nn.Module`` with any torch optimizer. Every rank of a group holds the whole model.
 
 Parameters' ``.grad`` are views into one flat local buffer per bucket, so autograd accumulates microbatches in place and
-no flattening happens. autograd's hooks tell when the last gradient of a bucket has been added.
+no flattening happens. Autograd's hooks tell when the last gradient of a bucket has been added.
 
-Failures it assumes: a model, a loss function or a hook of the user's that takes gradients away or adds to them twice is
+Failures it assumes: none. A model, a loss function or a user's hook that removes gradients or adds to them twice is
 refused with an ``EngineError``, which ends this group.
 """
 
@@ -12,20 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ft.engines.base import Progress, Ready, StepResult, manual_seed
 from megatron_ft.engines.buckets import Bucket as GradientBucket
 from megatron_ft.engines.buckets import Bucketed
+from megatron_ft.engines.port import Progress, Ready, StepResult, manual_seed
+from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket, Microbatch
 
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
-"""(model, batch) -> scalar loss, the mean over the microbatch."""
+LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
+"""(model, batch) -> scalar loss, the mean over the microbatch; with ``loss_reduction`` ``"token"``: (sum of the tokens'
+losses, number of these tokens)."""
 
 _REPLACED = (
     "a gradient was replaced during a microbatch (zero_grad or a hook in loss_fn?); leave .grad to the engine: it keeps the "
@@ -34,10 +35,11 @@ _REPLACED = (
 
 
 class _Arrivals:
-    """Which gradients of the present microbatch have been added, as autograd's hooks tell.
+    """The gradients of the present microbatch that have been added, as reported by autograd's hooks.
 
     A parameter whose gradient comes in several parts (reentrant checkpointing of layers that share it) makes its bucket
-    look complete too early. So nobody is told anything before one whole backward pass has shown that there are none.
+    look complete too early. So no bucket is reported before one whole backward pass has shown that there are no such
+    parts.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket]) -> None:
@@ -52,7 +54,7 @@ class _Arrivals:
 
     @contextmanager
     def watch(self, ready: Ready | None) -> Iterator[None]:
-        """During a backward pass; ``ready`` is told the complete buckets."""
+        """Watch a backward pass; ``ready`` is called with each complete bucket."""
         for arrived in self._arrived:
             arrived.clear()
         self._told.clear()
@@ -83,16 +85,14 @@ class _Arrivals:
 
 
 class TorchNativeEngine(Bucketed):
-    """The :class:`~megatron_ft.engines.base.Engine` port on plain PyTorch.
+    """The :class:`~megatron_ft.engines.port.Engine` port on plain PyTorch.
 
     Args:
         model: all trainable parameters in fp32 (use ``torch.autocast`` in ``loss_fn`` for bf16 compute).
         optimizer: any ``torch.optim.Optimizer`` over the model's parameters; do not call it yourself.
-        loss_fn: (model, batch) -> scalar mean loss of one microbatch.
+        loss_fn: see :data:`LossFn`.
         scheduler: optional learning-rate scheduler, stepped once per committed step.
-        bucket_mb: largest bucket in MiB; None: ``engines.buckets.Buckets`` decides.
-        gradient_clipping: clip to this global norm; 0 turns clipping off.
-        slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
+        settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
 
     Raises:
         EngineError: no trainable parameter, or one that is not fp32.
@@ -105,22 +105,19 @@ class TorchNativeEngine(Bucketed):
         loss_fn: LossFn,
         *,
         scheduler: Any = None,
-        bucket_mb: float | None = None,
-        gradient_clipping: float = 0.0,
-        slots: int = 0,
+        **settings: Any,
     ) -> None:
         self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
-        self._clipping = gradient_clipping
         parameters = _trainable(model)
         _check_optimizer(optimizer, parameters)
-        super().__init__(parameters, bucket_mb, slots)
+        super().__init__(model, parameters, **settings)
         self._arrivals = _Arrivals(self._buckets)
 
     alike = True
 
     def begin_step(self) -> None:
+        super().begin_step()
         for bucket in self._buckets:
-            bucket.begin_step()
             bucket.point_gradients_at(bucket.local_views)
 
     def compute(
@@ -128,41 +125,41 @@ class TorchNativeEngine(Bucketed):
     ) -> None:
         manual_seed(seed)
         progress("forward")
-        loss = self.loss_fn(self.model, batch)
+        loss, tokens = self._split_loss(self.loss_fn(self.model, batch))
         self._buckets.count(loss)  # before backward: it may send a bucket
+        self._count_tokens(tokens)
+        self._take_changes()
         progress("backward")
         with self._arrivals.watch(ready):
             loss.backward()
         if any(bucket.parameters[0].grad is not bucket.local_views[0] for bucket in self._buckets):
             raise EngineError(_REPLACED)
-
-    def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        loss = self._buckets.check(step, microbatches)
-        views = [view for bucket in self._buckets for view in bucket.sum_views]
-        norm = float(torch.nn.utils.get_total_norm(views)) / microbatches
-        self._buckets.average(microbatches, norm, self._clipping)
-        progress("update")
-        result = StepResult(step, loss / microbatches, microbatches, norm)
-        self.repeat(result)
-        return result
+        self._buffers.restore()  # after backward: autograd may have kept them
 
     def repeat(self, result: StepResult) -> None:
         for bucket in self._buckets:
             bucket.point_gradients_at(bucket.sum_views)
-        if isfinite(result.gradient_norm):
-            self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
+        super().repeat(result)
+
+    def _optimize(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return state | ({"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {})
+        state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
+        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self._buffers.load(state.get("buffers", {}))
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_state(self.model, self.optimizer, self._buffers.unsaved())
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What ends the ranks of large training jobs, and how often; injected and simulated runs suffer alike. No imports."""
+"""Shares of the causes of failures in large training jobs, for injected and simulated runs. No imports."""
 
 MIX: tuple[tuple[str, float], ...] = (
     ("crash", 0.55),
@@ -9,5 +9,4 @@ MIX: tuple[tuple[str, float], ...] = (
     ("corruption", 0.02),
     ("maintenance", 0.03),
 )
-"""Shares of the causes of failures (Llama 3, arXiv 2407.21783, Table 5; ByteDance, arXiv 2509.16293; Unicron, arXiv
-2401.00134), rounded."""
+"""Rounded, from Llama 3 (arXiv 2407.21783, Table 5), ByteDance (arXiv 2509.16293) and Unicron (arXiv 2401.00134)."""

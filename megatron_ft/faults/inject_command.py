@@ -1,52 +1,54 @@
-"""``megatron-ft inject``: read or draw a schedule, show what it would do, or do it."""
+"""``megatron-ft inject``: reads or draws a schedule, and shows or injects its faults."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import time
+from collections.abc import Collection
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.faults import mix, surroundings
+from megatron_ft.faults import host_faults, injection_points, mix
 from megatron_ft.faults import schedule as schedule_module
-from megatron_ft.faults.execute import Case, Injector
-from megatron_ft.faults.live import run_size
+from megatron_ft.faults.injector import Case, Injector
 from megatron_ft.faults.schedule import Schedule
+from megatron_ft.runlog.live_run import run_size
+from megatron_ft.utils import atomic_file, terminal
 
 _POLL_S = 0.02
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 0 when all was injected (or shown), 1 when something was refused or not reached. Raises ``FTError``."""
+    """Returns 0 when all faults were injected (or shown), 1 when one was refused or not reached. Raises ``FTError``."""
     given = _given(options)
     groups, ranks_per_group = _size(options)
     drawn = given or mix.draw(options.mix, options.seed, groups, options.every_s)
     drawn.check(groups, ranks_per_group)
-    if options.write is not None:
-        options.write.write_text(json.dumps(drawn.to_json(), indent=1) + "\n", encoding="utf-8")
-    console = Console(markup=False, highlight=False)
+    if given is not None or options.dry_run:
+        _write(options, drawn)
+    console = terminal.console(markup=False, highlight=False)
     if options.dry_run:
         console.print(_preview(drawn, groups, options.min_survivors))
         return 0
     for number, fault in enumerate(drawn.faults, 1):
         try:
-            surroundings.check(fault)
+            host_faults.check(fault)
         except ConfigError as error:
             raise ConfigError(f"fault {number}: {error}") from None
     injector = Injector(
         options.run_dir,
-        drawn,
+        drawn if given is not None else lambda age_s, living: _draw(options, age_s, living),
         groups,
         ranks_per_group,
         min_survivors=options.min_survivors,
         start_timeout_s=options.start_timeout_s,
-        say=lambda line: print(line, flush=True),
+        say=lambda line: print(terminal.printable(line), flush=True),
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends it, it leaves nothing frozen, cut or filled
+    for number in (signal.SIGTERM, signal.SIGHUP):  # run() undoes faults when it is interrupted
         signal.signal(number, signal.default_int_handler)
     try:
         injector.run()
@@ -57,11 +59,35 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(case.state in ("injected", "before") for case in injector.cases) else 1
 
 
+def _draw(options: argparse.Namespace, age_s: float, living: Collection[int]) -> Schedule:
+    """Draws the mix for a run of that age with these living groups.
+
+    It is saved in the run directory, so that the same command continues with the same faults after a crash.
+    """
+    kept = options.run_dir / injection_points.DIRECTORY / f"mix.{options.mix}.{options.seed}.{options.every_s:g}.json"
+    run_id = json.loads((options.run_dir / "config.json").read_text(encoding="utf-8")).get("run_id")
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        if found["run_id"] == run_id:
+            drawn = Schedule.from_json(found["schedule"])
+            _write(options, drawn)
+            return drawn
+    drawn = mix.draw(options.mix, options.seed, living, options.every_s, since_s=age_s)
+    atomic_file.write_json(kept, {"run_id": run_id, "schedule": drawn.to_json()})
+    _write(options, drawn)
+    return drawn
+
+
+def _write(options: argparse.Namespace, drawn: Schedule) -> None:
+    if options.write is not None:
+        options.write.write_text(json.dumps(drawn.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
 def summary(cases: list[Case]) -> Table:
-    """What was injected, and what was not and why."""
+    """Returns the table of injected faults, and of the others with the reason."""
     count = sum(case.state in ("injected", "before") for case in cases)
     table = Table(title=f"{count} of {len(cases)} faults injected")
-    for name in ("#", "fault", "who", "when", "what became of it"):
+    for name in ("#", "fault", "target", "when", "result"):
         table.add_column(name)
     for case in cases:
         words = {"before": "injected before", "missed": "not reached"}.get(case.state, case.state)
@@ -72,16 +98,16 @@ def summary(cases: list[Case]) -> Table:
 
 def _given(options: argparse.Namespace) -> Schedule | None:
     if (options.schedule is None) == (options.mix is None):
-        raise ConfigError("give either a schedule or --mix N, so that it is clear what to inject")
+        raise ConfigError("give either a schedule or --mix N")
     if options.min_survivors < 0:
-        raise ConfigError(f"--min-survivors is {options.min_survivors}; it must be at least 0")
+        raise ConfigError(f"--min-survivors is {options.min_survivors} and must be at least 0")
     if options.groups is not None and not options.dry_run:
-        raise ConfigError("--groups is for --dry-run only; a live run says itself how many groups it has")
+        raise ConfigError("--groups needs --dry-run; the number of groups of a live run is known")
     return None if options.schedule is None else schedule_module.load(options.schedule)
 
 
 def _size(options: argparse.Namespace) -> tuple[int, int]:
-    """Of the run, which may be about to start."""
+    """Returns groups and ranks per group of the run, which may be about to start."""
     if options.groups is not None:
         return options.groups, 1
     deadline = time.monotonic() + (0.0 if options.dry_run else options.start_timeout_s)
@@ -95,18 +121,18 @@ def _size(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _preview(drawn: Schedule, groups: int, min_survivors: int) -> Table:
-    """Counted as if nobody came back: what a live run would refuse can be less, never more."""
-    table = Table(title=f"dry run: {len(drawn.faults)} faults, {groups} groups, nothing is touched")
-    for name in ("#", "when", "fault", "who", "what would happen", "groups left"):
+    """Returns the table of the faults if lost groups do not return. A live run refuses the same faults or fewer."""
+    table = Table(title=f"dry run: {len(drawn.faults)} faults, {groups} groups, nothing is injected")
+    for name in ("#", "when", "fault", "target", "effect", "groups left"):
         table.add_column(name)
     living = frozenset(range(groups))
     for number, fault in enumerate(drawn.faults, 1):
         takes = fault.takes(groups)
         left = living - takes
         if takes and len(left) < min_survivors:
-            effect = f"refused: it would leave {len(left)}, --min-survivors is {min_survivors}"
+            effect = f"refused: it would leave {len(left)} groups, --min-survivors is {min_survivors}"
         elif takes and not takes & living:
-            effect = "nothing, unless it has come back: it is lost by then"
+            effect = "none, unless the group has returned by then"
         else:
             effect, living = _effect(fault), left
         table.add_row(str(number), fault.when(), fault.kind, fault.whom(), effect, str(len(living)))
@@ -122,7 +148,7 @@ def _effect(fault: schedule_module.Fault) -> str:
         "exception": "an exception in the training thread",
         "oom": "torch.OutOfMemoryError in the training thread",
         "gil": f"the GIL is held{lasting}",
-        "slow": f"computes {fault.factor or 1:g} times as long, {fault.steps or 1} steps",
+        "slow": f"computing takes {fault.factor or 1:g} times as long, for {fault.steps or 1} steps",
         "nan": f"NaN as {fault.what or 'gradient'} of a microbatch",
         "bitflip": "one bit of a gradient is flipped",
         "cut": f"{(fault.share or 1):.0%} of the packets lost, {fault.direction or 'both'}{lasting}",

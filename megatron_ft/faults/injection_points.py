@@ -1,65 +1,82 @@
 """Named points of a step at which a fault can be injected into a live rank.
 
-Unarmed, a point costs a comparison or two, and a ``stat`` fifty times a second. A rank is armed in two ways. At launch,
-by the environment variable ``MEGATRON_FT_HOLD`` (a JSON list of holds). While it runs, by its *mailbox*, a file of
-*orders* that the injector (``faults.execute``) writes and the rank looks at when a step begins, unless it has just done so.
+Without orders a point costs one or two comparisons, and a ``stat`` at most fifty times per second. A rank gets orders
+in two ways: at launch, by the environment variable ``MEGATRON_FT_HOLD`` (a JSON list of holds), and while it runs, by
+its *mailbox*, a file of *orders* that ``faults.injector`` writes and the rank reads when a step begins.
 
-A *hold* freezes the rank: it sends itself SIGSTOP, all its threads freeze in that instant, sockets open, collectives in
-flight; the injector sees the stopped process and sends the real signal. All other orders are what only the process can do
-to itself: raise, hold the GIL, compute slowly, corrupt a gradient. They are in the history before they happen, and what
-cannot be recorded does not happen.
+A *hold* freezes the rank: it sends itself SIGSTOP, and all its threads freeze at once, with open sockets and
+collectives in flight; the injector sees the stopped process and sends the actual signal. Other orders are faults that
+only the process itself can cause: raise an exception, hold the GIL, compute slowly, corrupt a gradient. They are
+recorded before they happen; an order that cannot be recorded is not carried out.
 
-Failures it assumes: the injector can die or withdraw its orders at any time, so the mailbox is read again right before an
-order is carried out. Groups are started again and pids used again, so a mailbox names the process it is for by pid and
-start. A mailbox that cannot be read is an empty one.
+Failures assumed: the injector dies or withdraws its orders at any time, so the mailbox is read again right before an
+order is carried out. Groups are restarted and pids reused, so a mailbox names its process by pid and start time. An
+unreadable mailbox counts as empty.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import random
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history
+from megatron_ft.types import given
+from megatron_ft.utils import atomic_file
+from megatron_ft.utils.process_status import start_of
 
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
+
 VARIABLE = "MEGATRON_FT_HOLD"
 DIRECTORY = "faults"
-"""Of the mailboxes, in the run directory."""
+"""Subdirectory of the run directory with the mailboxes."""
 
 POINTS = (
     "begin", "forward", "backward", "reduce", "bucket", "gate", "update", "recover", "connect", "patch", "warm", "follow",
     "finish"
 )  # fmt: skip
-"""begin: the step starts; forward, backward: of a microbatch; reduce: the all-reduce of ``bucket`` has just been started;
-bucket: ``bucket`` has been reduced; gate: after the last bucket; update: inside the optimizer's step; recover: the report
-is published; connect: before the new communicator; patch: before a taken-over microbatch; warm: a group that comes back is
-about to look for others; follow: it has asked for the state of ``step``; finish: all steps committed."""
+"""begin: a step starts; forward, backward: of a microbatch; reduce: the all-reduce of ``bucket`` has just been started;
+bucket: ``bucket`` has been reduced; gate: after the last bucket; update: inside the optimizer's step; recover: the
+report is published; connect: before the new communicator is built; patch: before a reassigned microbatch; warm: a
+returning group is about to look for the others; follow: it has requested the state of ``step``; finish: all steps are
+committed."""
 
-ACTIONS = ("hold", "exception", "oom", "gil", "slow", "nan", "bitflip")
 _CORRUPTIONS = ("nan", "bitflip")
+STATE = ("parameter", "moment", "buffer")
+"""Tensors besides gradients in which a bit can be flipped; ``_NAMED`` has the prefixes of their names
+(``engines.state_tensors``)."""
+_NAMED = {"parameter": "parameter ", "moment": "optimizer exp_avg", "buffer": "buffer "}
+CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", *STATE)}
+CORRUPTIBLE = tuple(dict.fromkeys(what for some in CORRUPTIBLE_BY.values() for what in some))
 _LOOKS = ("begin", "finish")
-"""The points at which the mailbox is looked at."""
+"""Points at which the mailbox is read."""
 LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Stop a rank at ``point`` of ``step``, or of any; ``bucket`` narrows it further where the point has one.
+    """Freezes a rank at a point.
 
-    ``after``: when it has passed it so many times in that step before, e.g. two forward passes. ``incarnation``: which start
-    of the group.
+    Attributes:
+        group: group of the rank.
+        step: step number; None: any step.
+        point: one of ``POINTS``.
+        bucket: bucket at the point; None: any bucket.
+        position: rank in its group.
+        after: number of times that the rank passes the point in this step before.
+        incarnation: number of the start of the group, from 0.
     """
 
     group: int
@@ -72,22 +89,24 @@ class Hold:
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
-            raise ConfigError(f"fault point {self.point!r} is not known; known are: {', '.join(POINTS)}")
+            raise ConfigError(f"fault point {self.point!r} is not known; choose from {', '.join(POINTS)}")
 
 
 def to_env(holds: list[Hold]) -> dict[str, str]:
-    """The environment that arms these holds in the ranks of a launch."""
+    """Returns the environment that arms these holds in the ranks of a launch."""
     return {VARIABLE: json.dumps([asdict(hold) for hold in holds])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a rank shall do to itself, once, when it reaches ``point``.
+    """A fault that a rank carries out once, when it reaches ``point``.
 
-    ``fault`` names it in the record; empty for a hold of the environment. ``step`` None: of any step, ``bucket`` None: any
-    (for a corruption: whichever ``seed`` draws). ``duration_s``: of ``gil``. ``factor``, ``steps``: how many times longer
-    computing takes, and in how many steps (``slow``). ``what``: ``loss`` or ``gradient`` becomes NaN. ``bit``: which one is
-    flipped, 0 the lowest; None: drawn. ``after``: as of a :class:`Hold`, of a certain step.
+    Attributes: fault: name in the record; "" for a hold of the environment. action: ``hold``, or one of
+    ``faults.schedule.IN_PROCESS``. point: one of ``POINTS``. step: step number; None: any step. bucket: bucket number;
+    None: any bucket, and for a corruption one that ``seed`` draws. duration_s: duration of ``gil``. factor: slowdown of
+    ``slow``. steps: number of slow steps. what: tensor to corrupt: ``gradient`` or ``loss`` for ``nan``; ``gradient``,
+    ``parameter``, ``moment`` or ``buffer`` for ``bitflip``. bit: bit to flip, 0 for the lowest; None: drawn. seed: seed
+    of drawn values. after: number of times that the rank passes the point of this step before.
     """
 
     fault: str
@@ -105,56 +124,50 @@ class Order:
 
 
 class Corruptible(Protocol):
-    """What a corruption needs of an engine: views, so that a change reaches what will be reduced."""
+    """The part of an engine that a corruption needs. All tensors are views of those that will be reduced."""
 
     def local_gradients(self) -> Sequence[torch.Tensor]:
-        """The flat local gradient of each bucket, without anything else that is reduced with it."""
+        """Returns the flat local gradient of each bucket, without other values that are reduced with it."""
 
     def local_losses(self) -> Sequence[torch.Tensor]:
-        """The sum of losses each bucket carries; tensors of one element."""
+        """Returns the sum of losses in each bucket; tensors of one element."""
+
+    def state_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Returns the named tensors of the model and the optimizer."""
 
 
 class InjectedError(RuntimeError):
-    """Raised in the training thread on order. Not a user's error: it has to look like a bug."""
+    """Raised in the training thread by an order. It must look like a bug, so it is not an ``FTError``."""
 
 
-# --- the mailbox, used on both sides ----------------------------------------------------------------------------------
+# --- the mailbox, used by both sides ----------------------------------------------------------------------------------
 
 
 def mailbox(run_dir: Path, group: int, position: int) -> Path:
-    """Where the orders for one rank are."""
+    """Returns the file with the orders for a rank."""
     return run_dir / DIRECTORY / f"g{group}.p{position}.json"
 
 
 def reached_file(run_dir: Path, group: int, position: int) -> Path:
-    """Where a rank says, before it freezes, for which order it does."""
+    """Returns the file in which a rank names the order for which it freezes."""
     return run_dir / DIRECTORY / f"g{group}.p{position}.reached"
 
 
 def post(run_dir: Path, group: int, position: int, process: tuple[int, int], orders: Sequence[Order]) -> None:
-    """Injector: replace the orders for a rank; ``process`` is its pid and :func:`start_of`. Raises ``OSError``."""
+    """Replace the orders for a rank, in the injector's process. ``process`` is the rank's pid and :func:`start_of`.
+
+    Raises ``OSError``.
+    """
     path = mailbox(run_dir, group, position)
     path.parent.mkdir(exist_ok=True)
-    _replace(path, {"process": list(process), "orders": [asdict(order) for order in orders]})
-
-
-def start_of(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with the pid it names a process. Raises ``OSError``."""
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    return int(text.rsplit(")", 1)[1].split()[19])
-
-
-def _replace(path: Path, value: object) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    atomic_file.write_json(path, {"process": list(process), "orders": [asdict(order) for order in orders]})
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
 
 
 class Points:
-    """The points of one rank; all methods are the training thread's."""
+    """The points of one rank. Only the training thread calls its methods."""
 
     def __init__(self, group: int, holds: list[Hold], *, position: int = 0, run_dir: Path | None = None) -> None:
         self._group, self._position, self._run_dir = group, position, run_dir
@@ -172,7 +185,7 @@ class Points:
 
     @classmethod
     def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> Points:
-        """What is left out is taken from the launcher's environment (``runtime.environment``)."""
+        """Reads missing arguments from the environment of the rank (``config.rank_env``)."""
         raw, own = os.environ.get(VARIABLE), os.environ.get("MEGATRON_FT_RUN_DIR")
         if run_dir is None and own:
             run_dir = Path(own)
@@ -184,9 +197,9 @@ class Points:
         return cls(group, holds, position=position, run_dir=run_dir)
 
     def reach(self, point: str, step: int, bucket: int | None = None) -> None:
-        """Called by the runtime; returns at once unless an order matches, which works only once.
+        """Called at each point. Carries out an order that matches, once.
 
-        Raises ``InjectedError`` or ``torch.OutOfMemoryError`` when that was ordered.
+        Raises ``InjectedError`` or ``torch.OutOfMemoryError`` when an order demands it.
         """
         if self._mailbox is not None and point in _LOOKS:
             self._look()
@@ -203,11 +216,11 @@ class Points:
         self._armed = bool(self._orders) or self._slow is not None
 
     def corrupts(self, step: int) -> bool:
-        """Whether a gradient of that step is to be corrupted: what it is in must not have been sent before."""
+        """Returns True when a gradient of that step will be corrupted; its bucket must not be sent before."""
         return self._armed and any(o.action in _CORRUPTIONS and _fits(o, step, None) for o in self._orders)
 
     def corrupt(self, step: int, engine: Corruptible) -> None:
-        """Called by the session after each computed microbatch; changes the engine's local gradients if ordered."""
+        """Called after each computed microbatch. Corrupts local gradients when an order demands it."""
         if not self._armed:
             return
         if self._slow is not None:
@@ -215,19 +228,19 @@ class Points:
         for order in [order for order in self._orders if order.action in _CORRUPTIONS and _fits(order, step, None)]:
             if self._still_stands(order):
                 gradients = engine.local_gradients()
-                change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, gradients)
+                change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, engine)
                 if self._record(order, f"{change}, step {step}"):
                     change.make(engine.local_losses())
         self._armed = bool(self._orders) or self._slow is not None
 
     def _look(self) -> None:
-        """Take in what the mailbox holds now, if it is another one than at the last look."""
+        """Reads the mailbox if it has changed."""
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
         try:
-            status = os.stat(self._mailbox)
+            status = os.stat(given(self._mailbox))
             seen = (status.st_ino, status.st_mtime_ns)
         except OSError:
             seen = None
@@ -240,16 +253,21 @@ class Points:
 
     def _read(self) -> list[Order]:
         try:
-            value = json.loads(Path(self._mailbox).read_text(encoding="utf-8"))
+            with open(given(self._mailbox), encoding="utf-8") as file:
+                # Write permission for the directory must not suffice to give orders to another user's run.
+                owner = os.fstat(file.fileno()).st_uid
+                if owner not in (0, os.geteuid(), os.stat(given(self._run_dir)).st_uid):
+                    raise ValueError(f"the file belongs to user {owner}, the rank to user {os.geteuid()}")
+                value = json.load(file)
             if tuple(value["process"]) != (os.getpid(), start_of(os.getpid())):
                 return []
             return [Order(**order) for order in value["orders"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
-            print(f"megatron_ft: fault orders in {self._mailbox} ignored: {error}", file=sys.stderr, flush=True)
+            _log.warning(f"fault orders in {self._mailbox} ignored: {error}")
             return []
 
     def _still_stands(self, order: Order) -> bool:
-        """Nothing is done twice, and nothing that was withdrawn since."""
+        """Returns False for an order that was withdrawn or carried out before."""
         if order.fault:
             self._look()
             if order not in self._orders:
@@ -271,30 +289,30 @@ class Points:
             case "oom":
                 import torch
 
-                raise torch.OutOfMemoryError(f"injected fault {order.fault} at {where}: no device memory was asked for")
+                raise torch.OutOfMemoryError(f"injected fault {order.fault} at {where}: no device memory was requested")
             case "gil":
                 hold_gil(order.duration_s)
             case "slow":
                 self._slow = _Slow(step + order.steps, order.factor)
 
     def _freeze(self, order: Order, step: int, bucket: int | None) -> None:
-        """The reason first, then the last look, then the freeze: who withdraws the order sees one of the two."""
+        """Writes the reason, reads the mailbox a last time, then freezes: a withdrawal is seen by one of both sides."""
         if order.fault:
             value = {"fault": order.fault, "process": [os.getpid(), start_of(os.getpid())]}
             try:
-                _replace(
-                    reached_file(self._run_dir, self._group, self._position),
+                atomic_file.write_json(
+                    reached_file(given(self._run_dir), self._group, self._position),
                     {**value, "at": f"{describe(order.point, bucket)}, step {step}"},
                 )
             except OSError:
-                return  # nobody would know what it waits for
+                return  # the injector could not tell why the rank waits
         if self._still_stands(order):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def _record(self, order: Order, where: str) -> bool:
         try:
             history.append(
-                self._run_dir,
+                given(self._run_dir),
                 "inject",
                 group=self._group,
                 position=self._position,
@@ -315,30 +333,34 @@ def _fits(order: Order, step: int, bucket: int | None) -> bool:
 
 
 def describe(point: str, bucket: int | None) -> str:
+    """Return the name of a point, with the bucket where it has one."""
     return point if bucket is None else f"{point} {bucket}"
 
 
 def hold_gil(duration_s: float) -> None:
-    """Sleep without letting any other Python thread run, as a C extension that forgot to release the GIL does."""
+    """Sleeps while it holds the GIL, as a C extension that does not release it."""
 
     class _Timespec(ctypes.Structure):
         _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
     whole = int(duration_s)
-    # One call for all of it: between two calls the interpreter would hand the GIL over. PyDLL does not release it.
+    # A single call: between two calls the interpreter would release the GIL. PyDLL does not.
     ctypes.PyDLL(None).nanosleep(ctypes.byref(_Timespec(whole, int((duration_s - whole) * 1e9))), None)
 
 
 @dataclass(frozen=True)
 class _Slow:
-    """Computing takes ``factor`` times as long as it does, before step ``until``: every part of it is slept after."""
+    """Slows computing down by ``factor`` before step ``until``, by a sleep after each part."""
 
     until: int
     factor: float
     since: float | None = None
 
     def pace(self, step: int, computes: bool) -> _Slow | None:
-        """At the end of one part of a step; ``computes``: what begins now is forward or backward. None: it is over."""
+        """Called at the end of each part of a step. Returns None after the last slow step.
+
+        ``computes``: the part that begins is a forward or backward pass.
+        """
         if self.since is not None:
             time.sleep((time.perf_counter() - self.since) * (self.factor - 1))
         if step >= self.until:
@@ -347,7 +369,7 @@ class _Slow:
 
 
 class _NaN:
-    """One element of a gradient, or all that a loss of NaN makes so."""
+    """Sets one element of a gradient to NaN, or all values that a loss of NaN would affect."""
 
     def __init__(self, order: Order, gradients: Sequence[torch.Tensor]) -> None:
         self._whole, self._gradients = order.what == "loss", gradients
@@ -365,18 +387,26 @@ class _NaN:
 
 
 class _Bitflip:
-    """One bit of one element of a gradient."""
+    """Flips a bit of a gradient or of the state. Raises ``InjectedError`` when there is no such tensor."""
 
-    def __init__(self, order: Order, gradients: Sequence[torch.Tensor]) -> None:
+    def __init__(self, order: Order, engine: Corruptible) -> None:
         rng = random.Random(order.seed)
-        self._bucket, self._element = _draw(order, gradients, rng)
-        self._gradient = gradients[self._bucket]
-        self._bits = 8 * self._gradient.element_size()
+        begins = _NAMED.get(order.what)
+        # Of ``data`` torch counts no writes: memory that fails tells nobody.
+        if begins is None:
+            named = [(f"bucket {number}", gradient) for number, gradient in enumerate(engine.local_gradients())]
+        else:
+            named = [(name, tensor.data.view(-1)) for name, tensor in engine.state_tensors() if name.startswith(begins)]
+        if not named:
+            raise InjectedError(f"injected fault {order.fault}: the engine has no {order.what} in which to flip a bit")
+        which, self._element = _draw(order, [tensor for _, tensor in named], rng)
+        self._name, self._tensor = named[which]
+        self._bits = 8 * self._tensor.element_size()
         drawn = rng.randrange(self._bits)
         self._bit = drawn if order.bit is None else order.bit % self._bits
 
     def __str__(self) -> str:
-        return f"bit {self._bit} of element {self._element} of bucket {self._bucket}"
+        return f"bit {self._bit} of element {self._element} of {self._name}"
 
     def make(self, losses: Sequence[torch.Tensor]) -> None:
         import torch
@@ -384,8 +414,8 @@ class _Bitflip:
         kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[self._bits]
         value = 1 << self._bit
         if self._bit == self._bits - 1 and self._bits > 8:
-            value -= 1 << self._bits  # the sign, as a number of this signed type
-        self._gradient.view(kind)[self._element] ^= value
+            value -= 1 << self._bits  # the sign bit in this signed type
+        self._tensor.view(kind)[self._element] ^= value
 
 
 def _draw(order: Order, gradients: Sequence[torch.Tensor], rng: random.Random) -> tuple[int, int]:

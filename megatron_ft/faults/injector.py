@@ -1,11 +1,12 @@
-"""Carry a schedule out against a live run: wait for each fault's moment, record it, strike, and undo what ends again.
+"""Injects the faults of a schedule into a live run: waits for the time of each, records it, injects it, and undoes it.
 
-The run's history decides what was done. A fault is in there, with its key, before anything happens; what is in there is
-never done again, so an injector that is killed and started anew strikes nothing twice. It may then strike less than was
-asked, never more. In-process faults are recorded by the rank that carries out the order.
+A fault is written to the run record, with its key, before it is injected, and a recorded fault is never injected again.
+An injector that is killed and restarted may therefore inject fewer faults than requested, but none twice. Faults inside
+a process are recorded by the rank that carries out the order.
 
-Failures it assumes: the run can end, and any process in it die, at any moment; a fault that finds nobody is reported as not
-reached. If the injector is killed, what it froze, cut or filled stays so until the same schedule is injected again.
+Failures assumed: the run ends, and any process dies, at any moment; a fault without a living target is reported as not
+reached. When the injector is killed, frozen processes, cut links and filled disks stay until the same schedule is
+injected again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +22,17 @@ from signal import Signals
 from typing import Any, Literal
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import processes, surroundings
-from megatron_ft.faults.live import Growing, uses_etcd
-from megatron_ft.faults.processes import Process, Rank
+from megatron_ft.faults import host_faults, injection_points, process_lookup
+from megatron_ft.faults.injection_points import Order
+from megatron_ft.faults.process_lookup import Process, Rank
 from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
-from megatron_ft.runtime import history, points
-from megatron_ft.runtime.points import Order
+from megatron_ft.runlog import history
+from megatron_ft.runlog.live_run import Growing, uses_etcd
+from megatron_ft.types import given
 
 _POLL_S = 0.002
 _FREEZES_WITHIN_S = 0.5
-"""A rank that has said what it freezes for does so within microseconds, unless its host is very busy."""
+"""A rank freezes within microseconds after it has named the order, unless its host is very busy."""
 
 State = Literal["waiting", "armed", "injected", "before", "refused", "missed"]
 DONE = ("injected", "before", "refused", "missed")
@@ -38,7 +40,7 @@ DONE = ("injected", "before", "refused", "missed")
 
 @dataclass
 class Case:
-    """One fault on its way. ``before``: an earlier injector did it; ``missed``: its moment never came."""
+    """One fault and its state. ``before``: injected by an earlier injector; ``missed``: its time never came."""
 
     number: int
     fault: Fault
@@ -55,7 +57,7 @@ class Case:
 
 @dataclass
 class _Undo:
-    """What ends a fault that lasts for a while."""
+    """The end of a fault with a duration."""
 
     due: float
     case: Case
@@ -63,19 +65,18 @@ class _Undo:
 
 
 class Injector:
-    """One schedule against one run directory on this host; :meth:`run` once.
+    """Injects one schedule into one run on this host. Call :meth:`run` once.
 
-    Args:
-        groups: of the run, with ``ranks_per_group`` ranks each.
-        min_survivors: a fault that would leave fewer groups is refused.
-        start_timeout_s: how long to wait for a run that has not started yet.
-        say: is told what happens, a line each.
+    Args: run_dir: run directory. schedule: the faults; or a function that draws them for a live run from its age in
+    seconds and its living groups. groups: number of groups of the run. ranks_per_group: number of ranks of a group.
+    min_survivors: a fault that leaves fewer groups is refused. start_timeout_s: time to wait for a run that has not
+    started. say: called with a line for each event.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        schedule: Schedule,
+        schedule: Schedule | Callable[[float, Collection[int]], Schedule],
         groups: int,
         ranks_per_group: int,
         *,
@@ -85,9 +86,8 @@ class Injector:
     ) -> None:
         self._run_dir, self._groups, self._ranks_per_group = run_dir, groups, ranks_per_group
         self._min_survivors, self._start_timeout_s, self._say = min_survivors, start_timeout_s, say
-        self.cases = [
-            Case(i + 1, fault, schedule.key(i), schedule.seed_of(i)) for i, fault in enumerate(schedule.faults)
-        ]
+        self._draw = None if isinstance(schedule, Schedule) else schedule
+        self.cases = _cases(schedule) if isinstance(schedule, Schedule) else []
         self._record = Growing(run_dir)
         self._agent: Process | None = None
         self._struck: set[int] = set()
@@ -95,12 +95,15 @@ class Injector:
         self._posted: dict[tuple[int, int], tuple[Rank, tuple[Order, ...]]] = {}
 
     def run(self) -> list[Case]:
-        """Until every fault is done and undone, or the run is over.
+        """Returns when every fault is injected and undone, or the run is over.
 
-        Raises ``LaunchError`` when there is no live run, or another injector is at work on it.
+        Raises ``LaunchError`` when there is no live run, or another injector works on it.
         """
         with self._alone():
             self._await_start()
+            if self._draw is not None:
+                self.cases = _cases(self._draw(time.time() - given(self._record.started), self._there()))
+            self._find_injected()
             try:
                 while not self._over() and not (self._all_done() and not self._undos):
                     self._turn()
@@ -113,13 +116,13 @@ class Injector:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        directory = self._run_dir / points.DIRECTORY
+        directory = self._run_dir / injection_points.DIRECTORY
         directory.mkdir(exist_ok=True)
         with (directory / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise LaunchError(f"another injector is at work on {self._run_dir}; wait for it, or end it") from None
+                raise LaunchError(f"another injector works on {self._run_dir}; wait for it, or end it") from None
             yield
 
     def _await_start(self) -> None:
@@ -127,7 +130,7 @@ class Injector:
         while True:
             self._record.read()
             if self._record.over:
-                raise LaunchError(f"the run in {self._run_dir} is over; nothing was injected. Inject into a live run")
+                raise LaunchError(f"the run in {self._run_dir} is over, and no fault was injected; choose a live run")
             if self._record.started is not None and self._find_agent() is not None:
                 break
             if time.monotonic() > deadline:
@@ -136,6 +139,16 @@ class Injector:
                     f"`megatron-ft launch --run-dir {self._run_dir}` on this host"
                 )
             time.sleep(_POLL_S)
+
+    def _there(self) -> Collection[int]:
+        """Returns the living groups on this host; all groups while the run starts."""
+        if not self._record.begun:
+            return range(self._groups)
+        living = self._living_groups() or {rank.group for rank in process_lookup.ranks(self._run_dir)}
+        return living or range(self._groups)
+
+    def _find_injected(self) -> None:
+        """Marks the faults of this schedule that an earlier injector has injected."""
         for case in self.cases:
             lines = self._record.of(case.key)
             if lines:
@@ -143,11 +156,11 @@ class Injector:
                 self._plan_undo(case, [_process(line) for line in lines], lines[-1]["t"])
 
     def _find_agent(self) -> Process | None:
-        self._agent = self._agent or processes.agent(self._run_dir)
+        self._agent = self._agent or process_lookup.agent(self._run_dir)
         return self._agent
 
     def _over(self) -> bool:
-        """Whether its record says so, or its agent is gone: the ranks end with it."""
+        """Returns True at the end of the record, or when the agent is gone, with which the ranks end."""
         self._record.read()
         return self._record.over or (self._agent is not None and not self._agent.lives)
 
@@ -173,35 +186,35 @@ class Injector:
         if case.state == "armed":
             return True
         if fault.after_s is not None:
-            return now >= self._record.started + fault.after_s
+            return now >= given(self._record.started) + fault.after_s
         if fault.wait_s is not None:
             previous = self.cases[case.number - 2].ended_at if case.number > 1 else self._record.started
             return previous is not None and now >= previous + fault.wait_s
-        return fault.is_order or self._record.committed >= fault.step
+        return fault.is_order or self._record.committed >= given(fault.step)
 
     def _nobody_left(self, case: Case) -> bool:
-        """Whether it finds nobody any more, or nobody yet; a group that is lost for good is not waited for."""
+        """Returns True when the fault has no living target, now or for good; a group that is lost for good is a miss."""
         if case.fault.kind == "store":
             return self._no_store(case)
         targets = case.fault.targets(self._ranks_per_group)
-        if not targets or any(processes.find(self._run_dir, *target) for target in targets):
+        if not targets or any(process_lookup.find(self._run_dir, *target) for target in targets):
             return False
         if self._record.begun:
-            self._end(case, "missed", "none of its ranks lived at its time")
+            self._end(case, "missed", "none of its ranks was alive at its time")
         return True
 
     def _no_store(self, case: Case) -> bool:
-        """One that has just died is there again in a moment; etcd is not ours, and not of one host."""
-        if processes.store(self._run_dir, self._agent) is not None:
+        """A store that has just died returns in a moment; etcd cannot be killed from here."""
+        if process_lookup.store(self._run_dir, given(self._agent)) is not None:
             return False
         if uses_etcd(self._run_dir):
-            self._end(case, "refused", "the run's store is etcd; kill a node of it where it runs")
+            self._end(case, "refused", "the store of the run is etcd; kill a member of it on its host")
         return True
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def _pursue(self, case: Case) -> None:
-        """Arm its ranks, see whether they have got to their point, or whether its moment has passed."""
+        """Arms the ranks, and checks whether they have reached their point or its time has passed."""
         lines = self._record.of(case.key)
         if lines:
             if case.fault.takes(self._groups):
@@ -210,11 +223,15 @@ class Injector:
             return
         if case.state == "armed" and case.fault.kind not in IN_PROCESS and self._strike_if_held(case):
             return
-        # The others can commit the step of a rank that has not got to its point; not the step after it.
+        # The others can commit the step of a rank that has not reached its point, but not the next step.
         if case.fault.step is not None and self._record.committed > case.fault.step:
-            self._end(case, "missed", f"step {self._record.committed} is committed, and it was not at its point before")
+            self._end(
+                case,
+                "missed",
+                f"step {self._record.committed} is committed, and the rank did not reach its point before",
+            )
             self._post()
-            for rank in case.armed.values():  # of a rack, some can be held there, for one that never comes
+            for rank in case.armed.values():  # some ranks of a rack may wait there for one that never comes
                 self._release(rank, case)
             return
         case.armed = {target: rank for target, rank in case.armed.items() if rank.lives}
@@ -226,14 +243,14 @@ class Injector:
         if case.fault.kind in IN_PROCESS and (self._too_few(case) or self._has_to_wait(case)):
             return False
         targets = case.fault.targets(self._ranks_per_group)
-        living = {target: processes.find(self._run_dir, *target) for target in targets}
+        living = {target: process_lookup.find(self._run_dir, *target) for target in targets}
         case.armed = {target: rank for target, rank in living.items() if rank is not None}
         if case.armed:
             case.state = "armed"
         return bool(case.armed)
 
     def _post(self) -> None:
-        """Bring the mailboxes up to date."""
+        """Writes the mailboxes that have changed."""
         wanted: dict[tuple[int, int], tuple[Rank, list[Order]]] = {
             target: (rank, []) for target, (rank, orders) in self._posted.items() if orders
         }
@@ -245,10 +262,10 @@ class Injector:
         for target, (rank, orders) in wanted.items():
             before = self._posted.get(target)
             if before != (rank, tuple(orders)):
-                self._posted[target] = rank, tuple(orders)  # before: Ctrl-C in between must not forget an order
+                self._posted[target] = rank, tuple(orders)  # stored first: Ctrl-C in between must not lose an order
                 try:
-                    points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
-                except OSError:  # a full disk, our own fault perhaps: what was there stands, and the next turn tries again
+                    injection_points.post(self._run_dir, *target, (rank.pid, rank.start), orders)
+                except OSError:  # e.g. a full disk, perhaps by an injected fault: the next turn tries again
                     self._posted[target] = before or (rank, ())
 
     def _strike_if_held(self, case: Case) -> bool:
@@ -267,34 +284,36 @@ class Injector:
 
     def _reached(self, rank: Rank) -> dict[str, Any]:
         try:
-            path = points.reached_file(self._run_dir, rank.group, rank.position)
+            path = injection_points.reached_file(self._run_dir, rank.group, rank.position)
             return json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
-    # --- strikes ------------------------------------------------------------------------------------------------------
+    # --- injecting ----------------------------------------------------------------------------------------------------
 
     def _strike(self, case: Case, ranks: Sequence[Rank] | None = None, where: str = "") -> None:
-        """Record, then do. All of a fault's processes are signalled back to back."""
+        """Records the fault, then injects it. All processes of a fault are signalled in immediate succession."""
         if self._too_few(case):
             return
         fault = case.fault
         struck = list(ranks or self._processes_of(fault))
         if not struck and fault.kind == "store":
-            return  # it has died in this moment, and is there again in the next
+            return  # the store has just died and returns in a moment
         where = where or self._moment(fault)
         try:
-            for process in struck or [None]:
+            for process in struck:
                 self._note(case, process, where)
+            if not struck:
+                self._note(case, None, where)
         except OSError as error:
             self._end(case, "refused", f"it could not be recorded: {error}")
             return
         now = time.time()
         if fault.signal is None:
             try:
-                surroundings.strike(fault, case.key)
+                host_faults.strike(fault, case.key)
             except OSError as error:
-                self._undos.append(_Undo(now, case, lambda: surroundings.undo(fault, case.key)))
+                self._undos.append(_Undo(now, case, lambda: host_faults.undo(fault, case.key)))
                 self._end(case, "refused", str(error))
                 return
         else:
@@ -303,27 +322,27 @@ class Injector:
         self._plan_undo(case, struck, now)
 
     def _processes_of(self, fault: Fault) -> list[Process]:
-        """Whom it strikes, as far as they live; nobody where it strikes a link or a disk."""
+        """Returns the living targets; none for a link or a disk."""
         if fault.of_agent:
-            return [self._agent]
+            return [given(self._agent)]
         if fault.kind == "store":
-            found = [processes.store(self._run_dir, self._agent)]
+            found: list[Any] = [process_lookup.store(self._run_dir, given(self._agent))]
         else:
-            found = [processes.find(self._run_dir, *target) for target in fault.targets(self._ranks_per_group)]
+            found = [process_lookup.find(self._run_dir, *target) for target in fault.targets(self._ranks_per_group)]
         return [process for process in found if process is not None]
 
     def _send(self, number: Signals, struck: Sequence[Process]) -> None:
         for process in struck:
             process.send(number)
             self._struck.add(process.pid)
-        if number is Signals.SIGTERM:
-            for process in struck:  # one that is held at a point takes it when it goes on
+        if number not in (Signals.SIGKILL, Signals.SIGSTOP):
+            for process in struck:  # a frozen rank receives the signal when it continues
                 process.send(Signals.SIGCONT)
 
     def _moment(self, fault: Fault) -> str:
         if fault.step is not None:
             return f"after step {self._record.committed}"
-        return f"{time.time() - self._record.started:.3f} s after the start"
+        return f"{time.time() - given(self._record.started):.3f} s after the start"
 
     def _note(self, case: Case, process: Process | None, where: str) -> None:
         rank = process if isinstance(process, Rank) else None
@@ -341,7 +360,7 @@ class Injector:
         )
 
     def _too_few(self, case: Case) -> bool:
-        """Refuse what would leave fewer groups than asked, counting those that have an order to die."""
+        """Refuses a fault that would leave fewer groups than ``min_survivors``, including groups with an order to die."""
         dying = [other for other in self.cases if other.state == "armed" and other.fault.kind in IN_PROCESS]
         left = self._left_after(case, dying)
         if left is None or left >= self._min_survivors:
@@ -350,12 +369,12 @@ class Injector:
         return True
 
     def _has_to_wait(self, case: Case) -> bool:
-        """An order cannot be refused once it is given, so it is not while the faults listed before it may need all."""
+        """Returns True while earlier faults may need the groups: an order cannot be refused once it is given."""
         left = self._left_after(case, [other for other in self.cases[: case.number - 1] if other.state not in DONE])
         return left is not None and left < self._min_survivors
 
     def _left_after(self, case: Case, others: Sequence[Case]) -> int | None:
-        """How many living groups this fault leaves if ``others`` come first; None: it takes none."""
+        """Returns the number of living groups after ``others`` and this fault; None: it takes no group."""
         takes = case.fault.takes(self._groups)
         if not takes:
             return None
@@ -364,8 +383,8 @@ class Injector:
 
     def _living_groups(self) -> set[int]:
         living: dict[int, int] = {}
-        for rank in processes.ranks(self._run_dir):
-            if rank.pid not in self._struck:  # else it is frozen, or dies in a moment
+        for rank in process_lookup.ranks(self._run_dir):
+            if rank.pid not in self._struck:  # signalled ranks are frozen, or die in a moment
                 living[rank.group] = living.get(rank.group, 0) + 1
         return {group for group, count in living.items() if count == self._ranks_per_group}
 
@@ -373,7 +392,7 @@ class Injector:
         case.state, case.note, case.ended_at = state, note, time.time()
         self._say(f"{_WORDS[state]}: {case}: {note}")
 
-    # --- afterwards ---------------------------------------------------------------------------------------------------
+    # --- undoing ------------------------------------------------------------------------------------------------------
 
     def _plan_undo(self, case: Case, struck: Sequence[Process | None], since: float) -> None:
         fault = case.fault
@@ -386,7 +405,7 @@ class Injector:
                     process.send(Signals.SIGCONT)
                     self._struck.discard(process.pid)
 
-        act = resume if fault.signal is not None else lambda: surroundings.undo(fault, case.key)
+        act = resume if fault.signal is not None else lambda: host_faults.undo(fault, case.key)
         self._undos.append(_Undo(since + fault.duration_s, case, act))
 
     def _undo(self, undo: _Undo) -> None:
@@ -399,21 +418,23 @@ class Injector:
             self._say(f"undone: {undo.case}")
 
     def _tidy_up(self) -> None:
-        """Leave nothing behind that only this process would have ended: orders, frozen ranks, cuts, fillers."""
+        """Ends everything that only this process can end: orders, frozen ranks, cut links, filled disks."""
         open_cases = [case for case in self.cases if case.state not in DONE]
         for undo in [undo for undo in self._undos if undo.case.fault.kind == "disk_full"]:
-            self._undo(undo)  # first: orders are taken back by files
+            self._undo(undo)  # first: withdrawing orders needs free space
         for target, (rank, _) in self._posted.items():
             with suppress(OSError):
-                points.post(self._run_dir, *target, (rank.pid, rank.start), [])
+                injection_points.post(self._run_dir, *target, (rank.pid, rank.start), [])
         for case in open_cases:
             for rank in case.armed.values():
                 self._release(rank, case)
         self._record.read()
         for case in open_cases:
-            lines = self._record.of(case.key)  # an order carried out in the last moment
-            state, note = ("injected", lines[0]["point"]) if lines else ("missed", self._why_missed(case))
-            self._end(case, state, note)
+            lines = self._record.of(case.key)  # the order may have been carried out in the last moment
+            if lines:
+                self._end(case, "injected", lines[0]["point"])
+            else:
+                self._end(case, "missed", self._why_missed(case))
         for undo in list(self._undos):
             self._undo(undo)
 
@@ -430,15 +451,23 @@ class Injector:
     def _why_missed(self, case: Case) -> str:
         if not self._over():
             return "the injector was ended"
-        return "the run was over" + ("" if case.armed else ", its ranks were not there" if case.fault.is_order else "")
+        return "the run was over" + (
+            "" if case.armed else ", and its ranks were not alive" if case.fault.is_order else ""
+        )
 
 
 _WORDS = {"injected": "injected", "before": "injected before", "refused": "refused", "missed": "not reached"}
 
 
+def _cases(schedule: Schedule) -> list[Case]:
+    return [Case(i + 1, fault, schedule.key(i), schedule.seed_of(i)) for i, fault in enumerate(schedule.faults)]
+
+
 def _order(case: Case) -> Order:
     fault = case.fault
-    optional = {name: getattr(fault, name) for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit")}
+    optional = {
+        name: getattr(fault, name) for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit")
+    }
     return Order(
         fault=case.key,
         action=fault.kind if fault.kind in IN_PROCESS else "hold",

@@ -1,7 +1,8 @@
-"""Kill real ranks of a running job, by pid, from another process, and leave a line about it in the run record.
+"""Kills ranks of a running job from another process, and records it.
 
-A planned fault is a :class:`~megatron_ft.runtime.points.Hold`: the rank freezes itself at that point, :func:`strike` sees
-the frozen process and sends the signal. So "in the middle of an all-reduce" means exactly that, every time.
+A planned fault is a :class:`~megatron_ft.faults.injection_points.Hold`: the rank freezes itself at that point, and
+:func:`strike` sends the signal to the frozen process. A kill in the middle of an all-reduce is therefore exact and
+repeatable.
 """
 
 from __future__ import annotations
@@ -11,35 +12,36 @@ import time
 from pathlib import Path
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import processes
-from megatron_ft.runtime import history, points
-from megatron_ft.runtime.points import Hold, start_of
+from megatron_ft.faults import injection_points, process_lookup
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import history
+from megatron_ft.utils import process_status
 
 _POLL_S = 0.001
 
 
 def pid_of(run_dir: Path, group: int, position: int = 0) -> int | None:
-    """The pid of a living rank according to ``ranks.json``; None when it is not there (yet, or any more)."""
-    rank = processes.find(run_dir, group, position)
+    """Returns the pid of a living rank according to ``ranks.json``, else None."""
+    rank = process_lookup.find(run_dir, group, position)
     return None if rank is None else rank.pid
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is frozen by SIGSTOP (state T of proc(5))."""
+    """Returns True for a process that SIGSTOP has frozen (state T of proc(5))."""
     try:
-        return processes.Process(pid, start_of(pid)).is_stopped
+        return process_status.process_status(pid).state == "T"
     except OSError:
         return False
 
 
 def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.SIGKILL, position: int = 0) -> float:
-    """Record the injection, then signal the rank; returns when it was sent (unix seconds).
+    """Records the injection, then signals the rank. Returns the time of the signal (Unix seconds).
 
-    Raises ``LaunchError`` when the rank does not live.
+    Raises ``LaunchError`` when the rank is not alive.
     """
-    rank = processes.find(run_dir, group, position)
+    rank = process_lookup.find(run_dir, group, position)
     if rank is None:
-        raise LaunchError(f"group {group} has no living rank {position} in {run_dir}/ranks.json; nothing was killed")
+        raise LaunchError(f"group {group} has no living rank {position} in {run_dir}/ranks.json; no rank was killed")
     history.append(run_dir, "inject", group=group, position=position, pid=rank.pid, signal=number.name, point=point)
     sent = time.time()
     rank.send(number)
@@ -47,10 +49,9 @@ def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.
 
 
 def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lambda: True) -> list[float]:
-    """Wait for each held rank to freeze, and SIGKILL it there; holds that freeze together die together.
+    """Waits for each held rank to freeze, and kills it there. Returns the times of the signals.
 
-    Returns when each was sent. Raises ``TimeoutError`` when a rank does not get to its point in time, and
-    ``LaunchError`` when the run is over before.
+    Raises ``TimeoutError`` when a rank does not reach its point in time, and ``LaunchError`` when the run ends before.
     """
     waiting, sent = list(holds), []
     deadline = time.monotonic() + timeout_s
@@ -61,7 +62,7 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
                 sent.append(kill(run_dir, hold.group, describe(hold), position=hold.position))
                 waiting.remove(hold)
         if not waiting:
-            break  # the run may well be over by now, without those that were struck
+            break  # without the killed ranks the run may be over by now
         if not still_running():
             raise LaunchError(f"the run in {run_dir} is over; not reached: {', '.join(map(describe, waiting))}")
         if time.monotonic() > deadline:
@@ -71,5 +72,5 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
 
 
 def describe(hold: Hold) -> str:
-    """A hold in words, for records and messages."""
-    return points.describe(hold.point, hold.bucket) + ("" if hold.step is None else f", step {hold.step}")
+    """Describes a hold for records and messages."""
+    return injection_points.describe(hold.point, hold.bucket) + ("" if hold.step is None else f", step {hold.step}")

@@ -1,14 +1,14 @@
-"""Draw a schedule from the failures that large training jobs see; a pure function of its arguments.
+"""Draws a schedule with the distribution of failures in large training jobs. Pure functions.
 
-The shares of the causes are those of ``causes``, so an injected and a simulated run suffer alike. Times between failures
-are Weibull with shape 0.78, 3% of the groups carry half of the rate, 5% of the failures of a process or a node take a
-rack. How a cause shows itself in a process is not published; ``_AS`` is our reading of it.
+``causes`` has the shares of the causes, for injected and simulated runs. Times between failures are Weibull with shape
+0.78; 3% of the groups have half of the failures; 5% of the failures of a process or a node take a rack. How a cause
+affects a process is not published; ``_AS`` is an assumption.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil, gamma
 from typing import Any
 
@@ -26,40 +26,51 @@ _AS: dict[str, tuple[tuple[str, float], ...]] = {
     "crash": (("kill", 0.6), ("exception", 0.3), ("oom", 0.1)),
     "node": (("kill", 1.0),),
     "hang": (("stop", 0.8), ("gil", 0.2)),
-    "flap": (("stop", 1.0),),  # without a network of its own a rank is cut off by being stopped
+    "flap": (("stop", 1.0),),  # a rank without its own network is cut off by stopping it
     "straggler": (("slow", 1.0),),
     "corruption": (("bitflip", 0.99), ("nan", 0.01)),
     "maintenance": (("terminate", 1.0),),
 }
 _HANG_S = 1800.0
-"""How long the GIL is held by a hang: as long as a default collective timeout lasts."""
+"""Duration of a hang that holds the GIL: the default timeout of a collective."""
 
 
-def draw(count: int, seed: int, groups: int, every_s: float = 30.0) -> Schedule:
-    """``count`` faults for a run of ``groups`` groups, ``every_s`` apart on average; the same seed, the same schedule.
+def draw(count: int, seed: int, groups: int | Collection[int], every_s: float = 30.0, since_s: float = 0.0) -> Schedule:
+    """Draws a schedule. The same arguments give the same schedule.
 
-    A drawn schedule may take more groups than there are; who injects it refuses what would leave too few.
+    It may take more groups than there are; the injector refuses faults that leave too few.
+
+    Args:
+        count: number of faults.
+        seed: seed of the draw.
+        groups: number of groups of the run, or the groups to draw from.
+        every_s: mean time between faults in seconds.
+        since_s: age of the run in seconds; all faults are later.
+
+    Raises:
+        ConfigError: an argument is out of range.
     """
-    for name, value, least in (("--mix", count, 1), ("groups", groups, 1)):
+    candidates = sorted(range(groups) if isinstance(groups, int) else groups)
+    for name, value, least in (("--mix", count, 1), ("groups", len(candidates), 1)):
         if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            raise ConfigError(f"{name} is {value} and must be at least {least}")
     if not every_s > 0:
-        raise ConfigError(f"--every-s is {every_s:g}; it must be greater than 0")
+        raise ConfigError(f"--every-s is {every_s:g} and must be greater than 0")
     rng = random.Random(f"mix/{seed}")
-    frail = rng.sample(range(groups), max(1, ceil(FRAIL_SHARE * groups)))
-    at, faults = 0.0, []
+    frail = rng.sample(candidates, max(1, ceil(FRAIL_SHARE * len(candidates))))
+    at, faults = since_s, []
     for _ in range(count):
         at += rng.weibullvariate(every_s / gamma(1 + 1 / SHAPE), SHAPE)
-        faults.append(_fault(rng, round(at, 3), groups, frail))
+        faults.append(_fault(rng, round(at, 3), candidates, frail))
     return Schedule(tuple(faults), seed)
 
 
-def _fault(rng: random.Random, after_s: float, groups: int, frail: Sequence[int]) -> Fault:
+def _fault(rng: random.Random, after_s: float, groups: Sequence[int], frail: Sequence[int]) -> Fault:
     cause = _pick(rng, MIX)
-    group = rng.choice(frail) if rng.random() < FRAIL_RATE else rng.randrange(groups)
-    if cause in ("crash", "node") and groups > 1 and rng.random() < RACK_SHARE:
+    group = rng.choice(frail) if rng.random() < FRAIL_RATE else rng.choice(groups)
+    if cause in ("crash", "node") and len(groups) > 1 and rng.random() < RACK_SHARE:
         first = group - group % RACK_GROUPS
-        rack = tuple(range(first, min(first + RACK_GROUPS, groups)))
+        rack = tuple(other for other in groups if first <= other < first + RACK_GROUPS)
         return Fault(kind="rack", groups=rack, after_s=after_s)
     kind = _pick(rng, _AS[cause])
     return Fault(kind=kind, group=group, after_s=after_s, **_details(rng, cause, kind))
@@ -69,7 +80,7 @@ def _details(rng: random.Random, cause: str, kind: str) -> dict[str, Any]:
     if cause == "node":
         return {"position": "all"}
     if cause == "crash":
-        # A kill at any instant is mostly one in compute; at a named point the rarer instants get their turn.
+        # A kill at a random moment mostly hits computing; named points also cover the rarer moments.
         return {"point": rng.choice(_CRASH_POINTS)} if kind != "kill" or rng.random() < 0.5 else {}
     if cause == "flap":
         return {"duration_s": round(rng.uniform(*FLAP_S), 3)}

@@ -1,12 +1,11 @@
-"""A schedule of faults as data: what shall happen to whom, and when. Read, checked, written; carried out elsewhere.
+"""Schedules of faults: reading, checking, and writing. The injector carries them out.
 
     {"seed": 7, "faults": [
       {"kind": "kill", "group": 2, "step": 4, "point": "reduce", "bucket": 1},
       {"kind": "stop", "group": 1, "after_s": 20, "duration_s": 5}]}
 
-YAML says the same where ``pyyaml`` is installed. Anything that could not be carried out as it is written is refused with one
-line, before a process is touched: who injects faults wants exactly these. Every field is explained in
-docs/fault-injection.md.
+YAML is accepted where ``pyyaml`` is installed. A schedule that cannot be carried out exactly is refused before any
+process is signalled. docs/fault-injection.md explains every field.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ from signal import Signals
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.runtime.points import POINTS, describe
+from megatron_ft.faults.injection_points import CORRUPTIBLE, CORRUPTIBLE_BY, POINTS, STATE, describe
 
 IN_PROCESS = ("exception", "oom", "gil", "slow", "nan", "bitflip")
-"""What only the rank can do to itself, on an order in its mailbox."""
+"""Faults that the rank itself must carry out, on an order in its mailbox."""
+RAISING = ("exception", "oom")
+"""Those of them that end the rank by an exception in its training thread."""
 SIGNALS = {"kill": Signals.SIGKILL, "stop": Signals.SIGSTOP, "terminate": Signals.SIGTERM}
 
 _AT_POINT = {"point", "bucket"}
@@ -38,7 +39,7 @@ _ALLOWED: dict[str, set[str]] = {
     "gil": _RANK | _AT_POINT | {"duration_s"},
     "slow": _RANK | {"factor", "steps"},
     "nan": _RANK | {"what", "bucket"},
-    "bitflip": _RANK | {"bucket", "bit"},
+    "bitflip": _RANK | {"what", "bucket", "bit"},
     "cut": {"group", "netns", "peer", "direction", "share", "duration_s"},
     "disk_full": {"directory", "duration_s", "limit_mb"},
     "rack": {"groups", "how", "duration_s"} | _AT_POINT,
@@ -58,24 +59,24 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 _WHEN = ("after_s", "wait_s", "step")
 _CHOICES = {
     "point": POINTS,
-    "what": ("gradient", "loss"),
+    "what": CORRUPTIBLE,
     "direction": ("both", "in", "out"),
     "how": tuple(SIGNALS),
 }
 _WHOLE = {"group": 0, "step": 0, "bucket": 0, "bit": 0, "steps": 1}
 _NUMBERS = {"after_s": (0, True), "wait_s": (0, True), "duration_s": (0, False), "factor": (1, False),
             "limit_mb": (0, False), "share": (0, False)}  # fmt: skip
-"""The least, and whether it is allowed itself."""
+"""Minimum, and whether the minimum itself is allowed."""
 _BUCKET_POINTS = ("reduce", "bucket")
 _MOST_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault; a field of None is not said. Times in seconds. Raises ``ConfigError`` for what cannot be meant.
+    """One fault; None for fields that are not given. Raises ``ConfigError`` for an invalid combination.
 
-    When: ``after_s`` since the run's start, ``wait_s`` since the fault before it in the schedule, or ``step``, and then
-    ``point`` with ``bucket``, where the kind can be aimed so well.
+    docs/fault-injection.md explains the fields. Its time is ``after_s`` seconds after the start of the run, ``wait_s``
+    seconds after the preceding fault of the schedule, or ``step``, optionally with ``point`` and ``bucket``.
     """
 
     kind: str
@@ -102,7 +103,7 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"kind is {self.kind!r}; it can be: {', '.join(KINDS)}")
+            raise ConfigError(f"kind is {self.kind!r}, which is unknown; choose from {', '.join(KINDS)}")
         given = {name for name in _FIELDS if getattr(self, name) is not None}
         _check_names(self.kind, given)
         for name in given:
@@ -111,57 +112,68 @@ class Fault:
 
     def _check_together(self) -> None:
         if self.kind in IN_PROCESS and self.position == "all":
-            raise ConfigError(f"position is 'all'; {self.kind} happens in one rank, give its number")
+            raise ConfigError(f"position is 'all', and {self.kind} happens in one rank; give its number")
         if self.bucket is not None and "point" in _ALLOWED[self.kind] and self.point not in _BUCKET_POINTS:
-            raise ConfigError(f"bucket is {self.bucket}; only the points {' and '.join(_BUCKET_POINTS)} have buckets")
+            raise ConfigError(
+                f"bucket is {self.bucket}, and only the points {' and '.join(_BUCKET_POINTS)} have buckets; leave it out"
+            )
+        if self.what is not None and self.what not in CORRUPTIBLE_BY[self.kind]:
+            known = ", ".join(CORRUPTIBLE_BY[self.kind])
+            raise ConfigError(f"what is {self.what!r}, which {self.kind} cannot change; choose from {known}")
+        if self.bucket is not None and self.what in STATE:
+            raise ConfigError(
+                f"bucket is {self.bucket} and what is {self.what!r}, which has no buckets; leave bucket out"
+            )
         if self.share is not None and self.share > 1:
-            raise ConfigError(f"share is {self.share}; it is the part of the packets that is lost, at most 1")
+            raise ConfigError(f"share is {self.share} and must be the fraction of lost packets, at most 1")
         if self.duration_s is not None and (self.how or "stop") != "stop":
-            raise ConfigError(f"duration_s is {self.duration_s:g}, how is {self.how}; only a stop ends again")
+            raise ConfigError(
+                f"duration_s is {self.duration_s:g} and how is {self.how}, which does not end; leave duration_s out"
+            )
         if self.duration_s is not None and self.how is None and self.kind in ("rack", "store", "agent"):
-            raise ConfigError(f"duration_s is {self.duration_s:g}, but {self.kind} kills; say \"how\": \"stop\"")
+            raise ConfigError(f'duration_s is {self.duration_s:g}, but {self.kind} kills by default; add "how": "stop"')
 
-    # --- what it means ------------------------------------------------------------------------------------------------
+    # --- meaning ------------------------------------------------------------------------------------------------------
 
     @property
     def signal(self) -> Signals | None:
-        """What is sent to processes; None for a kind that sends nothing."""
+        """The signal for the processes; None for a kind without one."""
         if self.kind in SIGNALS:
             return SIGNALS[self.kind]
         return SIGNALS[self.how or "kill"] if self.kind in ("rack", "store", "agent") else None
 
     @property
     def is_order(self) -> bool:
-        """Whether a rank has to be told: to do it, or to freeze at a point where it is done to it."""
+        """True when a rank needs an order: to carry the fault out, or to freeze at its point."""
         return self.kind in IN_PROCESS or self.point is not None
 
     @property
     def order_point(self) -> str:
-        """The point at which a rank carries out its order."""
-        return self.point or ("backward" if self.kind in ("exception", "oom", "gil") else "begin")
+        """The point at which a rank carries the order out."""
+        return self.point or ("backward" if self.kind in (*RAISING, "gil") else "begin")
 
     @property
     def of_agent(self) -> bool:
-        """Whether it is the agent's, and so, if it kills, that of all ranks."""
+        """True for a fault of the agent, whose end is also the end of all its ranks."""
         return self.kind == "agent"
 
     def targets(self, ranks_per_group: int) -> tuple[tuple[int, int], ...]:
-        """(group, position) of the ranks it concerns."""
+        """Returns (group, position) of the ranks concerned."""
         everybody = self.groups is not None or self.position == "all"
-        positions = range(ranks_per_group) if everybody else (self.position or 0,)
+        positions = range(ranks_per_group) if everybody else (int(self.position or 0),)
         groups = self.groups if self.groups is not None else () if self.group is None else (self.group,)
         return tuple((group, position) for group in groups for position in positions)
 
     def takes(self, groups: int) -> frozenset[int]:
-        """The groups that are lost to it. A stop counts, even one that ends: the others may go on without them."""
-        if self.of_agent:  # ranks end with their agent
+        """Returns the groups that are lost. Stopped groups count, too: the others may continue without them."""
+        if self.of_agent:  # the ranks end with their agent
             return frozenset() if self.signal is Signals.SIGSTOP else frozenset(range(groups))
-        if self.signal is not None or self.kind in ("exception", "oom"):  # of the store: nobody
+        if self.signal is not None or self.kind in RAISING:  # no group for a fault of the store
             return frozenset(group for group, _ in self.targets(1))
         return frozenset()
 
     def when(self) -> str:
-        """In words."""
+        """Describes the time of the fault."""
         if self.step is not None:
             time = f"step {self.step}"
             if not self.is_order:
@@ -174,7 +186,7 @@ class Fault:
         return f"{time}, {describe(self.order_point, bucket)}"
 
     def whom(self) -> str:
-        """In words."""
+        """Describes the target of the fault."""
         if self.kind in ("agent", "store"):
             return self.kind
         if self.groups is not None:
@@ -193,14 +205,14 @@ class Fault:
     def from_json(cls, value: Any) -> Fault:
         """Raises ``ConfigError``."""
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{value!r} is not a fault; it must be an object with a kind")
+            raise ConfigError(f"{value!r} is not a fault; write an object with a kind")
         if "kind" not in value:
-            raise ConfigError(f"it has no kind; it can be: {', '.join(KINDS)}")
+            raise ConfigError(f"kind is missing; choose from {', '.join(KINDS)}")
         unknown = sorted(str(name) for name in value if name != "kind" and name not in _FIELDS)
         if unknown:
-            raise ConfigError(f"{unknown[0]!r} is not known; known are: {', '.join(_FIELDS)}")
+            raise ConfigError(f"{unknown[0]!r} is not known; the fields are {', '.join(_FIELDS)}")
         groups = value.get("groups")
-        return cls(**value | {"groups": tuple(groups) if isinstance(groups, list) else groups})
+        return cls(**{**value, "groups": tuple(groups) if isinstance(groups, list) else groups})
 
     def to_json(self) -> dict[str, Any]:
         value = {"kind": self.kind} | {name: getattr(self, name) for name in _FIELDS}
@@ -214,29 +226,29 @@ _FIELDS = tuple(field.name for field in fields(Fault) if field.name != "kind")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Faults in the order in which they are listed; ``seed`` decides what they leave open (which bit)."""
+    """Faults in their order; ``seed`` decides what they leave open, such as the bit to flip."""
 
     faults: tuple[Fault, ...]
     seed: int = 0
 
     @classmethod
     def from_json(cls, value: Any) -> Schedule:
-        """Raises ``ConfigError`` that names the fault by its number, from 1."""
+        """Raises ``ConfigError`` with the number of the invalid fault, from 1."""
         if not isinstance(value, Mapping) or not isinstance(value.get("faults"), list):
             raise ConfigError('a schedule is an object with a list of faults: {"faults": [...]}')
         unknown = sorted(str(name) for name in value if name not in ("faults", "seed"))
         if unknown:
-            raise ConfigError(f"{unknown[0]!r} is not known beside the faults; known is: seed")
+            raise ConfigError(f"{unknown[0]!r} is not known; a schedule has faults and seed")
         seed = value.get("seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool):
-            raise ConfigError(f"seed is {seed!r}; it must be a whole number")
+            raise ConfigError(f"seed is {seed!r} and must be a whole number")
         return cls(tuple(_numbered(value["faults"])), seed)
 
     def to_json(self) -> dict[str, Any]:
         return {"seed": self.seed, "faults": [fault.to_json() for fault in self.faults]}
 
     def check(self, groups: int, ranks_per_group: int) -> None:
-        """Whether a run of that size has whom it names. Raises ``ConfigError``."""
+        """Raises ``ConfigError`` when a run of that size lacks the group or rank of a fault."""
         for number, fault in enumerate(self.faults, 1):
             for group, position in fault.targets(ranks_per_group):
                 if group >= groups:
@@ -247,7 +259,7 @@ class Schedule:
                     )
 
     def key(self, index: int) -> str:
-        """What names a fault in a run's record: the same schedule, injected again, is the same faults."""
+        """Returns the name of a fault in the run record; the same schedule always has the same names."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return f"{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}/{index + 1}"
 
@@ -257,7 +269,7 @@ class Schedule:
 
 
 def load(path: Path) -> Schedule:
-    """Read a schedule, YAML by its name's end. Raises ``ConfigError`` in one line."""
+    """Reads a schedule; files named .yaml or .yml as YAML. Raises ``ConfigError``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -291,7 +303,7 @@ def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ConfigError(f"{name!r} is given twice in one object; keep one of them")
+            raise ConfigError(f"{name!r} occurs twice in one object; keep one of them")
         found[name] = value
     return found
 
@@ -300,10 +312,10 @@ def _parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("YAML needs pyyaml (pip install pyyaml); or write it as JSON") from None
+        raise ConfigError("YAML needs pyyaml; run pip install pyyaml, or write JSON") from None
 
     class Loader(yaml.SafeLoader):
-        """Says so when a key is there twice: plain YAML takes the last one."""
+        """Refuses repeated keys, of which YAML takes the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             _unique((self.construct_object(key, deep=True), None) for key, _ in node.value)
@@ -325,35 +337,35 @@ def _check_names(kind: str, given: set[str]) -> None:
     when = [name for name in _WHEN if name in given]
     if len(when) != 1:
         said = " and ".join(when) or "no time"
-        raise ConfigError(f"{kind} says {said}; say one of {', '.join(_WHEN)}")
+        raise ConfigError(f"{kind} has {said} and must have one of {', '.join(_WHEN)}")
     wrong = sorted(given - _ALLOWED[kind] - set(_WHEN))
     if wrong:
         allowed = ", ".join(name for name in _FIELDS if name in _ALLOWED[kind])
-        raise ConfigError(f"{kind} knows no {wrong[0]}; besides when, it knows: {allowed}")
+        raise ConfigError(f"{kind} has no field {wrong[0]}; besides its time it has {allowed}")
 
 
 def _check_value(name: str, value: Any) -> None:
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise ConfigError(f"{name} is {value!r}; it can be: {', '.join(_CHOICES[name])}")
+            raise ConfigError(f"{name} is {value!r}, which is unknown; choose from {', '.join(_CHOICES[name])}")
     elif name in _WHOLE:
         if not _is_whole(value, _WHOLE[name]) or (name == "bit" and value >= _MOST_BITS):
             most = f", less than {_MOST_BITS}" if name == "bit" else ""
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number >= {_WHOLE[name]}{most}")
+            raise ConfigError(f"{name} is {value!r} and must be a whole number >= {_WHOLE[name]}{most}")
     elif name in _NUMBERS:
         least, included = _NUMBERS[name]
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if not number or value < least or (value == least and not included):
-            raise ConfigError(f"{name} is {value!r}; it must be a number {'>=' if included else '>'} {least}")
+            raise ConfigError(f"{name} is {value!r} and must be a number {'>=' if included else '>'} {least}")
     elif name == "position":
         if value != "all" and not _is_whole(value, 0):
-            raise ConfigError(f"position is {value!r}; it must be a rank's number in its group, or \"all\"")
+            raise ConfigError(f'position is {value!r} and must be the number of a rank in its group, or "all"')
     elif name == "groups":
         whole = isinstance(value, tuple) and all(_is_whole(group, 0) for group in value)
         if not whole or not value or len(set(value)) != len(value):
-            raise ConfigError(f"groups is {value!r}; it must be a list of different group numbers")
+            raise ConfigError(f"groups is {value!r} and must be a list of different group numbers")
     elif not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} is {value!r}; it must be a text")
+        raise ConfigError(f"{name} is {value!r} and must be a text")
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -1,7 +1,8 @@
-"""What has started this command on several hosts, as its environment tells: Slurm, torchrun or an MPI.
+"""Detects from the environment which launcher runs this command on several hosts: Slurm, torchrun or an MPI.
 
-Each of them starts one ``megatron-ft`` on every host and says in variables how many there are and which one this is. None of
-them gives a port for a control store; host 0 takes a free one and writes it into the run directory, which all hosts see.
+Each of them starts one ``megatron-ft`` per host and sets variables with the number of hosts and the number of this one.
+None of them provides a port for a control store; host 0 takes a free one and writes it into the run directory, which
+all hosts share.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import slurm
+from megatron_ft.launchers.slurm import commands
 
 FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE")
-"""What torchrun sets for the processes that it starts; our ranks must not see it."""
+"""Variables that torchrun sets for its own processes; they are removed before ranks are started."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """``what``: for people. ``job``: tells this launch from earlier ones, the same on all hosts. ``target``: an address on
-    the network that the hosts share, where one is known; the interface that leads there is the one to be used."""
+    """What the launcher's environment says.
+
+    Attributes:
+        what: description of the launcher for messages.
+        hosts: number of hosts.
+        host_rank: number of this host, from 0.
+        job: name that distinguishes this launch from earlier ones; the same on all hosts.
+        target: an address in the network that the hosts share; the interface that leads there is used. None: unknown.
+    """
 
     what: str
     hosts: int
@@ -29,8 +37,8 @@ class Surroundings:
 
 
 def find(environ: Mapping[str, str]) -> Surroundings | None:
-    """None where nothing has started it, or on one host only. Raises ``LaunchError`` for several processes on a host."""
-    for look in (_torchrun, _slurm, _open_mpi, _mvapich, _hydra):  # torchrun may itself run in one of the others
+    """Returns None without a launcher, or on a single host. Raises ``LaunchError`` for several processes per host."""
+    for look in (_torchrun, _slurm, _open_mpi, _mvapich, _hydra):  # torchrun may itself run inside one of the others
         found = look(environ)
         if found is not None:
             return found if found.hosts > 1 else None
@@ -56,14 +64,14 @@ def _slurm(environ: Mapping[str, str]) -> Surroundings | None:
         if nodes == "1":
             return None
         raise LaunchError(
-            f"this is the shell of Slurm job {job}, which has {nodes} nodes, not a step on each of them; put `srun "
+            f"this is the batch shell of Slurm job {job} with {nodes} nodes, not a step on each of them; put `srun "
             f"--ntasks-per-node=1` before the command, or `supervise` before `launch` (slurm/README.md), or give --hosts 1"
         )
     step = environ["SLURM_STEP_ID"]
     hosts, tasks, rank = _numbers("srun", environ, "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")
     if tasks != hosts:
         raise LaunchError(
-            f"srun has started {tasks} tasks on {hosts} nodes; megatron-ft starts the ranks of a node by itself: give srun "
+            f"srun has started {tasks} tasks on {hosts} nodes; megatron-ft starts the ranks of a node itself: give srun "
             f"--ntasks-per-node=1"
         )
     name = f"{job}.{step}.{environ.get('SLURM_RESTART_COUNT', 0)}"
@@ -87,7 +95,7 @@ def _mvapich(environ: Mapping[str, str]) -> Surroundings | None:
 
 
 def _hydra(environ: Mapping[str, str]) -> Surroundings | None:
-    """MPICH's and Intel's. It numbers no job."""
+    """Detects the MPIs of MPICH and Intel, which do not number jobs."""
     if not {"PMI_SIZE", "PMI_RANK"} <= environ.keys():
         return None
     _one_each("mpiexec", environ, "MPI_LOCALNRANKS", "-ppn 1")
@@ -103,7 +111,7 @@ def _one_each(what: str, environ: Mapping[str, str], name: str, option: str) -> 
     each = environ.get(name, "1")
     if each != "1":
         raise LaunchError(
-            f"{what} has started {each} processes on this host; megatron-ft starts the ranks of a host by itself: give "
+            f"{what} has started {each} processes on this host; megatron-ft starts the ranks of a host itself: give "
             f"{what} {option}"
         )
 
@@ -113,13 +121,13 @@ def _numbers(what: str, environ: Mapping[str, str], *names: str) -> list[int]:
     for name, value in found.items():
         if not value.isdigit():
             raise LaunchError(
-                f"{what} has set {name} to {value!r}, which is no number; say which host this is: --hosts H --host-rank K"
+                f"{what} has set {name} to {value!r}, which is not a number; give --hosts H and --host-rank K instead"
             )
     return [int(value) for value in found.values()]
 
 
 def _other(nodes: str, rank: int) -> str | None:
-    """Another node of that list, by the address Slurm reaches it under."""
-    names = slurm.node_names(nodes)
+    """Returns the address of another node in the list."""
+    names = commands.node_names(nodes)
     other = next((name for number, name in enumerate(names) if number != rank), None)
-    return None if other is None else slurm.node_address(other)
+    return None if other is None else commands.node_address(other)

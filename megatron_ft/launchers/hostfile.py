@@ -1,7 +1,8 @@
-"""A hostfile, as DeepSpeed's launcher and MPI have it: a line for each host; ``#`` begins a comment.
+"""Hostfiles in the format of DeepSpeed's launcher and MPI: one line ``NAME slots=RANKS`` per host; ``#`` begins a comment.
 
-``NAME slots=RANKS``, or the name or address alone where all hosts have equal parts. ``USER@`` before the name and ``port=``
-are for ssh; ``address=`` is the one by which the other hosts reach it, where that is not the named one.
+``slots`` may be omitted for all hosts, which then get equal numbers of ranks. ``USER@`` before the name and ``port=``
+are used by ssh; ``address=`` is the address for the other hosts, if it is not that of the name. All functions raise
+``LaunchError``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import addresses
+from megatron_ft.types import given
+from megatron_ft.utils import net
 
 if TYPE_CHECKING:
-    from megatron_ft.config import RunConfig
+    from megatron_ft.config.schema import RunConfig
 
 _LINE = "[USER@]NAME [slots=RANKS] [port=PORT] [address=ADDR]"
 _NAME = re.compile(r"(?:([\w.][\w.-]*)@)?([\w:.][\w:.%-]*)")
-"""Not with a hyphen first: ssh would take that for an option."""
+"""A name must not begin with a hyphen: ssh would take it for an option."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line. ``slots``: how many ranks it is to have, None where the file says it of no host."""
+    """One line. ``slots``: number of ranks; None: the file has no slots."""
 
     name: str
     slots: int | None = None
@@ -37,12 +39,12 @@ class Host:
 
     @property
     def login(self) -> str:
-        """As ssh has it."""
+        """Returns the destination for ssh."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def read(path: Path) -> list[Host]:
-    """The hosts in order. Raises ``LaunchError`` naming the line, as all here do."""
+    """Returns the hosts in the order of the file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,21 +56,25 @@ def read(path: Path) -> list[Host]:
             continue
         host = _entry(text)
         if host is None:
-            raise LaunchError(f"--hostfile {path}, line {number}: {text!r} is no entry; write NAME slots=RANKS, or {_LINE}")
+            raise LaunchError(
+                f"--hostfile {path}, line {number}: {text!r} is not an entry; write NAME slots=RANKS, or {_LINE}"
+            )
         hosts.append(host)
     if not hosts:
-        raise LaunchError(f"--hostfile {path} names no host; write a line NAME slots=RANKS for each")
+        raise LaunchError(f"--hostfile {path} names no host; write a line NAME slots=RANKS for each host")
     twice = [name for name, count in Counter(host.name for host in hosts).items() if count > 1]
     if twice:
         raise LaunchError(f"--hostfile {path} names {twice[0]} twice; write one line for each host, with all its slots")
     without = [host.name for host in hosts if host.slots is None]
     if 0 < len(without) < len(hosts):
-        raise LaunchError(f"--hostfile {path}: {without[0]} has no slots and others have; write slots=RANKS for all or none")
+        raise LaunchError(
+            f"--hostfile {path}: {without[0]} has no slots and other hosts have; write slots=RANKS for all hosts or none"
+        )
     return hosts
 
 
 def _entry(text: str) -> Host | None:
-    """None where it is none."""
+    """Returns None for an invalid line."""
     name, *words = text.split()
     found = _NAME.fullmatch(name)
     pairs = [word.partition("=")[::2] for word in words]
@@ -94,43 +100,45 @@ def _is_numeric(address: str) -> bool:
 
 
 def check(path: Path, hosts: list[Host], run: RunConfig, spares: int = 0) -> None:
-    """Whether the run fits onto these hosts, of which the last ``spares`` begin with nothing."""
-    from megatron_ft.launch.hosts import ranks_of  # needs torch, which the doctor reads hostfiles without
+    """Checks that the run fits onto these hosts, of which the last ``spares`` are in reserve."""
+    from megatron_ft.agent.peers import ranks_of  # needs torch, which the doctor does without
 
     if not 0 <= spares < len(hosts):
-        raise LaunchError(f"--hostfile {path} has {len(hosts)} hosts and --spare-hosts is {spares}; one must not be spare")
+        raise LaunchError(
+            f"--spare-hosts is {spares} and --hostfile {path} has {len(hosts)} hosts; at least one must not be spare"
+        )
     first, rest = hosts[: len(hosts) - spares], hosts[len(hosts) - spares :]
     if hosts[0].slots is None:
         return
-    needed, there = run.groups * run.ranks_per_group, sum(host.slots for host in first)
+    needed, there = run.groups * run.ranks_per_group, sum(given(host.slots) for host in first)
     what = f"{run.groups} groups of {run.ranks_per_group} ranks"
     if needed != there:
         without = f" without the {spares} spare" if spares else ""
         raise LaunchError(
-            f"--hostfile {path} has {there} slots on {len(first)} hosts{without}, {what} are {needed}: is an entry missing? "
-            f"Add it, or change --groups"
+            f"--hostfile {path} has {there} slots on {len(first)} hosts{without}, and {what} need {needed}; add the missing "
+            f"entries, or change --groups"
         )
     if run.groups < len(first) and len(first) % run.groups:
-        return  # ``hosts.place`` refuses that
+        return  # ``peers.place`` refuses that
     most = 0
     for rank, host in enumerate(first):
         own = len(ranks_of(rank, len(first), run.groups, run.ranks_per_group))
         most = max(most, own)
         if own != host.slots:
             raise LaunchError(
-                f"--hostfile {path}: {host.name} has slots={host.slots}, and {what} on {len(first)} hosts put {own} there; "
-                f"hosts need equal parts: change the entry, or --groups"
+                f"--hostfile {path}: {host.name} has slots={host.slots}, and {what} on {len(first)} hosts need {own} there; "
+                f"change the entry, or --groups"
             )
     for host in rest:
-        if host.slots < most:
+        if given(host.slots) < most:
             raise LaunchError(
-                f"--hostfile {path}: {host.name} is to be a spare and has slots={host.slots}; it may have to take over "
-                f"{most} ranks: put a host with as many last"
+                f"--hostfile {path}: the spare host {host.name} has slots={host.slots} and may have to take over {most} "
+                f"ranks; move a host with {most} slots to the end"
             )
 
 
 def own_rank(path: Path, hosts: list[Host]) -> int:
-    """Which of them this machine is."""
+    """Returns the number of this machine in the file."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
     found = [rank for rank, host in enumerate(hosts) if host.name in names] or [
         rank for rank, host in enumerate(hosts) if _is_here(host.name)
@@ -138,11 +146,11 @@ def own_rank(path: Path, hosts: list[Host]) -> int:
     if len(found) != 1:
         raise LaunchError(
             f"--hostfile {path} has {'no entry' if not found else 'several entries'} for this host, {socket.gethostname()}; "
-            f"it has {', '.join(host.name for host in hosts)}: add it, or say which one this is by --host-rank"
+            f"it has {', '.join(host.name for host in hosts)}; add this host, or give its number as --host-rank"
         )
     return found[0]
 
 
 def _is_here(name: str) -> bool:
-    """Whether the name stands for an address of this machine, other than that by which every machine reaches itself."""
-    return addresses.own(name) is not None
+    """Returns True when the name resolves to an address of this machine that is not a loopback address."""
+    return net.own(name) is not None

@@ -1,10 +1,10 @@
-"""What the planner is asked about: a cluster, its failures and the times of a job on it. Units are in the names."""
+"""The planner's input: a cluster, its failures and the times of a job on it. Names end in the unit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isfinite
 
+from megatron_ft.config import validators
 from megatron_ft.errors import ConfigError
 
 WHOLE = ("gpus", "gpus_per_group", "gpus_per_node", "microbatches", "steps")
@@ -12,17 +12,31 @@ POSITIVE = ("mtbf_s", "step_s", "checkpoint_s")
 NOT_NEGATIVE = ("allreduce_s", "restart_s", "detection_s", "reconfigure_s", "rejoin_s", "price_per_gpu_hour")
 OPTIONAL = ("rejoin_s", "price_per_gpu_hour")
 MOST_GROUPS = 100_000
-"""Far beyond any cluster; the equations sum over groups."""
+"""Largest number of groups. The equations sum over groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """One training job on one cluster. Raises ``ConfigError`` for what cannot be.
+    """One training job on one cluster.
 
-    ``mtbf_s`` is that of the whole system: mean time between two failures of anything the job runs on. ``step_s`` is a
-    failure-free step, ``allreduce_s`` the part of it that does not overlap with computing. ``detection_s``: until the
-    survivors know of a failure; ``reconfigure_s``: until they go on (agree, decide, shrink). ``restart_s``: the whole job,
-    from its end to the next step. ``rejoin_s``: until a lost group is back; None: it does not come back.
+    Attributes:
+        gpus: Number of GPUs, a multiple of ``gpus_per_group``.
+        gpus_per_group: Number of GPUs in each group.
+        mtbf_s: Mean time between two failures of anything the job runs on, in seconds.
+        step_s: Time of a failure-free step, in seconds.
+        restart_s: Time from the end of the job to its next step, in seconds.
+        checkpoint_s: Time of a checkpoint, in seconds.
+        allreduce_s: Part of the step's all-reduce that does not overlap with computation, in seconds.
+        microbatches: G, the number of microbatches of a shard.
+        steps: Number of steps.
+        detection_s: Time until the survivors know of a failure, in seconds.
+        reconfigure_s: Time from there until they continue (agree, decide, shrink), in seconds.
+        rejoin_s: Time until a lost group is back, in seconds. None: it does not come back.
+        price_per_gpu_hour: Price of a GPU for an hour, in any currency. None: unknown.
+        gpus_per_node: Number of GPUs in each node.
+
+    Raises:
+        ConfigError: a value is out of range, or values contradict each other.
     """
 
     gpus: int
@@ -42,28 +56,28 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in WHOLE:
-            _whole(name, getattr(self, name))
+            validators.whole_number(1)(name, getattr(self, name))
         for name in POSITIVE:
-            _number(name, getattr(self, name), positive=True)
+            validators.POSITIVE(name, getattr(self, name))
         for name in NOT_NEGATIVE:
             if name not in OPTIONAL or getattr(self, name) is not None:
-                _number(name, getattr(self, name), positive=False)
+                validators.number(0)(name, getattr(self, name))
         self._check_sizes()
         self._check_times()
 
     @property
     def groups(self) -> int:
-        """N."""
+        """N, the number of groups."""
         return self.gpus // self.gpus_per_group
 
     @property
     def nodes(self) -> float:
-        """May be a fraction: a test machine with four GPUs is half a node of eight."""
+        """Number of nodes. It may be a fraction: a test machine with four GPUs is half a node of eight."""
         return self.gpus / self.gpus_per_node
 
     @property
     def compute_s(self) -> float:
-        """One shard on one group: one stack."""
+        """Time in which one group computes one shard (one stack), in seconds."""
         return self.step_s - self.allreduce_s
 
     @property
@@ -72,16 +86,16 @@ class Cluster:
 
     @property
     def down_s(self) -> float:
-        """From a failure that nobody masks to the next step."""
+        """Time from a failure that ends the job to its next step, in seconds."""
         return self.detection_s + self.restart_s
 
     @property
     def failure_free_s(self) -> float:
-        """T_0: all steps without a failure and without a checkpoint."""
+        """T_0: time of all steps without a failure and without a checkpoint, in seconds."""
         return self.steps * self.step_s
 
     def scaled(self, groups: int) -> Cluster:
-        """The same job with more or fewer groups of the same nodes: failures as often per node, times as they are."""
+        """Return the same job with ``groups`` groups: the failure rate per node and all other times are the same."""
         return replace(self, gpus=groups * self.gpus_per_group, mtbf_s=self.mtbf_s * self.groups / groups)
 
     def _check_sizes(self) -> None:
@@ -100,32 +114,20 @@ class Cluster:
         if self.allreduce_s >= self.step_s:
             raise ConfigError(
                 f"allreduce_s is {self.allreduce_s:g} and step_s is {self.step_s:g}; a step contains its all-reduce and "
-                f"computes besides: give the part of the all-reduce that does not overlap with computing"
+                f"computation: give the part of the all-reduce that does not overlap with computation"
             )
         if self.mtbf_s < self.step_s:
             raise ConfigError(
                 f"the whole system fails every {self.mtbf_s:.3g} s, more often than one step of {self.step_s:g} s; no "
-                f"policy gets on like that: check the failure rate and its unit, or make steps shorter"
+                f"policy makes progress then: check the failure rate and its unit, or make steps shorter"
             )
 
 
 def check_redundancy(redundancy: int, groups: int) -> None:
-    _whole("redundancy", redundancy)
+    """Raise ``ConfigError`` unless ``groups`` groups can host each shard ``redundancy`` times."""
+    validators.whole_number(1)("redundancy", redundancy)
     if redundancy > groups:
         raise ConfigError(
             f"redundancy is {redundancy} but there are {groups} groups, and a group hosts a shard once; lower it to at most "
             f"{groups}, or use smaller groups"
         )
-
-
-def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number >= 1")
-
-
-def _number(name: str, value: object, *, positive: bool) -> None:
-    rule = "> 0" if positive else ">= 0"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it must be a number {rule}")
-    if value < 0 or (positive and value == 0):
-        raise ConfigError(f"{name} is {value:g}; it must be a number {rule}")

@@ -1,4 +1,4 @@
-"""The ``fault_tolerance`` section of a config that carries a recommendation out, ready to paste."""
+"""The ``fault_tolerance`` section of a config that implements a recommendation, ready to paste."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from megatron_ft.core.replication import largest_redundancy
-from megatron_ft.planner.cluster import Cluster
-from megatron_ft.planner.estimate import Estimate, Recommendation, duration, label
+from megatron_ft.core.replication.placement import largest_redundancy
+from megatron_ft.planning.cluster import Cluster
+from megatron_ft.planning.estimate import Estimate, Recommendation, duration, label
 
 Section = dict[str, Any]
 REPORT_TIMEOUT_S = 60.0
-"""The config's default: a group reports between two microbatches, so it has to be longer than the longest of them."""
+"""The config's default. A group reports between two microbatches, so the timeout must exceed the longest of them."""
 
 
 def section(cluster: Cluster, estimate: Estimate) -> Section:
-    """Keys of ``config.FaultToleranceConfig``; what its defaults do well is left out."""
+    """Return the section with the keys that need another value than the default of ``config.schema``."""
     policy = estimate.policy.removesuffix("_rejoin")
     found: Section = {"policy": policy}
     if policy in ("stacked_quota", "spare", "replication"):
@@ -30,9 +30,9 @@ def section(cluster: Cluster, estimate: Estimate) -> Section:
 def choose(
     cluster: Cluster, plan: Recommendation, refused: Callable[[Section], str | None]
 ) -> tuple[Section | None, list[str]]:
-    """The section of the best policy that the config accepts, and what a section cannot say.
+    """Return the section of the best policy that the config accepts, and hints about other settings.
 
-    ``refused`` gives the config's reason against a section, None for none.
+    ``refused`` returns the config's reason against a section, or None.
     """
     hints: list[str] = []
     for estimate in (plan.best, *(e for e in plan.estimates if e is not plan.best)):
@@ -46,12 +46,12 @@ def choose(
 
 
 def _beside(cluster: Cluster, estimate: Estimate) -> list[str]:
-    """What the plan counts on, and where that is set."""
+    """Return hints about settings that the plan assumes."""
     period = f"{estimate.period_s:.0f} s ({duration(estimate.period_s)})"
-    hints = [f"checkpoint period: {period}: checkpoint.period_s, or leave it at 'auto'"]
+    hints = [f"checkpoint period: {period}: set checkpoint.period_s, or leave it at 'auto'"]
     if estimate.policy == "stacked_quota_rejoin" and cluster.rejoin_s is not None:
         after = duration(cluster.rejoin_s)
-        hints.append(f"lost groups have to come back, after {after}: rejoin.enabled, which is the default")
+        hints.append(f"lost groups must come back after {after}: rejoin.enabled, which is the default")
     return hints
 
 

@@ -1,4 +1,4 @@
-"""What each policy costs on a cluster, and which to take. The assumptions are listed in ``megatron_ft.planner``."""
+"""Estimate what each policy costs on a cluster, and recommend one. ``megatron_ft.planning`` lists the assumptions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ft.core.replication import largest_redundancy, optimal_redundancy
+from megatron_ft.core.replication.placement import largest_redundancy, optimal_redundancy
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner import closed_forms, quotas
-from megatron_ft.planner.cluster import Cluster, check_redundancy
+from megatron_ft.planning import closed_forms, quotas
+from megatron_ft.planning.cluster import Cluster, check_redundancy
 
 Policy = Literal["restart", "replication", "spare", "recover", "stacked_quota", "stacked_quota_rejoin"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 SEARCHED: tuple[Policy, ...] = ("replication", "spare")
-"""Whose time depends on the redundancy, so that the best one is searched."""
+"""Policies whose time depends on the redundancy, so that the best redundancy is searched."""
 PREFERENCE: tuple[Policy, ...] = ("restart", "stacked_quota_rejoin", "stacked_quota", "recover", "spare", "replication")
-"""Who is taken among equals: what needs least first; then who keeps the samples of a step; integers of stacks last."""
+"""Order among equal policies: the one that needs least comes first, those that compute whole stacks come last."""
 EQUAL = 0.001
-"""Times closer than this are equal: nothing here is known better."""
+"""Relative difference of times below which they count as equal; the estimates are not more accurate."""
 _MOST_COPIES, _MOST_HOSTS, _LARGE = 16, 32, 5000
 
 
@@ -31,11 +31,22 @@ _MOST_COPIES, _MOST_HOSTS, _LARGE = 16, 32, 5000
 class Estimate:
     """One policy on one cluster.
 
-    ``endured``: mean failures from one restart to the next, the one that causes it included (SPARe's mu); ``uptime_s`` the
-    time that takes (T_f). Both infinite where no restart is due in the run. ``mean_stacks``: compute of a step in units of
-    the failure-free one, patch included (S_bar). ``slowdown``: wall time per step while the job is up. ``period_s``: T_c*.
-    ``objective``: J = S_bar / A. ``relative_time``: time-to-train over the failure-free T_0; infinite where the job does not
-    get on at all.
+    Attributes:
+        policy: Name of the policy.
+        redundancy: r, the number of groups that host each shard.
+        endured: Mean number of failures from one restart to the next, including the one that causes it (SPARe's mu).
+            Infinite where no restart is expected in the run.
+        uptime_s: Mean time from one restart to the next (T_f), in seconds.
+        mean_stacks: Compute of a step in units of the failure-free one, patch included (S_bar).
+        slowdown: Wall time per step while the job is up, over that without failures.
+        period_s: Checkpoint period T_c*, in seconds.
+        availability: A, the share of the time that makes progress.
+        time_s: Time-to-train, in seconds.
+        relative_time: Time-to-train over the failure-free T_0. Infinite where the job makes no progress.
+        gpu_hours: GPU-hours of the job.
+        gpu_hours_lost: GPU-hours beyond the failure-free ones.
+        cost_lost: Their price. None: no price is given.
+        notes: Reservations, for the table.
     """
 
     policy: Policy
@@ -55,12 +66,13 @@ class Estimate:
 
     @property
     def objective(self) -> float:
+        """J = S_bar / A."""
         return closed_forms.objective(self.mean_stacks, self.availability)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The policy to take, and why. ``estimates``: the best of every policy, fastest first. ``r_star``: SPARe's formula."""
+    """The recommended policy with the reason, the best estimate of every policy (fastest first), and SPARe's r*."""
 
     best: Estimate
     reason: str
@@ -81,7 +93,10 @@ def recommend(cluster: Cluster, redundancy: int | None = None) -> Recommendation
 
 
 def evaluate(cluster: Cluster, policy: Policy, redundancy: int | None = None) -> Estimate:
-    """The policy at ``redundancy``, or at its best one. Raises ``ConfigError`` for what this cluster cannot do."""
+    """Return the estimate at ``redundancy``, or at the best one.
+
+    Raises ``ConfigError`` for a policy or redundancy that this cluster cannot have.
+    """
     if redundancy is not None:
         check_redundancy(redundancy, cluster.groups)
     if policy not in POLICIES:
@@ -89,7 +104,9 @@ def evaluate(cluster: Cluster, policy: Policy, redundancy: int | None = None) ->
     if policy == "restart":
         return _restart(cluster)
     if cluster.groups == 1:
-        raise ConfigError(f"policy is {policy!r} but there is one group, and nobody to go on without it; use more groups")
+        raise ConfigError(
+            f"policy is {policy!r} but there is only one group, and no other could continue; use more groups"
+        )
     if policy in SEARCHED:
         found = (_at(cluster, policy, redundancy),) if redundancy else search(cluster, policy)
         return min(found, key=lambda e: e.relative_time)
@@ -99,14 +116,14 @@ def evaluate(cluster: Cluster, policy: Policy, redundancy: int | None = None) ->
 
 
 def search(cluster: Cluster, policy: Policy) -> tuple[Estimate, ...]:
-    """The policy at every redundancy it can have; r = 1 is checkpoint-restart under another name, and left out."""
+    """Return the estimates at every redundancy the policy can have, without r = 1, which is checkpoint-restart."""
     most = _MOST_COPIES if policy == "replication" else most_hosts(cluster.groups)
     return tuple(_at(cluster, policy, r) for r in range(2, max(2, min(most, cluster.groups)) + 1))
 
 
 @lru_cache(maxsize=256)
 def most_hosts(groups: int) -> int:
-    """Up to where a Golomb placement is searched; every optimum is far below the limits on either number."""
+    """Return the largest redundancy that is searched. Every optimum is far below these limits."""
     return max(2, min(_MOST_HOSTS, largest_redundancy(min(groups, _LARGE)))) if groups > 1 else 1
 
 
@@ -120,7 +137,7 @@ def _restart(cluster: Cluster) -> Estimate:
 
 
 def _at(cluster: Cluster, policy: Policy, r: int) -> Estimate:
-    """SPARe or replication: masked failures up to a wipe-out."""
+    """Estimate SPARe or replication: failures are masked until a wipe-out."""
     N, k = cluster.groups, np.arange(cluster.groups)
     if policy == "spare":
         endured, alive = closed_forms.mu(N, r), closed_forms.survival(k, N, r)
@@ -138,7 +155,7 @@ def _at(cluster: Cluster, policy: Policy, r: int) -> Estimate:
 
 
 def _with_rejoin(cluster: Cluster, redundancy: int | None) -> Estimate:
-    """A steady state: as many groups come back as are lost."""
+    """Estimate the steady state in which groups come back at the rate at which they are lost."""
     if cluster.rejoin_s is None:
         raise ConfigError("rejoin_s is none, so no group comes back; give the seconds until a lost group is back")
     N, a = cluster.groups, quotas.mean_absent(cluster.mtbf_s, cluster.detection_s + cluster.rejoin_s)
@@ -155,14 +172,14 @@ def _with_rejoin(cluster: Cluster, redundancy: int | None) -> Estimate:
     insured_s = _insured_s(cluster, slowdown)
     period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, min(uptime_s, insured_s), cluster.down_s)
     if uptime_s > insured_s:
-        uptime_s = inf  # assumption 9: not due in the run
+        uptime_s = inf  # assumption 9: not expected in the run
     available = closed_forms.availability(period_s, cluster.checkpoint_s, uptime_s, cluster.down_s)
     endured = uptime_s / cluster.mtbf_s
     return _estimate(cluster, "stacked_quota_rejoin", r, endured, mean_stacks, slowdown, period_s, available)
 
 
 def _without_rejoin(cluster: Cluster, policy: Policy, redundancy: int | None) -> Estimate:
-    """ReCoVer and stacked quotas: groups only leave, until a restart on purpose pays."""
+    """Estimate ReCoVer or stacked quotas: groups only leave, until a planned restart is worth it."""
     N, M, r = cluster.groups, cluster.groups - 1, 1
     loads, patches = _quota_states(cluster, M)
     if policy == "recover":
@@ -179,36 +196,34 @@ def _without_rejoin(cluster: Cluster, policy: Policy, redundancy: int | None) ->
     slowdown = _slowdown(cluster, loads[:K], patches[:K], weights, cluster.reconfigure_s)
     uptime_s = K * cluster.mtbf_s
     available = speed * slowdown if isfinite(slowdown) else 0.0
-    # A restart on purpose leaves a checkpoint; more are taken only where the insurance asks for shorter periods.
+    # A planned restart leaves a checkpoint; more are taken only where the insurance needs shorter periods.
     period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, _insured_s(cluster, slowdown), cluster.down_s)
     if period_s < uptime_s:
         available *= 1 - cluster.checkpoint_s / period_s
     return _estimate(cluster, policy, r, K, mean_stacks, slowdown, min(period_s, uptime_s), available)
 
 
-def _best_cycle(
-    cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64]
-) -> tuple[int, float]:
-    """After how many failures a restart on purpose pays, and the mean speed then."""
+def _best_cycle(cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64]) -> tuple[int, float]:
+    """Return the number of failures after which a planned restart is worth it, and the mean speed with it."""
     step_s = _step_s(cluster, stacks, patches, cluster.reconfigure_s)
     return quotas.best_restart(cluster.step_s / step_s, (cluster.checkpoint_s + cluster.restart_s) / cluster.mtbf_s)
 
 
 def _insured_s(cluster: Cluster, slowdown: float) -> float:
-    """The time between wipe-outs that checkpoints insure against where none is due: one in a run, or one per failure."""
+    """Return the time between wipe-outs to insure against where none is expected: one in a run, or one per failure."""
     run_s = cluster.failure_free_s * slowdown
     return max(run_s, cluster.mtbf_s) if isfinite(run_s) else cluster.mtbf_s
 
 
 def _quota_states(cluster: Cluster, states: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Load and patch in stacks with k = 0 .. states-1 groups away. The last group alone can patch for nobody."""
+    """Return load and patch in stacks with k = 0 .. states-1 absent groups. The last group has no patch."""
     N, G, k = cluster.groups, cluster.microbatches, np.arange(states)
     patches = np.append(quotas.patch(N, G, k[: N - 1]), np.zeros(max(0, states - (N - 1))))
     return quotas.quota(N, G, k) / G, patches / G
 
 
 def _hosted_loads(cluster: Cluster, r: int, states: int, known: int) -> NDArray[np.float64]:
-    """The loads where r is too low for the ideal ones. Beyond ``known`` groups away, where nobody goes, as there."""
+    """Return the loads where r is too small for the ideal ones; beyond ``known`` absent groups, the last known load."""
     known = min(known, states)
     return np.pad(quotas.hosted_loads(cluster.groups, r, cluster.microbatches, known), (0, states - known), mode="edge")
 
@@ -216,7 +231,7 @@ def _hosted_loads(cluster: Cluster, r: int, states: int, known: int) -> NDArray[
 def _step_s(
     cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64], reconfigure_s: float
 ) -> NDArray[np.float64]:
-    """Wall time per step in each state: what it computes, and the stalls that failures cause (assumptions 2 and 3)."""
+    """Return the wall time per step in each state: computation, and stalls of failures (assumptions 2 and 3)."""
     stall_s = cluster.detection_s + reconfigure_s + patches * cluster.compute_s
     return closed_forms.interrupted_step_s(stacks * cluster.compute_s + cluster.allreduce_s, stall_s, cluster.mtbf_s)
 
@@ -228,7 +243,8 @@ def _slowdown(
     weights: NDArray[np.float64],
     reconfigure_s: float,
 ) -> float:
-    """Wall time per step over the failure-free one; ``weights`` say how much of the *time* each state has."""
+    """Return the wall time per step over the failure-free one; ``weights`` are the shares of the *time* of each
+    state."""
     speeds = cluster.step_s / _step_s(cluster, stacks, patches, reconfigure_s)
     mean = float(weights @ speeds) / float(weights.sum())
     return 1 / mean if mean > 0 else inf
@@ -237,7 +253,8 @@ def _slowdown(
 def _mean_stacks(
     cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> float:
-    """Stacks per committed step, load + rho as in S_bar; states weighted by time, as :func:`_slowdown` does."""
+    """Return the stacks per committed step, load + rho as in S_bar; states are weighted by time as in
+    :func:`_slowdown`."""
     bare = stacks * cluster.compute_s + cluster.allreduce_s
     patched = closed_forms.interrupted_step_s(bare, patches * cluster.compute_s, cluster.mtbf_s)
     rate = float(weights @ (1 / patched)) / float(weights.sum())
@@ -281,26 +298,28 @@ def _estimate(
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def _notes(cluster: Cluster, policy: Policy, r: int, uptime_s: float, period_s: float, relative: float) -> tuple[str, ...]:
+def _notes(
+    cluster: Cluster, policy: Policy, r: int, uptime_s: float, period_s: float, relative: float
+) -> tuple[str, ...]:
     notes = []
     if not isfinite(relative):
-        notes.append(f"{policy} does not get on at all: its stalls last longer than the time between failures")
+        notes.append(f"{policy} makes no progress: its stalls last longer than the time between failures")
     if policy in SEARCHED and period_s > uptime_s / 2:
         notes.append(
             f"{policy}: the checkpoint period is no longer short against the {duration(uptime_s)} between wipe-outs, so A, "
-            f"a first-order form, is too hopeful"
+            f"a first-order form, is too high"
         )
     if policy == "spare" and r > most_hosts(cluster.groups):
-        notes.append(f"spare: no Golomb placement of {cluster.groups} groups is known at r = {r}; mu counts on one")
+        notes.append(f"spare: no Golomb placement of {cluster.groups} groups is known at r = {r}; mu assumes one")
     return tuple(notes)
 
 
 def _reason(cluster: Cluster, best: Estimate, ranked: list[Estimate]) -> str:
-    """Why, in one paragraph: what failures cost with this policy, and what the next best would."""
+    """Explain the choice in one paragraph: what failures cost with this policy, and with the next best."""
     if not isfinite(best.relative_time):
         return (
-            f"no policy gets on: the system fails every {duration(cluster.mtbf_s)}, and that is less than any of them needs "
-            f"to go on after a failure"
+            f"no policy makes progress: the system fails every {duration(cluster.mtbf_s)}, which is less than any of them "
+            f"needs to continue after a failure"
         )
     others = [e for e in ranked if e is not best]
     parts = [f"{label(best)}: {best.relative_time:.3f} times the failure-free time. {_why(cluster, best)}."]
@@ -317,12 +336,12 @@ def _why(cluster: Cluster, best: Estimate) -> str:
     every = f"A failure every {duration(cluster.mtbf_s)}"
     stall = cluster.detection_s + cluster.reconfigure_s
     explain: dict[Policy, Callable[[], str]] = {
-        "restart": lambda: f"{every} is rare: restarts from checkpoints cost next to nothing, and need nothing else",
+        "restart": lambda: f"{every} is rare: restarts from checkpoints cost almost nothing",
         "replication": lambda: f"{every} is masked by {best.redundancy} copies of the work until a whole set is lost",
         "spare": lambda: f"{every} is masked by patch compute; {best.endured:.0f} of them lead to a wipe-out",
-        "recover": lambda: f"{every} stalls a step for {stall:.3g} s, and the groups that are left share the work evenly",
+        "recover": lambda: f"{every} stalls a step for {stall:.3g} s, and the remaining groups share the work evenly",
         "stacked_quota": lambda: (
-            f"{every} stalls a step for {stall:.3g} s and a patch; the groups that are left share the work evenly, and a "
+            f"{every} stalls a step for {stall:.3g} s and a patch; the remaining groups share the work evenly, and a "
             f"restart after {best.endured:.0f} failures brings the others back"
         ),
         "stacked_quota_rejoin": lambda: (
@@ -340,12 +359,17 @@ def _absent(cluster: Cluster) -> float:
 
 def _beaten(cluster: Cluster, best: Estimate, other: Estimate) -> str:
     if other.relative_time < best.relative_time * (1 + EQUAL):
-        return ", no real difference, but needs more" if best.policy == "restart" else ", no real difference"
+        return (
+            ", no significant difference, but more complex"
+            if best.policy == "restart"
+            else ", no significant difference"
+        )
     saved = other.gpu_hours - best.gpu_hours
     return f", {saved:,.0f} GPU-hours more" if isfinite(saved) else ""
 
 
 def label(estimate: Estimate) -> str:
+    """Return the name of the policy with its redundancy."""
     name = estimate.policy.replace("_rejoin", " with rejoin")
     return f"{name}, r = {estimate.redundancy}" if estimate.redundancy > 1 else name
 
@@ -355,7 +379,7 @@ def _times(estimate: Estimate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as a person says it; never without an end."""
+    """Return a duration in words, such as "12 min"; an infinite one is "never"."""
     if not isfinite(seconds):
         return "never"
     for unit, size in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):

@@ -1,25 +1,26 @@
-"""From flags, files and presets to a :class:`Cluster`; whatever is wrong with them is one ``ConfigError``."""
+"""Build a :class:`Cluster` from flags, files and presets. Every mistake in them raises ``ConfigError``."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.config.validators import POSITIVE, nearest, no_duplicates, number
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner import closed_forms
-from megatron_ft.planner.allreduce import allreduce_s
-from megatron_ft.planner.cluster import OPTIONAL, WHOLE, Cluster
-from megatron_ft.planner.presets import PRESETS
+from megatron_ft.planning import closed_forms
+from megatron_ft.planning.allreduce import allreduce_s
+from megatron_ft.planning.cluster import OPTIONAL, WHOLE, Cluster
+from megatron_ft.planning.presets import PRESETS
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
 NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
-"""In place of ``allreduce_s``: bytes of gradients at one position, and the link over which that position reduces them."""
+"""Inputs that replace ``allreduce_s``: the size of one position's gradients, and the link over which it reduces
+them."""
 NAMES = (*(field.name for field in fields(Cluster) if field.name != "mtbf_s"), *RATES, *NETWORK)
-"""What a file may hold, and what the flags are called (with dashes)."""
+"""Keys of a file. Flags have the same names, with dashes."""
 NONE = ("none", "null", "never")
 
 
@@ -29,61 +30,71 @@ def cluster(
     flags: Mapping[str, str | None],
     measured: Mapping[str, Any] | None = None,
 ) -> Cluster:
-    """A preset, on top of it what a file says, then what was ``measured``, then the flags: as typed, None: not given."""
+    """Return the cluster that these inputs describe. Each of them overrides those before it.
+
+    Args:
+        preset: Name of a preset.
+        file: YAML or JSON file.
+        flags: Texts of the command line's flags; None for a flag that is not given. They override ``measured``.
+        measured: Values from the record of a run. They override ``file``.
+    """
     inputs: dict[str, Any] = {}
     for layer in (_preset(preset), read(file) if file else {}, measured or {}, _typed(flags)):
         rates = [name for name in RATES if name in layer]
         if len(rates) > 1:
-            raise ConfigError(f"{' and '.join(rates)} are both given, and say the same in two ways; give one of them")
+            raise ConfigError(f"{' and '.join(rates)} are both given, but define the same quantity; give one of them")
         if rates:
             inputs = {name: value for name, value in inputs.items() if name not in RATES}
-        inputs = _without_older_network(inputs, layer) | layer
+        inputs = {**_without_older_network(inputs, layer), **layer}
     return build(inputs)
 
 
 def build(inputs: Mapping[str, Any]) -> Cluster:
-    """A cluster from named values, with its failure rate in one of the three units of ``RATES``."""
+    """Return the cluster with these values, with the failure rate in one of the three units of ``RATES``."""
     needed = [f.name for f in fields(Cluster) if f.default is MISSING and f.name != "mtbf_s"]
     missing = [name for name in needed if name not in inputs]
     if missing:
         raise ConfigError(f"{_listed(missing)} missing; give {_flag(missing[0])}, a --file that has it, or a --preset")
     if not any(name in inputs for name in RATES):
-        raise ConfigError(f"nothing says how often something fails; give {' or '.join(map(_flag, RATES))}, or a --preset")
+        raise ConfigError(f"the failure rate is missing; give {' or '.join(map(_flag, RATES))}, or a --preset")
     values = {name: value for name, value in inputs.items() if name not in (*RATES, *NETWORK)}
     if any(name in inputs for name in NETWORK):
-        values["allreduce_s"] = _allreduce_s(inputs, Cluster(**{**values, "allreduce_s": 0.0}, mtbf_s=float("1e18")).groups)
-    # Checked with a time between failures that nothing can be wrong with, so that its own mistakes are told by its name.
+        values["allreduce_s"] = _allreduce_s(
+            inputs, Cluster(**{**values, "allreduce_s": 0.0}, mtbf_s=float("1e18")).groups
+        )
+    # The other values are checked with a valid mtbf_s, so that a mistake in the rate is reported by the rate's own name.
     sizes = Cluster(**values, mtbf_s=float("1e18"))
     return Cluster(**values, mtbf_s=_system_mtbf_s(inputs, sizes))
 
 
 def _without_older_network(inputs: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds on top of a link replace it, and the other way round; both in one layer contradict each other."""
+    """Drop the link where ``layer`` has seconds, and the seconds where it has a link. Both in one layer are refused."""
     network = [name for name in NETWORK if name in layer]
     if network and "allreduce_s" in layer:
-        raise ConfigError(f"allreduce_s and {network[0]} are both given, and say the same in two ways; give one of them")
+        raise ConfigError(
+            f"allreduce_s and {network[0]} are both given, but define the same quantity; give one of them"
+        )
     old = ("allreduce_s",) if network else NETWORK if "allreduce_s" in layer else ()
     return {name: value for name, value in inputs.items() if name not in old}
 
 
 def _allreduce_s(inputs: Mapping[str, Any], groups: int) -> float:
-    """The all-reduce of one position over its own link, by formula (``allreduce``)."""
+    """Return the time of one position's all-reduce over its own link, by formula (``allreduce``)."""
     for name in ("gradient_gb", "link_gb_s"):
         if name not in inputs:
             raise ConfigError(f"{name} is missing; give {_flag(name)} too, or the seconds themselves: --allreduce-s")
     algorithm = inputs.get("allreduce_algorithm", "ring")
     sizes = {name: inputs.get(name, 0.0) for name in NETWORK[:3]}
     for name, value in sizes.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-            raise ConfigError(f"{name} is {value!r}; it must be a number >= 0")
+        number(0)(name, value)
     if not sizes["link_gb_s"]:
-        raise ConfigError("link_gb_s is 0; it must be a number > 0, in 10^9 bytes a second")
+        raise ConfigError("link_gb_s is 0; it must be a number > 0, in 10^9 bytes per second")
     latency_s = sizes["link_latency_us"] * 1e-6
     return allreduce_s(groups, sizes["gradient_gb"] * 1e9, sizes["link_gb_s"] * 1e9, latency_s, algorithm)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file of the names in ``NAMES``."""
+    """Return the values of a YAML or JSON file with the keys ``NAMES``."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -95,14 +106,14 @@ def read(path: Path) -> dict[str, Any]:
     elif path.suffix.lower() in (".yaml", ".yml"):
         raw = _from_yaml(path, text)
     else:
-        raise ConfigError(f"file {path} ends in {path.suffix!r}; the end of its name says what it is: .yaml, .yml or .json")
+        raise ConfigError(f"file {path} ends in {path.suffix!r}; the name must end in .yaml, .yml or .json")
     if not isinstance(raw, dict):
-        raise ConfigError(f"file {path} holds a {type(raw).__name__}; it must hold names and values, such as gpus: 1024")
+        raise ConfigError(
+            f"file {path} holds a {type(raw).__name__}; it must hold names and values, such as gpus: 1024"
+        )
     for name, value in raw.items():
         if name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(NAMES)}"
-            raise ConfigError(f"file {path}: {name!r} is not known; {hint}")
+            raise ConfigError(f"file {path}: {name!r} is not known{nearest(str(name), NAMES)}")
         if value is None and name not in OPTIONAL:
             raise ConfigError(f"file {path}: {name} has no value; give it a number or remove it")
     return raw
@@ -110,7 +121,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def _from_json(path: Path, text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"file {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
 
@@ -122,11 +133,14 @@ def _from_yaml(path: Path, text: str) -> Any:
         raise ConfigError(
             f"file {path} is YAML, which needs PyYAML: pip install 'megatron_ft[plan]', or write the same as JSON"
         ) from None
+
     class Once(yaml.SafeLoader):
-        """PyYAML keeps the last of two equal names in silence."""
+        """A loader that refuses duplicate keys; PyYAML silently keeps the last one."""
 
     def mapping(loader: Once, node: yaml.MappingNode) -> dict[str, Any]:
-        return _once([(loader.construct_object(key), loader.construct_object(value)) for key, value in node.value])
+        return no_duplicates(
+            [(loader.construct_object(key), loader.construct_object(value)) for key, value in node.value]
+        )
 
     Once.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     try:
@@ -134,15 +148,9 @@ def _from_yaml(path: Path, text: str) -> Any:
     except (yaml.YAMLError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{name} is given twice; only the last one would count, remove one")
-    return dict(pairs)
+        raise ConfigError(
+            f"file {path} is not YAML: {getattr(error, 'problem', None) or 'unreadable'}{where}"
+        ) from None
 
 
 def _preset(name: str | None) -> Mapping[str, Any]:
@@ -171,11 +179,9 @@ def _parsed(name: str, text: str) -> int | float | str | None:
 
 def _system_mtbf_s(inputs: Mapping[str, Any], sizes: Cluster) -> float:
     name = next(name for name in RATES if name in inputs)
-    value = inputs[name]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} is {value!r}; it must be a number > 0")
+    value = POSITIVE(name, inputs[name])
     if name == "system_mtbf_s":
-        return float(value)
+        return value
     if name == "node_mtbf_hours":
         return closed_forms.system_mtbf_s(value * closed_forms.HOUR_S, sizes.nodes)
     return closed_forms.system_mtbf_s(closed_forms.node_mtbf_from_rate_s(value), sizes.nodes)
@@ -190,7 +196,7 @@ def _listed(names: list[str]) -> str:
 
 
 def redundancy(text: str | None) -> int | None:
-    """What ``--redundancy`` says; whether this cluster can have it is the planner's to check."""
+    """Return the value of ``--redundancy``. The planner checks whether the cluster can have it."""
     if text is None:
         return None
     try:

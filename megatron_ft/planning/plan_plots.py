@@ -1,4 +1,4 @@
-"""A plan as a picture: time-to-train over the redundancy, and over the size of the cluster."""
+"""Draw a plan: time-to-train over the redundancy, and over the size of the cluster."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner.cluster import Cluster
-from megatron_ft.planner.estimate import SEARCHED, Estimate, Policy, Recommendation, evaluate, search
+from megatron_ft.planning.cluster import Cluster
+from megatron_ft.planning.estimate import SEARCHED, Estimate, Policy, Recommendation, evaluate, search
 
-# Okabe and Ito's palette: told apart by colour-blind readers too; line styles say the same once more.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; line styles repeat the distinction.
 STYLES: dict[Policy, tuple[str, str]] = {
     "restart": ("#3A3A3A", ":"),
     "replication": ("#E69F00", "--"),
@@ -29,19 +29,19 @@ STYLES: dict[Policy, tuple[str, str]] = {
 }
 _ENDS = (".png", ".pdf", ".svg")
 _FACTORS = 2.0 ** np.arange(-3, 3.5, 0.5)
-"""Sizes of the cluster relative to the one asked about."""
+"""Sizes of the drawn clusters, relative to the given one."""
 _TOP = 30.0
-"""Above this, in units of the failure-free time, nobody cares by how much."""
+"""Largest time that is drawn, in units of the failure-free time."""
 
 
 def check_path(path: Path) -> None:
-    """Before anything is computed: a picture that cannot be written is a mistake to tell at once."""
+    """Raise ``ConfigError`` for a name with an unknown ending. It is called before anything is computed."""
     if path.suffix.lower() not in _ENDS:
-        raise ConfigError(f"--plot is {path}; the end of its name says what it is: {' '.join(_ENDS)}")
+        raise ConfigError(f"--plot is {path}; the name must end in one of: {' '.join(_ENDS)}")
 
 
 def plan_plot(cluster: Cluster, plan: Recommendation, path: Path) -> None:
-    """Two panels side by side; time-to-train in units of the failure-free time in both."""
+    """Draw two panels, both with the time-to-train in units of the failure-free time."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True)
     _over_redundancy(axes[0], cluster, plan)
     _over_size(axes[1], cluster, [estimate.policy for estimate in plan.estimates])
@@ -74,7 +74,8 @@ def _over_redundancy(axes: Axes, cluster: Cluster, plan: Recommendation) -> None
 
 
 def _over_size(axes: Axes, cluster: Cluster, policies: list[Policy]) -> None:
-    """Failures as often per node, everything else as it is. Sizes at which a step outlives the system are left out."""
+    """Draw the panel over the size, with a constant failure rate per node. Sizes with MTBF below one step are left
+    out."""
     sizes = sorted({max(1, round(cluster.groups * factor)) for factor in _FACTORS})
     least_s = cluster.step_s / (cluster.mtbf_s * cluster.groups)
     sizes = [size for size in sizes if size * least_s <= 1]
@@ -83,12 +84,14 @@ def _over_size(axes: Axes, cluster: Cluster, policies: list[Policy]) -> None:
         able = [size for size in sizes if size > 1 or policy == "restart"]
         times = [_shown(evaluate(cluster.scaled(size), policy)) for size in able]
         gpus = [size * cluster.gpus_per_group for size in able]
-        axes.plot(gpus, times, color=colour, linestyle=line, linewidth=1.6, label=policy.replace("_rejoin", " + rejoin"))
+        axes.plot(
+            gpus, times, color=colour, linestyle=line, linewidth=1.6, label=policy.replace("_rejoin", " + rejoin")
+        )
     axes.axvline(cluster.gpus, color="#BBBBBB", linewidth=1, zorder=0)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("GPUs (failures as often per node)")
+    axes.set_xlabel("GPUs (constant failure rate per node)")
 
 
 def _time_axis(axes: Axes) -> None:
@@ -101,5 +104,5 @@ def _time_axis(axes: Axes) -> None:
 
 
 def _shown(estimate: Estimate) -> float:
-    """No progress at all leaves the picture at its top."""
+    """Return the relative time; no progress is far above the picture."""
     return estimate.relative_time if isfinite(estimate.relative_time) else 1e3 * _TOP

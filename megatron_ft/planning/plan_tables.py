@@ -1,4 +1,4 @@
-"""A plan as tables for people and as JSON for machines."""
+"""A plan as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_ft.planner.cluster import Cluster
-from megatron_ft.planner.estimate import SEARCHED, Estimate, Recommendation, duration, search
-from megatron_ft.planner.section import Section
+from megatron_ft.planning.cluster import Cluster
+from megatron_ft.planning.config_section import Section
+from megatron_ft.planning.estimate import SEARCHED, Estimate, Recommendation, duration, search
 
 _LEGEND = (
     "mu: failures from one restart to the next. S_bar: stacks of compute per step, patch included. T_c*: checkpoint "
     "period. A: availability. J = S_bar / A. T: time-to-train, T_0 without a failure."
 )
 _DIGITS = 6
-"""Of every number in the JSON: more would differ from one scipy to the next."""
+"""Significant digits of numbers in the JSON; more would differ between versions of scipy."""
 
 
 def policy_table(cluster: Cluster, plan: Recommendation) -> Table:
-    """One row per policy, fastest first."""
+    """Return a table with one row per policy, fastest first."""
     table = Table(title="Policies", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ["policy", "r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost"]
     for name in columns + ["cost\nlost"] * _priced(cluster):
@@ -54,7 +54,7 @@ def _row(cluster: Cluster, e: Estimate) -> list[str]:
 
 
 def cluster_table(cluster: Cluster) -> Table:
-    """What the plan was made for, and what follows from it directly."""
+    """Return a table of the plan's input."""
     table = Table(title="Cluster", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -78,7 +78,7 @@ def cluster_table(cluster: Cluster) -> Table:
 def as_json(
     cluster: Cluster, plan: Recommendation, pasted: Section | None, hints: list[str], source: str | None
 ) -> dict[str, Any]:
-    """Everything the tables show and the search over r. What is infinite, or never happens, is null."""
+    """Return what the tables show, and the search over r. Infinite values are null."""
     searched = {p: search(cluster, p) for p in SEARCHED} if cluster.groups > 1 else {}
     derived = {
         "groups": cluster.groups,
@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 def short(seconds: float) -> str:
-    """As :func:`duration`, in as few characters as a table of 80 columns has for it."""
+    """Return a duration like :func:`duration`, short enough for a table of 80 columns."""
     value, _, unit = duration(seconds).partition(" ")
     if not unit:
         return value
@@ -124,7 +124,7 @@ def short(seconds: float) -> str:
 
 
 def large(value: float) -> str:
-    """Three digits and a unit: 11.5M."""
+    """Return a number with three digits and a unit, such as 11.5M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size <= value < float("inf"):
             return f"{value / size:.3g}{unit}"

@@ -1,6 +1,6 @@
-"""Known clusters to start from. Every number has a source, or is called an assumption.
+"""Known clusters. Every number has a source, or is marked as an assumption.
 
-As plain inputs, not as clusters: flags and files replace single values of them (``inputs.cluster``).
+They are inputs, not :class:`Cluster` objects, because flags and files replace single values (``inputs.cluster``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ Inputs = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class Preset:
+    """Inputs of a cluster, and where their values come from."""
+
     inputs: Inputs
     source: str
 
@@ -30,7 +32,7 @@ PRESETS: Mapping[str, Preset] = {
             "microbatches": 16,
         },
         "Llama 3 405B (arXiv 2407.21783): Table 5 (419 interruptions in 54 days), 128 replicas of 16 sequences, 16M tokens "
-        "a step at 400 TFLOP/s per GPU, 15.6T tokens. Restart: FT-HSDP (arXiv 2602.00277) at 16k. Assumed: checkpoint, "
+        "per step at 400 TFLOP/s per GPU, 15.6T tokens. Restart: FT-HSDP (arXiv 2602.00277) at 16k. Assumed: checkpoint, "
         "rejoin",
     ),
     "fthsdp-100k": Preset(

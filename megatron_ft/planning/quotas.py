@@ -1,28 +1,29 @@
 """Closed forms of the policies without wipe-out by placement: ReCoVer (arXiv 2605.11215) and stacked quotas.
 
-N groups, G microbatches each, k groups dead or absent. Their loads are ceilings of a ratio, so they are exact; what is
-modelled is how many groups are away. Functions of k take a number or an array. Checked in tests/unit/test_planner.py.
+k of the N groups, with G microbatches each, are dead or absent. The loads are ceilings of a ratio, so they are exact;
+only the number of absent groups is modelled. Functions of k take a number or an array. tests/unit/test_planner.py
+checks them.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf, sqrt
+from math import inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammaln, xlogy
 
-from megatron_ft.core.load import Memory, least_load
-from megatron_ft.core.replication import golomb
+from megatron_ft.core.replication.placement import golomb
+from megatron_ft.core.scheduling.quota_load import Memory, least_load
 
 Floats = NDArray[np.float64]
 MINOR_SPARES = 0.2
-"""ReCoVer's versatile workload: about 20% of the spares stand by for the minor."""
+"""Share of the spares that replace the minor in ReCoVer's versatile workload: about 20%."""
 
 
 def quota(N: int, G: int, k: ArrayLike) -> Floats:
-    """Microbatches of the busiest group, ceil(N G / (N - k)) (ReCoVer: the least G' with W G' >= B)."""
+    """Microbatches of the busiest group, ceil(N G / (N - k)) (ReCoVer: the smallest G' with W G' >= B)."""
     return np.ceil(N * G / (N - np.asarray(k, dtype=float)))
 
 
@@ -35,11 +36,13 @@ def patch(N: int, G: int, k: ArrayLike) -> Floats:
 
 
 def boundaries(N: int, G: int) -> NDArray[np.bool_]:
-    """Whether the failure with k = 0..N-2 groups dead is a policy boundary of ReCoVer (else a spare stands in).
+    """Return for k = 0..N-2 dead groups whether the next failure is a policy boundary of ReCoVer (else a spare
+    replaces).
 
-    After a boundary W groups are dealt roles: majors = floor(B / G'), a minor if B is no multiple of G', the others are
-    spares, 80% of them for majors. Losses strike majors and their spares nearly always, so the one after the last major
-    spare is the next boundary. Number of boundaries within 15% of ``core.roles``, driven with random losses.
+    After a boundary W groups get roles: majors = floor(B / G'), a minor if B is no multiple of G', the others are
+    spares, 80% of them for majors. Nearly all losses hit majors and their spares, so the loss after the last major
+    spare is the next boundary. The number of boundaries is within 15% of that of
+    ``core.scheduling.policies.recover_roles`` with random losses.
     """
     found, k = np.zeros(max(N - 1, 0), dtype=bool), 0
     while k < N - 1:
@@ -56,15 +59,15 @@ def boundaries(N: int, G: int) -> NDArray[np.bool_]:
 
 
 def mean_absent(mtbf_s: float, away_s: float) -> float:
-    """a = away / m: mean number of groups away, if there were no limit (Little's law; m between failures)."""
+    """a = away / m: mean number of absent groups without a limit (Little's law; m is the time between failures)."""
     return away_s / mtbf_s
 
 
 def absent_distribution(N: int, a: float) -> Floats:
-    """P(k groups away), k = 0..N: Poisson(a) cut off at N, shape (N + 1,).
+    """P(k groups absent), k = 0..N: Poisson(a) cut off at N, shape (N + 1,).
 
-    Failures arrive at a constant rate, each group is away by itself for as long as it takes: M/G/inf, and M/G/N/N where
-    at most N can be away (Erlang). It depends on the mean time away only, not on its distribution.
+    Failures arrive at a constant rate, and the times of absence are independent: M/G/inf, and M/G/N/N where at most N
+    can be absent (Erlang). The result depends on the mean of these times only, not on their distribution.
     """
     k = np.arange(N + 1)
     exponent = xlogy(k, a) - gammaln(k + 1)
@@ -73,10 +76,10 @@ def absent_distribution(N: int, a: float) -> Floats:
 
 
 def time_to_all_absent_s(N: int, mtbf_s: float, a: float) -> float:
-    """Mean time from all groups live until all N are away: m * sum_{n < N} 1 / B_n(a), B_n Erlang's loss formula.
+    """Mean time from all groups live until all N are absent: m * sum_{n < N} 1 / B_n(a), B_n Erlang's loss formula.
 
-    From n away to n + 1 away for the first time takes m / B_n(a): h_n = m + (n / a) h_{n-1} is the recursion of 1 / B_n.
-    Exact for exponential times away; infinite where it exceeds a float.
+    The time from n absent groups to the first n + 1 is m / B_n(a): h_n = m + (n / a) h_{n-1} is the recursion of 1 /
+    B_n. It is exact for exponential times of absence, and infinite where it exceeds a float.
     """
     if a == 0 and N > 1:
         return inf
@@ -92,21 +95,11 @@ def time_to_all_absent_s(N: int, mtbf_s: float, a: float) -> float:
 # --- restarts that only bring groups back -----------------------------------------------------------------------------
 
 
-def restart_after(N: int, restarts_s_over_mtbf: float) -> float:
-    """After how many failures a restart pays, by calculus: K* = sqrt(R^2 + 2 N R) - R with R = restart / m.
-
-    With k groups away a step takes N / (N - k) as long (fine quotas, no stalls). K failures and a restart take (K + R) m
-    and commit (K - K^2 / 2N) m steps' worth; the derivative of the ratio vanishes at K*: there the speed of the moment has
-    sunk to the mean speed, restart included.
-    """
-    R = restarts_s_over_mtbf
-    return sqrt(R * R + 2 * N * R) - R
-
-
 def best_restart(speeds: ArrayLike, restart_over_mtbf: float) -> tuple[int, float]:
-    """The K that maximises mean speed (v_0 + ... + v_{K-1}) / (K + R), and that speed; :func:`restart_after` exactly.
+    """Return the K that maximizes the mean speed (v_0 + ... + v_{K-1}) / (K + R), and that speed.
 
-    ``speeds[k]`` with k groups away, each state lasting one MTBF; R = restart / MTBF. K = 1 .. len(speeds).
+    ``speeds[k]`` is the speed with k absent groups; each such state lasts one MTBF. R = restart / MTBF. K = 1 ..
+    len(speeds).
     """
     speeds = np.asarray(speeds, dtype=float)
     means = np.cumsum(speeds) / (np.arange(1, len(speeds) + 1) + restart_over_mtbf)
@@ -126,10 +119,10 @@ def unhosted_shards(N: int, r: int, k: int) -> float:
 
 
 def crowded_pairs(N: int, r: int, k: int) -> float:
-    """Expected pairs of shards that are left with the same only host, which then has to do 2 G: exactly, on Golomb.
+    """Expected pairs of shards with the same group as their only live host, which then computes 2 G; exact on Golomb.
 
-    A live group hosts r (r-1) / 2 pairs; the r - 1 other hosts of each are 2 (r-1) different groups (Theorem 4.1), all of
-    them dead with C(k, 2r-2) / C(N-1, 2r-2). Only this, in practice, keeps a load above the ideal quota.
+    A live group hosts r (r-1) / 2 pairs; the r - 1 other hosts of each are 2 (r-1) different groups (Theorem 4.1), all
+    of them dead with C(k, 2r-2) / C(N-1, 2r-2). In practice only such pairs keep a load above the ideal quota.
     """
     if k < 2 * (r - 1):
         return 0.0
@@ -138,7 +131,8 @@ def crowded_pairs(N: int, r: int, k: int) -> float:
 
 
 def least_redundancy(N: int, k: int, most: int, rare: float = 0.01) -> int:
-    """The least r in 2..most with which k dead groups neither leave shards unhosted nor crowd a group, but rarely."""
+    """Return the smallest r in 2..most with which, of k dead groups, at most ``rare`` shards are unhosted or pairs
+    crowded."""
     for r in range(2, most + 1):
         if unhosted_shards(N, r, k) + crowded_pairs(N, r, k) <= rare:
             return r
@@ -147,10 +141,11 @@ def least_redundancy(N: int, k: int, most: int, rare: float = 0.01) -> int:
 
 @lru_cache(maxsize=64)
 def hosted_loads(N: int, r: int, G: int, states: int) -> Floats:
-    """Stacks of the busiest group with k = 0 .. states-1 groups dead, where hosting few shards makes it more than the ideal.
+    """Return the stacks of the busiest group with k = 0 .. states-1 groups dead, where r is too small for the ideal
+    load.
 
-    No closed form: measured on the Golomb placement with ``core.load``, mean over random orders of losses, the same ones
-    every time, fewer of them where one has many losses.
+    There is no closed form: the load is measured on the Golomb placement with ``core.scheduling.quota_load``, as the
+    mean over seeded random orders of losses; their number falls with the length of an order.
     """
     placement, loads = golomb(N, r), np.empty((min(30, max(1, 1000 // states)), states))
     for order in range(len(loads)):

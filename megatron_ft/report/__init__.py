@@ -1,1 +1,2 @@
-"""The run record -> tables, pictures, a progress bar, trackers. Reads files only; nothing here can touch training."""
+"""Tables, pictures, a progress bar and trackers from the run record. They only read files, and cannot affect
+training."""

@@ -1,4 +1,4 @@
-"""Follow a history while it grows, and show it: a progress bar on a terminal, plain lines elsewhere."""
+"""Follow the record of a run as it is written, and show a progress bar on a terminal, or lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_ft.report.words import happened
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history
+from megatron_ft.types import host_name, place_name, rank_name
+from megatron_ft.utils import terminal
 
 _POLL_S = 0.1
 
@@ -22,7 +24,7 @@ Event = Mapping[str, Any]
 
 
 def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's history as they are written, until ``stop()`` and nothing new is there."""
+    """Yield the lines of a run's record as they are written. It ends when ``stop()`` is true and no line is left."""
     tail = history.Tail(run_dir)
     while True:
         last_look = stop()
@@ -36,7 +38,7 @@ def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def shown(groups: int, run_dir: Path) -> Iterator[None]:
-    """The run is shown meanwhile."""
+    """Show the run's progress inside the block."""
     done = threading.Event()
 
     def show() -> None:
@@ -57,12 +59,12 @@ def shown(groups: int, run_dir: Path) -> Iterator[None]:
 
 
 class ProgressView:
-    """Step, loss, live groups and failures of a run, fed with its events."""
+    """Shows step, loss, live groups and failures of a run from the events of its record."""
 
     def __init__(self, groups: int, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or terminal.console()
         self._live, self._failures, self._steps, self._next_line = groups, 0, None, 0
-        self._groups, self._saved = groups, None
+        self._groups, self._saved, self._place = groups, None, ""
         self._view: Event = {"epoch": -1}
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -88,7 +90,7 @@ class ProgressView:
             self._bar.stop()
 
     def update(self, event: Event) -> None:
-        """Take in one event of the history."""
+        """Process one event of the record."""
         kind = event["event"]
         if kind == "begin":
             self._steps = event["steps"]
@@ -107,6 +109,8 @@ class ProgressView:
             self._say(f"group {event['group']} does not come back: {event['reason']}")
         elif kind == "stragglers":
             self._say(straggler_line(event))
+        elif kind == "resume":
+            self._place = event["checkpoint"]
         elif kind == "checkpoint":
             self._checkpoint(event)
         elif kind == "checkpoint_failed":
@@ -114,17 +118,17 @@ class ProgressView:
         elif kind == "step":
             self._step(event)
         elif kind == "end":
-            self._say(f"all {event['step'] + 1} steps done, loss {event['loss']:.4f}")
+            self._say(f"all {event['step'] + 1} steps done, loss {event['loss']:.4f}{self._saved_end(event)}")
+        elif kind == "not_saved":
+            self._say(event["reason"])
         if self._bar is not None:
             done = event["step"] + 1 if kind == "step" else None
-            loss = {"loss": f"{event['loss']:.4f}"} if kind == "step" else {}
+            loss: dict[str, Any] = {"loss": f"{event['loss']:.4f}"} if kind == "step" else {}
             live = f"{self._live}/{self._groups}"
-            self._bar.update(
-                self._task, completed=done, total=self._steps, live=live, failures=self._failures, **loss
-            )
+            self._bar.update(self._task, completed=done, total=self._steps, live=live, failures=self._failures, **loss)
 
     def _step(self, event: Event) -> None:
-        """Without a terminal: a line for about every tenth of the steps."""
+        """Print a line for about every tenth of the steps, when there is no terminal."""
         if self._bar is not None or event["step"] < self._next_line:
             return
         total = self._steps or 0
@@ -132,25 +136,36 @@ class ProgressView:
         of = f"/{total}" if total else ""
         self._say(f"step {event['step'] + 1}{of}  loss {event['loss']:.4f}  live {self._live}/{self._groups}")
 
+    def _saved_end(self, event: Event) -> str:
+        """Return the part of the last line that says whether the state after the last step is saved."""
+        if "saved" not in event:
+            return ""
+        if event["saved"] == event["step"] + 1:
+            return f"; step {event['saved']} is saved in {self._place}" if self._place else ""
+        newest = (
+            "there is no checkpoint" if event["saved"] is None else f"the newest checkpoint is of step {event['saved']}"
+        )
+        return f"; step {event['step'] + 1} is NOT saved, {newest}"
+
     def _checkpoint(self, event: Event) -> None:
-        """The first, and from then on those that come with a line of a step anyway."""
+        """Print a line about the first checkpoint, and about later ones that fall together with a line of a step."""
         if self._saved is None or self._bar is not None or event["step"] >= self._next_line:
             self._say(checkpoint_line(event))
-        self._saved = event["step"]
+        self._saved, self._place = event["step"], event["path"]
 
     @staticmethod
     def _fault(event: Event) -> str:
-        who = f"rank {event['position']} on {event['host']} (pid {event['pid']})"
+        who = rank_name(event["position"], event["pid"], event["host"], event.get("host_rank"))
         what = happened(event)
         more = f" ({event['detail']})" if event["detail"] not in ("", what) else ""
         return f"group {event['group']} lost: {who} {what}{more}"
 
     def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # soft_wrap: a path stays on one line
 
 
 def recovery_line(event: Event, view: Event) -> str:
-    """What a recovery came to, in words. ``view``: the newest."""
+    """Describe a recovery in words. ``view`` is the newest view."""
     if view["epoch"] == event["epoch"] and view["joined"] and not event["patched"]:
         back = " ".join(map(str, view["joined"]))
         return f"group {back} is back in step {event['step']}; the others waited {event['stall_s']:.2f} s"
@@ -160,33 +175,33 @@ def recovery_line(event: Event, view: Event) -> str:
 
 
 def restart_line(event: Event) -> str:
-    """How a lost group comes back, in words."""
+    """Describe the restart of a lost group in words."""
     pids = " ".join(map(str, event["pids"])) or "none could be started"
     after = f", {event['after_s']:.1f} s after it was lost" if event["after_s"] > 0.1 else ""
-    return (
-        f"group {event['group']} is started again on {event['host']} (incarnation {event['incarnation']}, pid {pids}){after}"
-    )
+    where = place_name(event["host"], event.get("host_rank"))
+    return f"group {event['group']} is started again on {where} (incarnation {event['incarnation']}, pid {pids}){after}"
 
 
 def host_line(event: Event) -> str:
-    """What a host that has come later does, in words."""
+    """Describe in words what a host does that has joined the run."""
     groups = " ".join(map(str, event["groups"]))
+    who = host_name(event["host"], event.get("host_rank"))
     if event["what"] == "spare":
-        return f"host {event['host']} is there as a spare"
-    return f"host {event['host']} {'takes over' if event['what'] == 'took over' else 'adds'} group {groups}"
+        return f"{who} is there as a spare"
+    return f"{who} {'takes over' if event['what'] == 'took over' else 'adds'} group {groups}"
 
 
 def checkpoint_line(event: Event) -> str:
-    """What was saved, in words."""
+    """Describe a checkpoint in words."""
     megabytes = event["bytes"] / 2**20
     return (
         f"step {event['step']} is saved: {megabytes:.1f} MiB by groups {' '.join(map(str, event['writers']))} in "
-        f"{event['seconds']:.2f} s, {event['blocked_s']:.3f} s of them in training's way"
+        f"{event['seconds']:.2f} s, {event['blocked_s']:.3f} s of them in training's way; in {event['path']}"
     )
 
 
 def straggler_line(event: Event) -> str:
-    """Who is slow from a step on, in words."""
+    """Describe in words which groups are slow from a step on."""
     if not event["slow"]:
         return f"step {event['step']}: all groups are about as fast again"
     slow = ", ".join(f"group {group} takes {factor:.1f} times as long" for group, factor in event["slow"].items())

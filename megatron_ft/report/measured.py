@@ -1,7 +1,7 @@
-"""What a run has cost and how often something failed, in the planner's words: ``megatron-ft plan --measured RUN_DIR``.
+"""The planner's inputs as measured in a run: ``megatron-ft plan --measured RUN_DIR``.
 
-Only what the record shows: a run without failures says nothing about what one costs, and one without checkpoints nothing
-about these. GPUs are ranks. A value that is not there is left to the planner's defaults, or to a flag.
+A run without failures has no values for their cost, and a run without checkpoints none for theirs. The planner's
+defaults or flags replace missing values. Each rank counts as a GPU.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from statistics import median
 from typing import Any
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.report.record import RunRecord
+from megatron_ft.runlog.run_record import RunRecord
 
 HOUR_S = 3600.0
 
 
 def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
-    """Values of ``planner.cluster.Cluster``, medians. Raises ``ConfigError`` where there is no step to learn from."""
+    """Return values of ``planning.cluster.Cluster``, as medians. Raises ``ConfigError`` for fewer than two full
+    steps."""
     whole = [line["duration_s"] for line in record.steps if len(line["live"]) == record.groups]
     if len(whole) < 2:
-        raise ConfigError(f"{record.run_dir} has {len(whole)} steps with all groups; two are needed to learn from them")
+        raise ConfigError(f"{record.run_dir} has {len(whole)} steps with all groups; at least two are needed")
     start, begin = record.events("start")[0], record.events("begin")[0]
     ranks = start["ranks_per_group"]
     gpus = record.groups * ranks
@@ -38,17 +39,17 @@ def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
         "rejoin_s": _ways_back_s(record),
     }
     found |= {name: median(values) for name, given in times.items() if (values := list(given))}
-    own = [line["t"] for line in record.lines if line["event"] != "slurm"]  # a job may live longer than its run
-    lived_s = own[-1] - own[0]
+    own = [line["t"] for line in record.lines.others if line["event"] != "slurm"]  # a job may live longer than its run
+    lived_s = max(own[-1], record.steps.times[-1]) - own[0]
     if record.faults:
         found["node_mtbf_hours"] = lived_s / len(record.faults) / HOUR_S * gpus / gpus_per_node
-    if any(line["event"] == "resume" for line in record.lines):
+    if record.events("resume"):
         found["restart_s"] = record.steps[0]["t"] - record.steps[0]["duration_s"] - record.lines[0]["t"]
     return found
 
 
 def _ways_back_s(record: RunRecord) -> Iterable[float]:
-    """From each loss to the group's next seat."""
+    """Yield the time from each loss to the view that admits the group again."""
     for fault in record.faults:
         seats = [view["t"] for view in record.views if fault["group"] in view["joined"] and view["t"] > fault["t"]]
         if seats:

@@ -1,27 +1,30 @@
-"""The run record as tables for people."""
+"""The run record as tables."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich.table import Table
 
-from megatron_ft.faults import checkers
-from megatron_ft.report.record import Failure, RunRecord
 from megatron_ft.report.words import ended
+from megatron_ft.runlog import invariants
+from megatron_ft.runlog.run_record import Failure, RunRecord
 
 
 def failures_table(record: RunRecord) -> Table:
-    """One row per lost group."""
+    """Return a table with one row per lost group."""
     table = Table(title="Failures", title_justify="left")
-    for name, justify in (
+    columns: tuple[tuple[str, Literal["left", "right"]], ...] = (
         ("step", "right"),
         ("group", "right"),
         ("failure", "left"),
         ("detected by (after s)", "left"),
         ("stall s", "right"),
         ("micro-\nbatches\npatched", "right"),
-        ("of them\nprefetched /\nfetched", "right"),
+        ("of these\nprefetched /\nfetched", "right"),
         ("buckets\nkept /\nredone", "right"),
-    ):
+    )
+    for name, justify in columns:
         table.add_column(name, justify=justify)
     points = {line["pid"]: line.get("point") for line in record.injects}
     for failure in record.failures:
@@ -48,7 +51,7 @@ def _row(failure: Failure, point: str | None) -> list[str]:
 
 
 def _samples(failure: Failure) -> str:
-    """How many of the patched microbatches were in memory when they were needed, and how many had to be read."""
+    """Return the numbers of patched microbatches that were in memory, and that had to be read."""
     if not failure.patches:
         return "-"
     prefetched, fetched = (sum(len(line[kind]) for line in failure.patches) for kind in ("prefetched", "fetched"))
@@ -56,19 +59,22 @@ def _samples(failure: Failure) -> str:
 
 
 def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Table:
-    """What the run came to, and how it compares with a failure-free one of the same seed."""
+    """Return a table of the run's results, compared with those of ``reference``, a failure-free run of the same
+    seed."""
     table = Table(title="Run", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     steps = record.steps
     table.add_row("steps committed", str(len(record.losses)))
     table.add_row("steps lost", str(record.steps_lost))
-    table.add_row("microbatches in every step", " ".join(str(n) for n in sorted({s["microbatches"] for s in steps})))
+    table.add_row("microbatches in every step", " ".join(str(n) for n in sorted(steps.kinds())))
     table.add_row("groups at the start / at the end", f"{record.groups} / {len(steps[-1]['live']) if steps else 0}")
     if saved := record.events("checkpoint"):
         failed = len(record.events("checkpoint_failed"))
         more = f", {failed} failed" if failed else ""
         table.add_row("checkpoints / newest", f"{len(saved)}{more} / step {saved[-1]['step']}")
+    for line in record.events("not_saved"):
+        table.add_row("NOT saved", line["reason"])
     if record.end:
         table.add_row("final loss", f"{record.end['loss']:.6f}")
     if reference is not None:
@@ -78,8 +84,11 @@ def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Tabl
 
 
 def compare(record: RunRecord, reference: RunRecord) -> dict[str, float]:
-    """Relative differences to a failure-free run of the same job and seed, by name; no norm while it is unfinished."""
-    found = {"largest relative loss difference": checkers.largest_loss_difference(record.lines, reference.lines)}
+    """Return the relative differences to a failure-free run of the same job and seed, by name.
+
+    The norm of the parameters is missing while a run is unfinished.
+    """
+    found = {"largest relative loss difference": invariants.largest_difference(record.losses, reference.losses)}
     if record.end and reference.end:
         mine, theirs = record.end["params_norm"], reference.end["params_norm"]
         found["relative difference of the parameters' norm"] = abs(mine - theirs) / theirs

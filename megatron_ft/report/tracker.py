@@ -1,7 +1,7 @@
 """Trackers (TensorBoard, wandb) in a process of their own: ``python -m megatron_ft.report.tracker --run-dir DIR ...``.
 
-The process is fed by the run record alone. Whatever a tracker does (fail, hang, be killed), training never knows. When
-the agent has to start it again it writes everything anew from the first line: the record is the truth.
+The process reads only the run record, so a tracker that fails, hangs or is killed has no effect on training. When the
+agent starts the process again, it writes all values anew from the first line of the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Tracker(Protocol):
-    """Where scalars go."""
+    """Destination of scalars."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
@@ -31,7 +31,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in ``run_dir/tensorboard``."""
+    """Writes event files to ``run_dir/tensorboard``."""
 
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -48,15 +48,15 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A wandb run in ``run_dir/wandb``; offline unless the user has set ``WANDB_MODE``."""
+    """Writes a wandb run to ``run_dir/wandb``; offline unless the user has set ``WANDB_MODE``."""
 
     def __init__(self, run_dir: Path) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_SILENT", "true")
-        # Its debug logs, caches and settings would go to the home directory, which other runs share or which is full.
+        # By default its logs, caches and settings go to the home directory, which other runs share and which may be full.
         for kind in ("CACHE", "CONFIG", "DATA"):
             os.environ.setdefault(f"WANDB_{kind}_DIR", str((run_dir / "wandb" / kind.lower()).resolve()))
-        import wandb  # after the environment: it reads it when it is imported
+        import wandb  # it reads the environment when it is imported
 
         self._run = wandb.init(project="megatron_ft", name=run_dir.name, dir=str(run_dir))
 
@@ -71,7 +71,7 @@ _TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise ``ConfigError`` for a tracker that is not known or not installed, before any process is started."""
+    """Raise ``ConfigError`` for a tracker that is unknown or not installed. It is called before any process starts."""
     for name in names:
         if name not in _PACKAGES:
             raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_PACKAGES)}")
@@ -80,7 +80,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, float]] | None:
-    """The step and the numbers an event adds to the trackers, or None. ``failures`` is how many faults came before."""
+    """Return the step and the scalars of an event, or None. ``failures`` is the number of faults so far."""
     if event["event"] == "step":
         counts = {"live_groups": float(len(event["live"])), "failures": float(failures)}
         return event["step"], {"loss": event["loss"], "duration_s": event["duration_s"], **counts}
@@ -90,6 +90,7 @@ def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, flo
 
 
 def main() -> int:
+    """Follow the run record and send it to the trackers named by ``--track``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--track", required=True)
@@ -105,7 +106,7 @@ def main() -> int:
 
 
 def run(run_dir: Path, names: Iterable[str]) -> None:
-    """Feed the trackers until the run is over or its agent is gone. One that fails is dropped, and a line says so."""
+    """Feed the trackers until the run or its agent has ended. A tracker that fails is dropped with a line on stderr."""
     agent = os.getppid()
     over, failures = threading.Event(), 0
     trackers: dict[str, Tracker] = {}
@@ -125,7 +126,7 @@ def run(run_dir: Path, names: Iterable[str]) -> None:
 def _guarded(name: str, trackers: dict[str, Tracker], action: Any) -> None:
     try:
         action()
-    except Exception as error:  # the outermost guard around somebody else's code: record it, drop the tracker
+    except Exception as error:  # the outermost guard around code of another project
         trackers.pop(name, None)
         print(f"megatron_ft tracker: {name} failed and is dropped: {error!r}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Judge any run's history: what must hold whatever died. Used by tests, the demo and anybody who doubts a run."""
+"""Check any run's history for the invariants that hold whatever dies: for tests, examples, burn-in and simulation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def check_history(lines: Lines, microbatches: int, reference: Lines | None = None) -> list[str]:
-    """The violations of a finished run, in words; empty when all is well.
+    """Return the violations of a finished run, in words; empty without any.
 
     Args:
         lines: its ``history.jsonl``, parsed.
-        microbatches: N*G.
-        reference: the history of a failure-free run of the same job and seed.
+        microbatches: number of microbatches per step, N*G.
+        reference: the history of a failure-free run of the same job and seed. Default: no comparison.
     """
     ends = [line for line in lines if line["event"] == "end"]
     if len(ends) != 1:
@@ -34,24 +34,28 @@ def check_history(lines: Lines, microbatches: int, reference: Lines | None = Non
 
 
 def losses(lines: Lines) -> dict[int, float]:
-    """Loss by step."""
+    """Return the loss by step."""
     return {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
 
 
 def largest_loss_difference(lines: Lines, reference: Lines) -> float:
-    """Largest relative difference over the steps both have; infinite when they have none in common."""
-    mine, theirs = losses(lines), losses(reference)
+    """Return the largest relative difference of losses over the common steps; infinite if there are none."""
+    return largest_difference(losses(lines), losses(reference))
+
+
+def largest_difference(mine: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Return the same for losses by step."""
     common = mine.keys() & theirs.keys()
     return max((abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in common), default=float("inf"))
 
 
 def first_step(lines: Lines) -> int:
-    """Of a run that goes on from a checkpoint, the one it goes on with."""
+    """Return the first step of a run, which is not 0 for a run that goes on from a checkpoint."""
     return next((line["step"] for line in lines if line["event"] == "resume"), 0)
 
 
 def joined(starts: Sequence[Lines]) -> list[Mapping[str, Any]]:
-    """One history of a job that was started several times: what a checkpoint did not have was made again, and counts."""
+    """Return one history of a job that was started several times; a step made again replaces the former one."""
     found: list[Mapping[str, Any]] = []
     for lines in starts:
         if any(line["event"] in ("step", "end") for line in lines):  # else it was ended before it had made anything
@@ -96,30 +100,31 @@ def _check_reference(lines: Lines, reference: Lines) -> list[str]:
     return found
 
 
-# --- histories that say who committed what (the simulated world's) ----------------------------------------------------
+# --- histories in which each commit names its group (the simulated world's)
+# --------------------------------------------
 
 _COUNTER_BITS = 8
 
 
 def contribution(microbatch: Microbatch, shards: int, per_shard: int) -> int:
-    """What stands for the gradient of one microbatch: a number whose digit of that microbatch is 1.
+    """Return a stand-in for the gradient of one microbatch: a number whose digit of that microbatch is 1.
 
-    Sums of such numbers count every microbatch of two neighbouring steps by itself, so a sum tells what is in it.
+    Sums of such numbers count every microbatch of two neighbouring steps separately, so a sum tells its parts.
     """
     position = microbatch.step % 2 * shards * per_shard + microbatch.shard * per_shard + microbatch.index
     return 1 << (_COUNTER_BITS * position)
 
 
 def complete_sum(step: int, microbatches: int) -> int:
-    """The sum in which every microbatch of ``step`` counts once, and nothing else does."""
+    """Return the sum in which every microbatch of ``step`` counts once, and nothing else does."""
     ones = sum(1 << (_COUNTER_BITS * position) for position in range(microbatches))
     return ones << (_COUNTER_BITS * (step % 2 * microbatches))
 
 
 def check_commits(lines: Lines) -> list[str]:
-    """The violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words; empty when all is well."""
-    checks = (_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end)
-    checks += (_whole_checkpoints,)
+    """Return the violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words."""
+    checks = [_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end]
+    checks.append(_whole_checkpoints)
     return [violation for check in checks for violation in check(lines)]
 
 
@@ -147,14 +152,14 @@ def _once_each(lines: Lines) -> list[str]:
 
 
 def _in_words(got: int, expected: int) -> str:
-    """Which counters are not what they should be: ``position: count``."""
+    """Return the counters that differ from the expected ones: ``position: count``."""
     size = -(-max(got.bit_length(), expected.bit_length()) // _COUNTER_BITS)
     pairs = zip(got.to_bytes(size, "little"), expected.to_bytes(size, "little"), strict=True)
     return ", ".join(f"number {i} counts {a}, not {b}" for i, (a, b) in enumerate(pairs) if a != b)
 
 
 def _one_gradient(lines: Lines) -> list[str]:
-    """All that commit a step, or take its state, have the same model then."""
+    """All groups that commit a step, or take its state, then have the same model."""
     models: dict[int, set[str]] = {}
     for line in _of(lines, "commit", "state"):
         after = line["step"] + (line["event"] == "commit")
@@ -164,7 +169,7 @@ def _one_gradient(lines: Lines) -> list[str]:
 
 
 def _whole_checkpoints(lines: Lines) -> list[str]:
-    """All parts of an attempt to save are of one state, that of its step, and were cut out of it in one epoch."""
+    """All parts of an attempt to save have one state, that of its step, and were copied from it in one epoch."""
     committed: dict[int, set[str]] = {}
     for line in _of(lines, "commit"):
         committed.setdefault(line["step"] + 1, set()).add(line["params"])
@@ -184,7 +189,7 @@ def _whole_checkpoints(lines: Lines) -> list[str]:
 
 
 def _one_speed(lines: Lines) -> list[str]:
-    """All that commit a step under the same view have planned it with the same knowledge of who is slow."""
+    """All groups that commit a step under the same view have planned it with the same measured speeds."""
     known: dict[tuple[int, int], Any] = {}
     found = []
     for line in _of(lines, "commit"):
@@ -196,8 +201,8 @@ def _one_speed(lines: Lines) -> list[str]:
 
 
 def _one_view_an_epoch(lines: Lines) -> list[str]:
-    """No two views of one epoch: views are written once each, in order, and everybody adopts the one that stands."""
-    written = {}
+    """No two views have the same epoch: each is written once, in order, and every group adopts the one that stands."""
+    written: dict[int, View] = {}
     found = []
     for line in _of(lines, "view"):
         if line["epoch"] != len(written):
@@ -211,7 +216,7 @@ def _one_view_an_epoch(lines: Lines) -> list[str]:
 
 
 def _right_view(lines: Lines) -> list[str]:
-    """Who commits has a seat in the view it commits under, and goes no further than that view's successor does."""
+    """A group that commits has a seat in its view, and goes no further than that view's successor does."""
     views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
     found = []
     for line in _of(lines, "commit"):
@@ -234,7 +239,7 @@ def _in_step(lines: Lines) -> list[str]:
     for line in _of(lines, "enter", "commit", "state", "dead", "stop"):
         me = (line["group"], line["incarnation"])
         if line["event"] == "enter":
-            if line["view"]["step"] == 0:  # the initial model is everybody's
+            if line["view"]["step"] == 0:  # all groups have the initial model
                 at[me] = 0
         elif line["event"] in ("dead", "stop"):
             gone.add(me)
@@ -257,19 +262,20 @@ def _good_stops(lines: Lines) -> list[str]:
     found = []
     for line in _of(lines, "stop"):
         view = views.get(line["epoch"] + 1)
-        seated = view is not None and view.seats(line["group"], line["incarnation"])
-        if seated and len(view.live) >= lines[0]["min_groups"] and line["synced"]:
+        if view is None or not view.seats(line["group"], line["incarnation"]):
+            continue
+        if len(view.live) >= lines[0]["min_groups"] and line["synced"]:
             found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
     return found
 
 
 def check_nobody_left_out(lines: Lines) -> list[str]:
-    """No living group that has the model is left out of a view; for histories in which nothing calls for it."""
+    """No view leaves out a living group that has the model; for histories without a reason to do so."""
     left_out = [line for line in _of(lines, "stop") if line["synced"] and "outside view" in line["reason"]]
     return [f"{_who(line)} lives and is left out: {line['reason']}" for line in left_out]
 
 
 def _an_end(lines: Lines) -> list[str]:
-    """After the faults stop, every living group comes to the end within the bound."""
+    """After the faults stop, every living group reaches the end within the bound."""
     end = lines[-1]
     return [f"no progress: {end['members']} at {end['t']}"] if end.get("reason") == "stuck" else []

@@ -1,7 +1,7 @@
-"""A run directory as what the protocol needs to know of it: the job, and the decisions with the lines they stand in.
+"""A run directory as the protocol sees it: the job, and the decisions with the lines of the record that contain them.
 
-Fields and events that this version does not know are ignored; what is missing or damaged is said before anything is
-made of it, so nobody takes a torn record for a wrong decision.
+Fields and events that this version does not know are ignored. Missing or damaged parts are reported before the record
+is used, so a torn record is never taken for a wrong decision.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from megatron_ft.config import DROP, RunConfig, placement_of
-from megatron_ft.core.recovery import Job
+from megatron_ft.config.schema import RunConfig, job_of, placement_of
+from megatron_ft.core.detection import stragglers
+from megatron_ft.core.protocol.machine import Job
 from megatron_ft.errors import FTError
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history
 from megatron_ft.types import GroupId, View
 
 _NEEDED = {
@@ -24,9 +26,11 @@ _NEEDED = {
     "recovery": ("step", "epoch", "patched", "patched_by", "unhosted", "buckets_kept", "buckets_redone", "state_from"),
     "step": ("step", "epoch", "live", "microbatches"),
 }
+_MOST = 10**6
+"""A limit above the groups of any run; a damaged number must not take all memory."""
 _NUMBERS = ("step", "epoch", "steps", "microbatches", "buckets")
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-"""What reading a value of the wrong shape raises."""
+"""The exceptions that reading a value of the wrong shape raises."""
 
 
 class RecordError(FTError):
@@ -41,14 +45,16 @@ class Line(NamedTuple):
 
 
 class ViewLine(NamedTuple):
+    """A view and the number of its line in the record."""
+
     number: int
     view: View
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has decided. ``views[e]`` is the one of epoch e; ``ended`` is False for a run that was cut off. It began
-    with ``groups`` groups and step ``first``."""
+    """The decisions of a run. ``views[e]`` is the view of epoch e; ``ended`` is False for a run that was cut off. The
+    run began with ``groups`` groups and step ``first``."""
 
     job: Job
     views: tuple[ViewLine, ...]
@@ -61,17 +67,19 @@ class Record:
 
     @property
     def measured(self) -> dict[int, dict[GroupId, float]]:
-        """By step, the seconds per microbatch of each group that computed; empty in a run that did not measure."""
-        lines = ((line.fields["step"], line.fields.get("measured") or {}) for line in self.steps)
-        return {step: {int(group): float(s) for group, s in seconds.items()} for step, seconds in lines}
+        """By step, the seconds per microbatch of each group that computed, or numbers that lead to the same decisions
+        (``core.detection.stragglers.brief``); empty in a run that did not measure."""
+        return {line.fields["step"]: _measured(line.fields) for line in self.steps}
 
     @classmethod
     def load(cls, run_dir: Path) -> Record:
-        """Raises ``RecordError`` (or ``ConfigError`` for settings that contradict themselves)."""
+        """Read a run directory. Raises ``RecordError`` (or ``ConfigError`` for settings that contradict themselves)."""
         if not run_dir.is_dir():
             raise RecordError(f"{run_dir} is not a directory; give the --run-dir of a launch")
         run = _config(run_dir / "config.json")
         path = run_dir / history.FILE
+        if len(history.files(run_dir)) > 1:
+            return cls.of(run, map(Line, count(1), history.lines(run_dir)), str(path))
         data = _bytes(path)
         raw = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -83,7 +91,7 @@ class Record:
 
     @classmethod
     def of(cls, run: RunConfig, lines: Iterable[Line], path: str = history.FILE, torn: int = 0) -> Record:
-        """The record of a run with these lines; ``path`` is for messages."""
+        """Return the record of a run with these lines; ``path`` is for messages."""
         by_event: dict[str, list[Line]] = {}
         for line in lines:
             by_event.setdefault(str(line.fields["event"]), []).append(line)
@@ -112,11 +120,13 @@ def _bytes(path: Path) -> bytes:
 
 
 def _config(path: Path) -> RunConfig:
-    """The settings the run was launched with; the file also says what was launched, which does not matter here."""
+    """Return the settings that the run was launched with; the file also has the command, which does not matter here."""
     data = _bytes(path)
     try:
         raw = json.loads(data)
-        run = RunConfig.from_json({f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw or f.name != "shards"})
+        run = RunConfig.from_json(
+            {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw or f.name != "shards"}
+        )
         run.fault_tolerance.check()
     except RecursionError:
         raise RecordError(f"{path} is not a config: it nests deeper than JSON can be read") from None
@@ -143,6 +153,8 @@ def _check(line: Line, needed: Iterable[str], path: str) -> None:
     measured = line.fields.get("measured") or {}
     try:
         sound = all(int(group) >= 0 and float(seconds) >= 0 for group, seconds in measured.items())
+        sound = sound and all(s >= 0 and 0 <= n <= _MOST for s, n in line.fields.get("measured_rest", ()))
+        sound = sound and all(map(_whole, (n for _, n in line.fields.get("measured_rest", ()))))
     except _DAMAGE:
         sound = False
     if not sound:
@@ -152,8 +164,13 @@ def _check(line: Line, needed: Iterable[str], path: str) -> None:
         )
 
 
+def _measured(fields: Mapping[str, Any]) -> dict[GroupId, float]:
+    named = {int(group): float(seconds) for group, seconds in (fields.get("measured") or {}).items()}
+    return stragglers.whole(named, fields.get("measured_rest", ()))
+
+
 def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
-    """The job as ``runtime.leader`` sets it up."""
+    """Return the job as the groups of the run had it."""
     if not begins:
         raise RecordError(f"{path} has no 'begin' line: the run ended before its first step, nothing was decided")
     begin = begins[0].fields
@@ -162,23 +179,11 @@ def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
             f"{path} line {begins[0].number} says {begin['microbatches']} microbatches in every step, config.json "
             f"{run.microbatches}; put the two files of one run together"
         )
-    settings = run.fault_tolerance
-    return Job(
-        shards=run.shards,
-        per_shard=run.microbatches_per_group,
-        buckets=begin["buckets"],
-        steps=begin["steps"],
-        min_groups=settings.min_groups,
-        report_timeout_s=settings.detector.report_timeout_s,
-        straggler_factor=settings.detector.straggler_factor,
-        straggler_steps=settings.detector.straggler_steps,
-        placement=placement_of(run),
-        drop=settings.policy == DROP,
-    )
+    return job_of(run, placement_of(run), buckets=begin["buckets"], steps=begin["steps"])
 
 
 def _views(lines: Iterable[Line], path: str) -> tuple[ViewLine, ...]:
-    """One of each epoch, in order; a later copy of a line is the same line again."""
+    """Return one view of each epoch, in order; a later copy of a line is the same line again."""
     found: dict[int, ViewLine] = {}
     for line in lines:
         view = _view(line, path)
@@ -210,16 +215,17 @@ def _view(line: Line, path: str) -> View:
 
 
 def _sound(view: View) -> bool:
-    """Reports are followed, live groups looked up, reasons read: they must be what they seem."""
+    """Return True if reports, groups and reasons have the right types: replay follows and looks up all of them."""
     numbers = [view.epoch, view.step, *view.live, *view.joined, *view.incarnations.values()]
     for report in view.reports:
         numbers += [report.group, report.step, *report.have]
-    return all(map(_whole, numbers)) and all(isinstance(why, str) for why in (view.reason, *view.lost.values()))
+    texts = (view.reason, view.noticed, *view.lost.values())
+    return all(map(_whole, numbers)) and all(isinstance(text, str) for text in texts)
 
 
 def _what(error: Exception) -> str:
     return f"it lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

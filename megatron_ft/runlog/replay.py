@@ -1,13 +1,13 @@
-"""Feed a run's record through ``core`` again: it must decide what the run recorded (``tools/replay.py`` prints it).
+"""Feed a run's record through ``core`` again: it must make the recorded decisions (``tools/replay.py`` prints them).
 
-A view line holds the decision and the reports it was made from. In between, a group does nothing but what core asks of
-it, so one machine per group can be walked, by core's own orders, from every view to where its next report says it
-stood. There it hears what the record says ended the epoch, and must report and propose exactly what is recorded. What
-was an input (who died, who asked, why, how fast the groups were) is taken from the record; everything else is decided
-again.
+A view line holds the decision and the reports it was made from. In between, a group does only what core asks of it, so
+one machine per group can be advanced, by core's own orders, from every view to the state of its next report. There it
+receives the events that ended the epoch according to the record, and must report and propose exactly what is recorded.
+Inputs (which groups died, asked for a seat, why, and the speeds of the groups) are taken from the record; everything
+else is decided again.
 
-A lost group leaves no report. Whether it still wrote a line before it died is not known, so such a line is compared
-with what the group would have written there, and is not missed when it is absent.
+A lost group leaves no report. It is unknown whether it still wrote a line before it died, so such a line is compared
+with the line that the group would have written there, and may be absent.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from megatron_ft.core import membership, protocol, recovery, scheduler, stragglers
-from megatron_ft.core.recovery import GroupState
-from megatron_ft.faults.recorded import Line, Record
-from megatron_ft.types import GroupId, Microbatch, Report, View
+from megatron_ft.core.detection import stragglers
+from megatron_ft.core.protocol import machine as recovery
+from megatron_ft.core.protocol import membership, messages
+from megatron_ft.core.protocol.machine import GroupState
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.runlog.protocol_trace import Line, Record
+from megatron_ft.types import GroupId, Microbatch, Report, View, listed
 
 _SILENT = "no report within"
-"""What the reason says of a group that was given up on, for which core needs no verdict but time."""
+"""The reason of a group that was given up, for which core needs no verdict but time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Decision:
-    """Something that was decided again; ``line`` of the history says what the run decided."""
+    """A decision that was made again; ``line`` of the history has the run's decision."""
 
     kind: str
     line: int
@@ -47,7 +50,7 @@ class Decision:
 
 @dataclass
 class Replay:
-    """What came of it. ``stopped`` says why what comes after some view could not be decided again."""
+    """The result of a replay. ``stopped`` is the reason why the decisions after some view could not be made again."""
 
     decisions: list[Decision] = field(default_factory=list)
     stopped: str = ""
@@ -61,7 +64,7 @@ class Replay:
 
 
 def replay(record: Record) -> Replay:
-    """Decide a whole run again, up to the first view that differs: whatever follows from that one is another run."""
+    """Make all decisions of a run again, up to the first view that differs: another run would follow from that one."""
     run = _Run(record)
     run.replay()
     run.result.decisions.sort(key=lambda decision: decision.line)
@@ -69,14 +72,14 @@ def replay(record: Record) -> Replay:
 
 
 class _Differs(Exception):
-    """The machine cannot be brought to where the record says it was."""
+    """The machine cannot reach the state that the record gives."""
 
-    def __init__(self, *difference: Any) -> None:
-        self.difference = Difference(*difference)
+    def __init__(self, name: str, recorded: Any, decided: Any) -> None:
+        self.difference = Difference(name, recorded, decided)
 
 
 class _Past:
-    """How fast the groups were in the steps the run committed: an input of every group, and the same for all."""
+    """The speeds of the groups in the steps the run committed: an input of every group, and the same for all."""
 
     def __init__(self, record: Record) -> None:
         self.measured = record.measured
@@ -84,7 +87,7 @@ class _Past:
         self._known = [stragglers.Speeds()]
 
     def speeds(self, step: int) -> stragglers.Speeds:
-        """What belongs to the state that ``step`` starts from."""
+        """Return the speeds that belong to the state from which ``step`` starts."""
         for done in range(len(self._known) - 1, step):
             seconds, job = self.measured.get(done, {}), self._job
             self._known.append(
@@ -98,12 +101,13 @@ class _Past:
 
 @dataclass
 class _Machine:
-    """One group's protocol state, and what its account of interruptions (``runtime.interruption``) may be.
+    """One group's protocol state, and the possible states of its account of interruptions
+    (``worker.recovery_metrics``).
 
-    ``counted`` are the taken-over microbatches of this step that its recovery lines have named: the possibilities,
-    because a report does not tell whether a group was just about to reduce. ``recoveries`` are the lines it would write
-    for the present view (none when it has only just joined), ``resumed`` whether it went on: True, False, or None when
-    the record does not say.
+    ``counted`` are the taken-over microbatches of this step that its recovery lines have named. It is a set of
+    possibilities, because a report does not tell whether a group was just about to reduce. ``recoveries`` are the lines
+    it would write for the present view (none when it has only just joined). ``resumed``: whether it went on; None when
+    the record does not tell.
     """
 
     state: GroupState
@@ -114,22 +118,22 @@ class _Machine:
     resumed: bool | None = False
 
     def enter(self, view: View) -> None:
-        """Adopt the view, and see what the recovery line for it has to say: that of the state it goes on from."""
-        # A view may be proposed by a group that has not heard yet of a death another one knew of: forget it again.
+        """Adopt the view, and derive its recovery line from the state in which the group goes on."""
+        # The proposer of a view may not have heard of a death that another group knew: forget it again.
         unheard = replace(self.state, graves={})
-        self.state, _ = recovery.step(unheard, protocol.ViewSeen(view), 0.0)
+        self.state, _ = recovery.step(unheard, messages.ViewSeen(view), 0.0)
         self.recoveries, self.resumed = [], False
         at, action = self.state, recovery.next_action(self.state)
         while not _resumes(at, action):
             event = _obey(action, self.past)
             if event is None:
-                return  # it has to stop
+                return  # the group has to stop
             at, (*_, action) = recovery.step(at, event, 0.0)
         counted = self.counted if at.step == self.state.step else {frozenset()}
         self.recoveries = [_account(at, view, before) for before in counted]
 
     def advance(self, arrived: Callable[[GroupState], bool], have: Callable[[GroupState], Collection | None]) -> bool:
-        """Do what core asks until the group has arrived; False when that leads nowhere near."""
+        """Carry out core's orders until the group has arrived; return False if it does not arrive."""
         action = recovery.next_action(self.state)
         while not arrived(self.state):
             event = _obey(action, self.past, have(self.state))
@@ -146,7 +150,7 @@ class _Machine:
         return True
 
     def stand(self, report: Report) -> None:
-        """Get to where the group stood when it published the report."""
+        """Advance to the state in which the group published the report."""
 
         def stands(state: GroupState) -> bool:
             return (state.step, tuple(sorted(state.have)), state.synced) == (report.step, report.have, report.synced)
@@ -161,57 +165,57 @@ class _Machine:
         if self.resumed:
             return
         at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (event := _obey(action, self.past, report.have)):  # the report cannot tell how far it had come
+        while stands(at) and (event := _obey(action, self.past, report.have)):  # the report does not tell its progress
             at, (*_, action) = recovery.step(at, event, 0.0)
         if stands(at) and _resumes(at, action):
             self.resumed = None
 
     def settle(self, wrote: bool | None) -> None:
-        """Whether it went on is known from its line if it is the writer, and stays open otherwise."""
+        """Decide whether the group went on: the writer's line shows it, for other groups it stays open."""
         if self.resumed is None and wrote is not False:
             went_on = {before | _taken_over(self.state) for before in self.counted}
             self.counted = went_on if wrote else self.counted | went_on
 
-    def hear(self, events: Iterable[protocol.Event]) -> list[protocol.Action]:
-        actions: list[protocol.Action] = []
+    def hear(self, events: Iterable[messages.Event]) -> list[messages.Action]:
+        actions: list[messages.Action] = []
         for event in events:
             self.state, new = recovery.step(self.state, event, 0.0)
             actions += new
         return actions
 
     def propose(self, silent: bool) -> list[View]:
-        """What it proposes once it has looked again, and for long enough when somebody stays silent."""
+        """Return its proposals after it has looked again, and for long enough if a group stays silent."""
         patience_s, now = self.state.patience_s, 0.0
-        self.state, actions = recovery.step(self.state, protocol.Tick(), now)
+        self.state, actions = recovery.step(self.state, messages.Tick(), now)
         while silent and self.state.waited_s < patience_s and not self.state.stopped:
             now += patience_s
-            self.state, actions = recovery.step(self.state, protocol.Tick(), now)
-        return [action.view for action in actions if isinstance(action, protocol.Propose)]
+            self.state, actions = recovery.step(self.state, messages.Tick(), now)
+        return [action.view for action in actions if isinstance(action, messages.Propose)]
 
 
-def _obey(action: protocol.Action, past: _Past, have: Collection | None = None) -> protocol.Event | None:
-    """Core's order carried out; None where there is none, or it would lead past a report with the buckets ``have``."""
+def _obey(action: messages.Action, past: _Past, have: Collection | None = None) -> messages.Event | None:
+    """Carry out core's order; None if it has no result, or would lead past a report with the buckets ``have``."""
     match action:
-        case protocol.Compute(microbatch=microbatch):
-            return protocol.Computed(microbatch)
-        case protocol.Connect(view=view):
-            return protocol.Connected(view.epoch)
-        case protocol.Transfer(view=view):
-            return protocol.Transferred(view.epoch, past.speeds(view.step))
-        case protocol.Follow(step=step):
-            return protocol.Followed(past.speeds(step))
-        case protocol.Reduce(buckets=buckets):
+        case messages.Compute(microbatch=microbatch):
+            return messages.Computed(microbatch)
+        case messages.Connect(view=view):
+            return messages.Connected(view.epoch)
+        case messages.Transfer(view=view):
+            return messages.Transferred(view.epoch, past.speeds(view.step))
+        case messages.Follow(step=step):
+            return messages.Followed(past.speeds(step))
+        case messages.Reduce(buckets=buckets):
             wanted = [bucket for bucket in buckets if have is None or bucket in have]
-            return protocol.Reduced(wanted[0]) if wanted else None
-        case protocol.Update(step=step) if have is None:
-            return protocol.Updated(step, past.measured.get(step, {}))
+            return messages.Reduced(wanted[0]) if wanted else None
+        case messages.Update(step=step) if have is None:
+            return messages.Updated(step, past.measured.get(step, {}))
     return None
 
 
-def _resumes(state: GroupState, action: protocol.Action) -> bool:
-    """Here the session writes its recovery line: an interrupted step goes on."""
-    own_update = isinstance(action, protocol.Update) and state.ahead is None
-    return own_update or isinstance(action, protocol.Reduce | protocol.Finish)
+def _resumes(state: GroupState, action: messages.Action) -> bool:
+    """Return True where the session writes its recovery line: an interrupted step goes on."""
+    own_update = isinstance(action, messages.Update) and state.ahead is None
+    return own_update or isinstance(action, messages.Reduce | messages.Finish)
 
 
 def _taken_over(state: GroupState) -> frozenset[Microbatch]:
@@ -219,7 +223,7 @@ def _taken_over(state: GroupState) -> frozenset[Microbatch]:
 
 
 def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> dict[str, Any]:
-    """What a recovery line has to say of the state in which the step goes on."""
+    """Return the fields of a recovery line for the state in which the step goes on."""
     new = _taken_over(state) - counted
     taken = {group: new.intersection(own) for group, own in state.plan.assignment.items()}
     return {
@@ -227,14 +231,14 @@ def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> d
         "epoch": view.epoch,
         "patched": len(new),
         "patched_by": {str(group): len(share) for group, share in taken.items() if share},
-        "unhosted": sum(len(scheduler.fetched(share, group, state.job.placement)) for group, share in taken.items()),
+        "unhosted": sum(len(assignment.fetched(share, group, state.job.placement)) for group, share in taken.items()),
         "buckets_kept": len(state.final),
         "buckets_redone": len(state.unfinished),
         "state_from": view.source,
     }
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all groups -------------------------------------------------------------------------------------------------------
 
 
 class _Run:
@@ -245,7 +249,7 @@ class _Run:
         self.commits: dict[int, dict[GroupId, int]] = {}  # step -> group -> epoch
         self.planned: dict[int, int] = {}  # step -> microbatches of its plan
         self.unseen: dict[int, set[int]] = {}  # step -> epochs whose lost writer may have committed it
-        self.epochs = 0  # how many have been decided again to their end
+        self.epochs = 0  # number of epochs that have been decided again to their end
 
     def replay(self) -> None:
         views = [line.view for line in self.record.views]
@@ -292,7 +296,7 @@ class _Run:
         self._decide_view(line, new, differences)
 
     def _enter(self, old: View, new: View) -> None:
-        """Close the account of the epoch that ended, and go on in the next."""
+        """Close the account of the epoch that ended, and enter the next."""
         reports = [report.step for report in new.reports if report.synced]
         if _writer(old) in new.lost and reports:
             for step in range(self.machines[_writer(old)].state.step, min(reports) + 1):
@@ -307,18 +311,18 @@ class _Run:
             self._seat(group, new)
 
     def _redecide(self, old: View, new: View) -> tuple[Difference, ...]:
-        """Bring everybody to where it reported; let them hear what ended the epoch; compare what they propose."""
+        """Advance all groups to their reports, pass them the events that ended the epoch, compare their proposals."""
         first, *then = _heard(old, new)
         told = [report for report in new.reports if report.group in self.machines]
         proposed: list[View] = []
         for report in told:
             machine = self.machines[report.group]
             machine.stand(report)
-            published = [a.report for a in machine.hear([first]) if isinstance(a, protocol.Publish)]
+            published = [a.report for a in machine.hear([first]) if isinstance(a, messages.Publish)]
             if published != [report]:
                 return (Difference(f"the report of group {report.group}", report, published),)
             others = tuple(other for other in told if other is not report)
-            machine.hear([*then, protocol.ReportsSeen(others)])
+            machine.hear([*then, messages.ReportsSeen(others)])
             proposed += machine.propose(any(_SILENT in why for why in new.lost.values()))
         for view in proposed:
             if differences := _compare(new.to_json(), view.to_json()):
@@ -326,8 +330,8 @@ class _Run:
         return () if proposed else (Difference("who proposes it", "somebody", "nobody, a report is still awaited"),)
 
     def _decide_view(self, line: int, view: View, differences: tuple[Difference, ...]) -> None:
-        parts = [f"view {view.epoch}: live {_names(view.live)}"]
-        parts += [f"{word} {_names(some)}" for word, some in (("lost", view.lost), ("joined", view.joined)) if some]
+        parts = [f"view {view.epoch}: live {listed(view.live)}"]
+        parts += [f"{word} {listed(some)}" for word, some in (("lost", view.lost), ("joined", view.joined)) if some]
         self.result.decisions.append(Decision("view", line, ", ".join(parts), differences))
         if differences:
             self.result.stopped = f"view {view.epoch} differs"
@@ -335,7 +339,7 @@ class _Run:
     # --- recoveries ---------------------------------------------------------------------------------------------------
 
     def _last(self, view: View) -> None:
-        """The epoch the record ends in: as far as its step lines go."""
+        """Replay the last epoch of the record as far as its step lines go."""
         steps = [line.fields["step"] for line in self.record.steps if line.fields["epoch"] == view.epoch]
         last = max(steps, default=-1)
         for machine in self.machines.values():
@@ -348,7 +352,7 @@ class _Run:
                 self._decide_recovery(line, [])
 
     def _check_recovery(self, old: View, new: View | None) -> None:
-        """The recovery line of this epoch is its writer's, or that of a later writer who finds that there is none."""
+        """The recovery line of this epoch is that of its writer, or of a later writer that finds none."""
         lines = [line for line in self.record.recoveries if line.fields["epoch"] == old.epoch]
         gone = new.lost if new is not None else {}
         later = [_writer(line.view) for line in self.record.views[old.epoch :] if line.view.live]
@@ -356,7 +360,7 @@ class _Run:
             later += sorted(self.record.views[-1].view.live)  # any of them may have been the next one
         writers = [group for group in dict.fromkeys(later) if group in old.live]
         for group, machine in self.machines.items():
-            only = group == writers[0] and (not lines or writers == [group])  # then it is known who wrote, or did not
+            only = group == writers[0] and (not lines or writers == [group])  # then the writer is known
             machine.settle(bool(lines) if only else None)
         possible = [
             account
@@ -415,23 +419,20 @@ class _Run:
         self.result.decisions.append(Decision("step", line.number, f"step {step}", differences))
 
 
-def _heard(old: View, new: View) -> list[protocol.Event]:
-    """What ended the epoch, first, and all else that the proposer of the view must have heard."""
+def _heard(old: View, new: View) -> list[messages.Event]:
+    """Return the event that ended the epoch, then all others that the proposer of the view must have received."""
     seats = old.incarnations
-    died = [protocol.Died(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
-    # A view does not say whom those that enter have followed: members of it, or they would not have entered.
+    died = [messages.Died(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
+    # A view does not name the donors of the groups that enter: they are members of it, or the groups had not entered.
     donors = tuple((group, seats.get(group, 0)) for group in new.live if group not in new.joined)
-    asked = [protocol.Asked(group, new.incarnations.get(group, 0), donors, new.step - 1) for group in new.joined]
-    first = next((event for event in died if event.reason == new.reason), protocol.Broke(old.epoch, new.reason))
-    return [first, *(event for event in died if event is not first), *asked]
+    asked = [messages.Asked(group, new.incarnations.get(group, 0), donors, new.step - 1) for group in new.joined]
+    if died and not new.noticed:
+        return [*died, *asked]
+    return [messages.Broke(old.epoch, new.noticed or new.reason), *died, *asked]
 
 
 def _writer(view: View) -> GroupId:
     return min(view.live)
-
-
-def _names(groups: Iterable[GroupId]) -> str:
-    return " ".join(map(str, groups))
 
 
 def _compare(recorded: dict[str, Any], decided: dict[str, Any]) -> tuple[Difference, ...]:

@@ -1,4 +1,5 @@
-"""What this rank did when, for the pictures: two lines a step in ``timeline/g<group>.p<position>.jsonl``."""
+"""The activities of this rank over time, for the pictures: two lines a step in
+``timeline/g<group>.p<position>.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 class Span:
-    """A block that is measured. (As a generator it would take three times as long, several times a step.)"""
+    """A measured block; a generator would take three times as long, several times a step."""
 
     def __init__(self, phase: str, add: Callable[[str, float, float], None]) -> None:
         self._phase, self._add = phase, add
@@ -24,8 +25,7 @@ class Span:
 
 
 class Timeline:
-    """Collects spans in memory. They are assigned to a step before its reduction and after its update, and written when
-    there is time."""
+    """Collects spans in memory. They are assigned to a step before its reduction and after its update."""
 
     def __init__(self, run_dir: Path, group: int, position: int) -> None:
         self._path = os.fspath(run_dir / "timeline" / f"g{group}.p{position}.jsonl")
@@ -38,18 +38,18 @@ class Timeline:
         return Span(phase, self._add)
 
     def _add(self, phase: str, start: float, end: float) -> None:
-        """Waiting consists of many short looks; what follows within a few of them is one span."""
+        """Add a span. Waiting consists of many short looks; spans a few looks apart are merged."""
         if phase == "recover" and self._spans and self._spans[-1][0] == phase and start - self._spans[-1][2] < 0.005:
             start = self._spans.pop()[1]
         self._spans.append((phase, start, end))
 
     def assign(self, step: int, epoch: int) -> None:
-        """What was collected since the last time belongs to ``step``."""
+        """Assign the spans since the last call to ``step``."""
         self._assigned.append({"step": step, "epoch": epoch, "spans": self._spans})
         self._spans = []
 
     def write(self) -> None:
-        """Append what was assigned. Pictures are not worth stopping for: a full disk loses them, nothing else."""
+        """Append the assigned spans. A full disk loses them and nothing else: pictures are not worth stopping for."""
         if not self._assigned:
             return
         lines = "".join(json.dumps(line) + "\n" for line in self._assigned)
@@ -57,7 +57,7 @@ class Timeline:
         try:
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                if os.fstat(self._fd).st_size:  # of an older start of the group, which may have died in the middle of a line
+                if os.fstat(self._fd).st_size:  # an older start of the group may have died within a line
                     lines = "\n" + lines
             os.write(self._fd, lines.encode())
         except OSError:

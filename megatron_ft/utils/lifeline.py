@@ -1,4 +1,4 @@
-"""Who ends with whom, and whose child is who: what the kernel can be asked for with prctl(2)."""
+"""Settings of prctl(2): a process that ends with its parent, and one that adopts orphans."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def end_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel ends this process with its parent, from here on, by that signal. ``parent``: who started it, where that is
-    known: it may have died before the call."""
+    """Make the kernel send this process a signal when its parent ends.
+
+    ``parent`` is the pid of the process that started this one, if known. The process ends at once when that has already
+    ended.
+    """
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Whose parent dies becomes a child of this process, if it descends from it."""
+    """Make descendants of this process its children when their parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

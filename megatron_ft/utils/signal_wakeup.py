@@ -1,15 +1,25 @@
-"""Signals as something that can be waited for, with a timeout."""
+"""Wait for signals with a timeout."""
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 from collections.abc import Sequence
 
+from megatron_ft.utils import file_descriptors
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals on which a launcher ends its run in order.
+
+    SIGHUP, the end of the terminal, is one of them unless it is ignored, as ``nohup`` starts its command.
+    """
+    ends = (signal.SIGTERM, signal.SIGINT)
+    return ends if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*ends, signal.SIGHUP)
+
 
 class Wakeup:
-    """SIGCHLD and the given signals as bytes on a pipe, so that one ``select`` waits for all of them."""
+    """Turns SIGCHLD and the given signals into bytes on a pipe, so that one ``poll`` waits for all of them."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self._read, write = os.pipe()
@@ -20,11 +30,11 @@ class Wakeup:
         self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """The signals that came, in order; empty after ``timeout_s``."""
-        ready, _, _ = select.select([self._read], [], [], timeout_s)
-        return list(os.read(self._read, 4096)) if ready else []
+        """Return the signals that have arrived, in order; none after ``timeout_s``."""
+        return list(os.read(self._read, 4096)) if file_descriptors.readable(self._read, timeout_s) else []
 
     def close(self) -> None:
+        """Restore the former handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -1,27 +1,32 @@
-"""The training thread of a rank that is not its group's leader: it carries out orders, in the order they come.
+"""The training thread of a rank that is not its group's leader: it carries out orders in the order of their arrival.
 
-It knows nothing of the protocol. What it decides by itself is to stop waiting for other groups when it hears that the
-present epoch is over, and to say so when it is the first to see it.
+It does not know the protocol. Its own decisions are to stop waiting for other groups when it is told that the present
+epoch is over, and to report the end of the epoch if it is the first to see it.
 
-Failures it assumes: those of ``runtime.rank``. ``Lost`` ends its part: the group is gone with its leader, or any other rank.
+Failures it assumes: those of ``worker.rank_executor``. ``Lost`` ends its part: the group is gone with its leader, or
+any other rank.
 """
 
 from __future__ import annotations
 
-from megatron_ft.core import detector
+from typing import cast
+
+from megatron_ft import errors
+from megatron_ft.checkpoint import restore
+from megatron_ft.collectives.communicator import Broken
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
+from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.base import StepResult
-from megatron_ft.errors import ConfigError, GroupLeft, RunStopped
-from megatron_ft.runtime import resume
-from megatron_ft.runtime.communicator import Broken
-from megatron_ft.runtime.crew import connect_together
-from megatron_ft.runtime.interruption import note_patch
-from megatron_ft.runtime.rank import Needs, Rank
-from megatron_ft.types import Microbatch, View
+from megatron_ft.engines.port import StepResult
+from megatron_ft.errors import ConfigError
+from megatron_ft.types import Microbatch, View, given
+from megatron_ft.worker.group_executor import connect_together
+from megatron_ft.worker.rank_executor import Needs, Rank
+from megatron_ft.worker.recovery_metrics import note_patch
 
 
 class Follower:
-    """``step`` is the next one the script has to train."""
+    """One following rank. ``step`` is the next one the script has to train."""
 
     def __init__(self, rank: Rank, step: int) -> None:
         self.step = step
@@ -30,40 +35,40 @@ class Follower:
         self._total = 0
         self._said_leaving = False
 
-    def enter(self, total: int, comes_back: bool, origin: resume.Origin | None = None) -> None:
-        """The first step is about to begin; of a group that comes back, when it has its seat."""
+    def enter(self, total: int, comes_back: bool, origin: restore.Origin | None = None) -> None:
+        """Wait for the first step, or in a group that comes back for its seat."""
         self._total = total
         while comes_back and self._obey(refuse="fingerprint") != "enter":
             continue
 
     def train_step(self, dataset: Dataset) -> StepResult:
-        """Raises ``RunStopped``."""
+        """Carry out orders until the step is committed. Raises ``RunStopped``."""
         self._dataset = dataset
         while self._obey(refuse="fingerprint") != "end_step":
             continue
-        return self._rank.result
+        return given(self._rank.result)
 
     def finish(self) -> None:
-        """Until the run has ended everywhere. Raises ``RunStopped``."""
+        """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""
         while self._obey(refuse="begin") != "end":
             continue
 
     def leave(self, why: str) -> None:
-        """This rank was told that its group leaves; the leader says after which step."""
+        """Note that this rank was told that its group leaves; the leader says after which step."""
         if not self._said_leaving:
             self._said_leaving = True
-            self._rank.agreement.announce(detector.Dismissed(self._rank.group, why))
+            self._rank.agreement.announce(signals.Dismissed(self._rank.group, why))
 
-    def hear(self, verdict: detector.Verdict) -> None:
-        """Watcher thread. Little but what the rank does with it."""
-        if isinstance(verdict, detector.Dismissed):
+    def hear(self, verdict: signals.Verdict) -> None:
+        """Watcher thread: note a request to leave; the rank handles all other verdicts."""
+        if isinstance(verdict, signals.Dismissed):
             self._said_leaving = True
 
     def _obey(self, refuse: str) -> str:
-        """Carry out the next order, and return its name. ``refuse``: what the leader cannot want now."""
+        """Carry out the next order, and return its name. ``refuse``: an order that the leader cannot give now."""
         rank = self._rank
         rank.pulse.enter("waiting")
-        name, fields = rank.inner.next_order()
+        name, fields = given(rank.inner).next_order()
         if name == refuse:
             does = "goes on at" if name == "begin" else "is done before"
             raise ConfigError(
@@ -72,8 +77,9 @@ class Follower:
             )
         match name:
             case "begin":
-                needs = Needs(*([Microbatch(*raw) for raw in share] for share in fields["needs"]))
-                rank.begin(fields["step"], self._dataset, lambda: needs)
+                own, stack, following = ([Microbatch(*raw) for raw in share] for share in fields["needs"])
+                needs = Needs(own=own, stack=stack, following=following)
+                rank.begin(fields["step"], given(self._dataset), lambda: needs)
             case "compute":
                 if rank.position < len(fields["microbatches"]):
                     rank.pulse.enter("working")
@@ -96,7 +102,7 @@ class Follower:
                 self.step = fields["following"]
                 rank.end_step(fields["epoch"])
             case "save":
-                rank.saving.take(detector.from_json(fields["order"]), rank.engine)
+                rank.saving.take(cast(Saves, signals.from_json(fields["order"])), rank.engine, rank.states)
             case "share_state":
                 rank.share_state()
             case "follow":
@@ -114,26 +120,31 @@ class Follower:
             case "stop":
                 if fields["nonfinite"] is not None:
                     rank.nonfinite.name(fields["nonfinite"], rank.engine)
-                raise (GroupLeft if fields["left"] else RunStopped)(fields["reason"])
+                raise getattr(errors, fields["kind"])(fields["reason"])
         return name
 
     def _compute(self, microbatches: list[list[int]], patched: list[bool], epoch: int) -> None:
         microbatch, patch = Microbatch(*microbatches[self._rank.position]), patched[self._rank.position]
         prefetched, _ = self._rank.compute(microbatch, patch)
         if patch:
-            where = {"step": microbatch.step, "epoch": epoch, "group": self._rank.group, "position": self._rank.position}
+            where = {
+                "step": microbatch.step,
+                "epoch": epoch,
+                "group": self._rank.group,
+                "position": self._rank.position,
+            }
             note_patch(self._rank.history, {microbatch: prefetched}, **where)
 
     def _connect(self, view: View, step: int) -> None:
         rank = self._rank
         rank.agreement.adopted(view)
-        # What was heard of the view stays true however often the leader asks: it has not heard it yet, but it will.
+        # News of the view stay true for any number of attempts: the leader does not know them yet, but will.
         with rank.timeline.span("recover"):
             connect_together(rank, view, step, lambda: rank.concerned(view) or bool(rank.lost_because))
 
     @staticmethod
     def _unless_broken(operation) -> None:
-        """The leader hears with the answer of all ranks that it did not work, and other groups were told."""
+        """Ignore ``Broken``: the answer of all ranks tells the leader of the failure, and other groups were told."""
         try:
             operation()
         except Broken:

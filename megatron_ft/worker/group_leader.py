@@ -1,8 +1,9 @@
-"""The training thread of position 0: the one loop that carries out, for its group, what ``core.recovery`` decides.
+"""The training thread of position 0: the loop that carries out, for its group, the decisions of
+``core.protocol.machine``.
 
 It owns history and protocol state. The watcher's thread only puts verdicts into a queue and lets the rank abort the
-communicator they concern. The queue is read between any two actions; the computing of as many microbatches as the group has
-ranks, at the same time, is the longest of them.
+communicators they concern. The loop reads the queue between any two actions. The longest action computes as many
+microbatches in parallel as the group has ranks.
 """
 
 from __future__ import annotations
@@ -10,38 +11,43 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
 
-from megatron_ft.config import DROP, RunConfig
-from megatron_ft.core import detector, recovery
-from megatron_ft.core.replication import Placement
-from megatron_ft.core.saving import Saves, Stops
-from megatron_ft.core.stragglers import Speeds
+from megatron_ft.checkpoint import restore
+from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.intra_group import Lost
+from megatron_ft.config.schema import RunConfig, job_of
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.store import Fenced
+from megatron_ft.core.detection import stragglers
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.lifecycle import store_failover
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
+from megatron_ft.core.protocol import machine, signals
+from megatron_ft.core.replication.placement import Placement
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.base import Listed, StepResult
-from megatron_ft.errors import GroupLeft, RunStopped, StartOver
-from megatron_ft.runtime import resume
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.collecting import Checkpoints
-from megatron_ft.runtime.comeback import ASTRAY, INTERRUPTED, Return
-from megatron_ft.runtime.communicator import Broken
-from megatron_ft.runtime.crew import Crew
-from megatron_ft.runtime.history import History
-from megatron_ft.runtime.inner import Lost
-from megatron_ft.runtime.interruption import Interruptions
-from megatron_ft.runtime.pace import Pace
-from megatron_ft.runtime.rank import Needs, Rank
-from megatron_ft.types import Microbatch, View
+from megatron_ft.engines.port import Listed, StepResult
+from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver
+from megatron_ft.runlog.history import History
+from megatron_ft.types import Microbatch, View, given
+from megatron_ft.worker import data_identity
+from megatron_ft.worker.checkpointing.coordinator import Checkpoints
+from megatron_ft.worker.group_executor import Crew
+from megatron_ft.worker.rank_executor import Needs, Rank
+from megatron_ft.worker.recovery_metrics import Interruptions
+from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, Return
+from megatron_ft.worker.step_timer import Pace
 
 _POLL_S = 0.001
 _FAR_S = 0.25
 _SPARING = 4.0
-"""So many times what a look takes, nobody looks: with thousands of groups, their store has enough to do."""
+"""After a look, the next waits for this multiple of its duration: a store of thousands of groups is busy."""
 
 
 class Leader:
-    """One group's part in the protocol. ``first_view`` is the one the run begins with; None for a group that comes back."""
+    """One group's part in the protocol. ``first_view`` is the run's first view; None for a group that comes back."""
 
     def __init__(
         self,
@@ -58,15 +64,16 @@ class Leader:
         self._placement = placement
         self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
         self._pace = Pace(rank.size)
-        self._measured: Mapping[int, float] = {}
+        self._measured: Mapping[str, Any] = {"measured": {}}
         self._interruptions = Interruptions(history, rank.group, placement)
         self._checkpoints = Checkpoints(rank, self._crew, config, agreement, history)
-        self._verdicts: queue.SimpleQueue[detector.Verdict] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
         self._agreed, self._over, self._looked = 0, False, 0.0
         self._first_view = self._committed_under = first_view
-        self._state: recovery.GroupState | None = None
-        self._next: recovery.Action = recovery.Finish(0)
+        self._memory = agreement.memory
+        self._state: machine.GroupState  # from :meth:`enter` on
+        self._next: machine.Action = machine.Finish(0)
         self._leaving, self._said_leaving, self._lingers = "", False, False
         self._line: Mapping[str, Any] = {}
         self._warm = 0.0
@@ -75,44 +82,36 @@ class Leader:
 
     @property
     def step(self) -> int:
-        """The next one the script has to train; of a group that comes back not known before it has its seat."""
-        return self._state.step if self._state is not None else self._first_view.step if self._first_view is not None else 0
+        """The next step that the script has to train; a group that comes back knows it once it has its seat."""
+        if hasattr(self, "_state"):
+            return self._state.step
+        return 0 if self._first_view is None else self._first_view.step
 
-    def enter(self, total: int, comes_back: bool, origin: resume.Origin | None = None) -> None:
-        """The first step of ``total`` is about to begin, or this group comes back into the run; the engine is attached, and
-        has the state of ``origin``, if there is one."""
-        settings = self._config.fault_tolerance
-        job = recovery.Job(
-            shards=self._config.shards,
-            per_shard=self._config.microbatches_per_group,
-            buckets=self._rank.num_buckets,
-            steps=total,
-            min_groups=settings.min_groups,
-            report_timeout_s=settings.detector.report_timeout_s,
-            straggler_factor=settings.detector.straggler_factor,
-            straggler_steps=settings.detector.straggler_steps,
-            placement=self._placement,
-            drop=settings.policy == DROP,
-        )
+    def enter(self, total: int, comes_back: bool, origin: restore.Origin | None = None) -> None:
+        """Begin the first step of ``total``, or return to the run as a group that comes back.
+
+        The engine is attached, and has the state of ``origin``, if there is one."""
+        job = job_of(self._config, self._placement, buckets=self._rank.num_buckets, steps=total)
         if comes_back:
             self._come_back(job)
             return
-        self._begin_with(self._first_view, job, origin)
+        first = given(self._first_view)
+        self._begin_with(first, job, origin)
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
-        self._record_view(self._first_view)
+        self._record_view(first)
         if origin is None:
-            self._crew.share_state()  # who is behind will get another one, unless all die that have it
+            self._crew.share_state()  # a group that is behind gets another state, unless all that have it die
 
-    def _begin_with(self, view: View, job: recovery.Job, origin: resume.Origin | None = None) -> None:
-        self._state = recovery.start(self.group, job, view)
-        self._next = recovery.next_action(self._state)
+    def _begin_with(self, view: View, job: machine.Job, origin: restore.Origin | None = None) -> None:
+        self._state = machine.start(self.group, job, view)
+        self._next = machine.next_action(self._state)
         self._history.set_writer(self.group == min(view.live))
         self._rank.carry = self._carried
         self._rank.epoch = lambda: self._state.view.epoch if self._state.synced else None
         self._checkpoints.begin(view, origin)
 
-    def _come_back(self, job: recovery.Job) -> None:
-        """Follow the others until this group has its seat."""
+    def _come_back(self, job: machine.Job) -> None:
+        """Follow other groups until this group has its seat."""
         self._warm = time.monotonic()
         self._pulse.enter("waiting")
         self._points.reach("warm", 0)
@@ -125,7 +124,7 @@ class Leader:
         self._crew.enter(view.step)
 
     def _hear_before(self) -> None:
-        """What is heard before this group has its seat is kept for then."""
+        """Keep verdicts that arrive before this group has its seat until it has one."""
         if self._leaving:
             raise GroupLeft(f"group {self.group} has left before it was back: {self._leaving}")
         if self._rank.lost_because:
@@ -133,6 +132,10 @@ class Leader:
 
     def train_step(self, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, whatever dies meanwhile. Raises ``RunStopped``, ``StoreError``."""
+        with self._until_fenced():
+            return self._train_step(dataset)
+
+    def _train_step(self, dataset: Dataset) -> StepResult:
         started = time.monotonic()
         step = self._state.step
         self._interruptions.begin_step()
@@ -141,21 +144,32 @@ class Leader:
             self._drain_verdicts()
             self._perform(self._next)
         self._record_step(time.monotonic() - started)
-        self._crew.end_step(self._committed_under.epoch, self._state.step)
-        return self._rank.result
+        self._crew.end_step(given(self._committed_under).epoch, self._state.step)
+        return given(self._rank.result)
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
+        with self._until_fenced():
+            self._finish()
+
+    @contextmanager
+    def _until_fenced(self) -> Iterator[None]:
+        """Stop the group's other ranks when a claim leaves this group out, which may happen at any time."""
+        try:
+            yield
+        except Fenced as error:
+            self._stop(str(error), halted=False)
+
+    def _finish(self) -> None:
         self._pulse.enter("waiting")
-        norm, sha256 = self._crew.fingerprint()
-        self._agreement.done(self._incarnation, {"params_norm": norm, "params_sha256": sha256})
+        self._agreement.done(self._incarnation, self._crew.fingerprint())
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
         while not self._is_over():
             began = time.monotonic()
             self._drain_verdicts()
-            if not isinstance(self._next, recovery.Finish):
+            if not isinstance(self._next, machine.Finish):
                 self._perform(self._next)
                 deadline = time.monotonic() + patience_s
                 continue
@@ -173,122 +187,167 @@ class Leader:
         """Leave in order after the present step. Callable from any thread and from a signal handler."""
         self._leaving = self._leaving or why
 
-    def hear(self, verdict: detector.Verdict) -> None:
-        """Watcher thread."""
+    def hear(self, verdict: signals.Verdict) -> None:
+        """Watcher thread: queue a verdict for the training thread."""
         if isinstance(verdict, Saves | Stops):
             self._checkpoints.hear(verdict)
-        elif isinstance(verdict, detector.Dismissed):
+        elif isinstance(verdict, signals.Dismissed):
             self.leave(verdict.why)
         else:
             self._verdicts.put(verdict)
             self._stirred.set()
 
+    def claims_changed(self) -> None:
+        """Make the training thread check now if this group is left out. Callable from any thread."""
+        self._stirred.set()
+
     def _write_end(self) -> bool:
-        """As the lowest living group: once every live group is done, record it. False while one is not."""
+        """As the lowest living group, record the end once all live groups are done with equal states; else False."""
         done = self._agreement.all_done(self._state.view)
         if done is None:
             return False
+        states = {group: how["state"] for group, how in done.items()}
+        self._rank.guard.accuse("after the last step", self._state.step, self._state.view.incarnations, states)
+        if len(set(states.values())) > 1:
+            return False  # the verdict arrives with the notice
         for group, value in done.items():
             self._history.record("survivor", later=True, group=group, **value)  # with the end, in one piece
         if len({value["params_sha256"] for value in done.values()}) > 1:
-            raise RuntimeError(f"the survivors' parameters differ, which must never happen: {done}")
-        result = self._rank.result
-        self._history.record("end", step=result.step, loss=result.loss, **done[self.group])
-        self._agreement.say("ended", True)
-        self._agreement.announce(detector.Over())
+            self._rank.guard.halt(self._state.step, f"the groups' parameters differ though their states do not: {done}")
+        result = given(self._rank.result)
+        saved: dict[str, Any] = self._checkpoints.newest(self._state.step)
+        self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self.group])
+        self._agreement.say("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
+        self._agreement.announce(signals.Over())
         return True
 
     def _is_over(self) -> bool:
-        """Whether somebody has written the end: it is announced, and looked for now and then."""
+        """Return True if a group has written the end: it is announced, and looked for from time to time."""
         if not self._over and self._look_is_due():
             self._looked = time.monotonic()
             self._over = self._agreement.get("ended") is not None
         return self._over
 
-    # --- hearing ------------------------------------------------------------------------------------------------------
+    # --- events
+    # -----------------------------------------------------------------------------------------------------------
 
     def _say_leaving(self) -> None:
-        said = detector.Leaving(self.group, self._state.step, self._leaving, self._incarnation)
+        said = signals.Leaving(self.group, self._state.step, self._leaving, self._incarnation)
         self._said_leaving = True
         self._agreement.announce(said)
         self._history.note("leave", group=self.group, after=said.after, reason=said.why)
-        self._feed(detector.judge(said))  # now: it must not begin to reduce the next step
+        self._feed(cast(machine.Event, signals.judge(said)))  # now: this group must not begin to reduce the next step
 
     def _drain_verdicts(self) -> None:
+        self._agreement.check()
+        self._follow_store()
         if self._leaving and not self._said_leaving:
             self._say_leaving()
         while not self._verdicts.empty():
             match verdict := self._verdicts.get():
-                case detector.Agreed(epoch=epoch):
+                case signals.Agreed(epoch=epoch):
                     self._agreed = max(epoch, self._agreed)
                     continue
-                case detector.Over():
+                case signals.Over():
                     self._over = True
                     continue
-                case recovery.Died() if self._rank.lost_because:
+                case machine.Died() if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
-            self._feed(verdict)
+            self._feed(cast(machine.Event, verdict))  # other objects receive the other verdicts
 
-    # --- doing --------------------------------------------------------------------------------------------------------
+    # --- actions
+    # ----------------------------------------------------------------------------------------------------------
 
-    def _feed(self, event: recovery.Event) -> None:
-        """Tell the core what happened; carry out at once what is not the training thread's next action."""
-        self._state, actions = recovery.step(self._state, event, time.monotonic())
+    def _feed(self, event: machine.Event) -> None:
+        """Pass an event to the core; carry out at once all actions but the training thread's next one."""
+        self._state, actions = machine.step(self._state, event, time.monotonic())
         self._next = actions[-1]
         for action in actions[:-1]:
             match action:
-                case recovery.Abort(in_order=in_order):
+                case machine.Abort(in_order=in_order):
                     self._interruptions.noticed()
                     self._pace.disturbed()
                     self._lingers = in_order
                     if not in_order:
                         self._crew.close_epoch()
-                case recovery.Publish(report=report):
+                case machine.Publish(report=report):
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
-                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                case machine.Announce(epoch=epoch, reason=reason, after=after):
                     self._rank.tell_broken(epoch, reason, after)
-                case recovery.Propose(view=view):
-                    standing, own = self._agreement.propose(view)
-                    if own:
-                        self._agreement.announce(detector.Agreed(standing.epoch))
-                    self._adopt(standing)
+                case machine.Propose():
+                    self._propose(action)
                     return
 
-    def _perform(self, action: recovery.Action) -> None:
-        """Do the one thing the training thread has to do now, and report it to the core."""
-        self._pulse.enter("working" if isinstance(action, recovery.Compute | recovery.Update) else "waiting")
+    def _propose(self, action: machine.Propose) -> None:
+        view = action.view
+        claims = self._agreement.fence(action.fence, view.reason) if action.reads_log else ()
+        if claims is None:
+            return  # the next look tries it again
+        if any(claim.fenced for claim in claims):  # decide anew
+            for claim in claims:
+                for verdict in store_failover.verdicts(claim):
+                    self._feed(verdict)
+            return
+        answer = self._agreement.propose(view, self._memory)
+        if answer is None:
+            self._follow_store()
+            return
+        standing, own = answer
+        if own:
+            self._agreement.announce(signals.Agreed(standing.epoch))
+        self._adopt(standing)
+
+    def _follow_store(self) -> bool:
+        """Return True if the store has another memory by now: then no report counts that was read before."""
+        before, self._memory = self._memory, self._agreement.memory
+        if before == self._memory:
+            return False
+        self._feed(machine.Replaced())
+        return True
+
+    def _perform(self, action: machine.Action) -> None:
+        """Carry out the training thread's next action, and report the result to the core."""
+        self._pulse.enter("working" if isinstance(action, machine.Compute | machine.Update) else "waiting")
         match action:
-            case recovery.Compute():
+            case machine.Compute():
                 self._compute()
-            case recovery.Reduce(step=step, buckets=buckets):
+            case machine.Reduce(step=step, buckets=buckets):
                 self._interruptions.resumed(self._state)
-                reduced = lambda bucket: self._feed(recovery.Reduced(bucket))  # noqa: E731
+                reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
                 self._attempt(lambda: self._crew.reduce(step, buckets, reduced))
                 self._pace.collected(self._rank.collected)
-            case recovery.Update(step=step):
-                if self._state.ahead is None:  # else others have decided it, and the next step is what was interrupted
+            case machine.Update(step=step):
+                if self._state.ahead is None:  # else other groups have decided it, and the next step was interrupted
                     self._interruptions.resumed(self._state)
                 self._update(step)
-            case recovery.Connect(view=view):
+            case machine.Connect(view=view):
                 with self._timeline.span("recover"):
                     self._attempt(lambda: self._connect(view))
-            case recovery.Transfer(view=view):
+            case machine.Transfer(view=view):
                 with self._timeline.span("recover"):
                     self._attempt(lambda: self._transfer(view))
-            case recovery.Follow(step=step):
+            case machine.Follow(step=step):
                 with self._timeline.span("recover"):
                     self._follow(step)
-            case recovery.AwaitView(epoch=epoch, missing=missing):
+            case machine.AwaitView(epoch=epoch, missing=missing):
                 with self._timeline.span("recover"):
                     self._await_view(epoch, missing)
-            case recovery.Stop(reason=reason):
-                left = self._said_leaving
-                reason = f"group {self.group} has left: {self._leaving}" if left else reason
-                self._crew.stop(reason, left)
-                raise (GroupLeft if left else StartOver if self._state.following else RunStopped)(reason)
+            case machine.Stop(reason=reason, halted=halted):
+                self._stop(reason, halted)
             case _:
                 raise AssertionError(f"{action} is not for the training thread")
+
+    def _stop(self, reason: str, halted: bool) -> NoReturn:
+        kind: type[RunStopped] = RunStopped
+        if halted:
+            kind = InvariantBroken
+        elif self._said_leaving:
+            kind, reason = GroupLeft, f"group {self.group} has left: {self._leaving}"
+        elif self._state.following:
+            kind = StartOver
+        self._crew.stop(reason, kind)
+        raise kind(reason)
 
     def _begin(self, dataset: Dataset) -> None:
         state = self._state
@@ -296,17 +355,17 @@ class Leader:
         self._crew.begin(state.step, dataset, lambda: self._needs(state))
         self._rank.say_seconds(self._pace.begin())
 
-    def _needs(self, state: recovery.GroupState) -> Needs:
-        """Of the step that begins in ``state``."""
+    def _needs(self, state: machine.GroupState) -> Needs:
+        """Return the microbatches of the step that begins in ``state``."""
         job, everything = state.job, self._placement.redundancy == self._config.shards
-        # Who hosts everything would hold the whole step; it holds its own share and reads what it takes over.
+        # A group that hosts all shards would hold the whole step; it holds its own share and reads what it takes over.
         hosted = () if everything else self._placement.stack(self.group)
         stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
-        following = recovery.plan_ahead(state).of(self.group) if state.step + 1 < job.steps else ()
+        following = machine.plan_ahead(state).of(self.group) if state.step + 1 < job.steps else ()
         return Needs(state.plan.of(self.group), stack, following)
 
     def _compute(self) -> None:
-        """As many microbatches as the group computes at a time: all of them, where its ranks compute together."""
+        """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
         if self._rank.joint:
             self._flush()
             return
@@ -320,17 +379,17 @@ class Leader:
         self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
         self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:
-            self._feed(recovery.Computed(microbatch))
+            self._feed(machine.Computed(microbatch))
         self._glance()
 
     def _glance(self) -> None:
-        """Look for the next view, if it is being agreed on, without waiting for it."""
-        awaited = recovery.awaited(self._state)
+        """Look for the next view without waiting, if it is being agreed on."""
+        awaited = machine.awaited(self._state)
         if awaited and self._look_is_due(awaited.epoch) and not self._look(awaited.epoch, awaited.missing):
-            self._feed(recovery.Tick())
+            self._count()
 
     def _flush(self) -> None:
-        """Between any two instructions the news are heard; what this group takes over meanwhile joins the running flush."""
+        """Compute a flush; between instructions verdicts are read, and microbatches taken over join the flush."""
         started = counted = time.monotonic()
         listing: list[Listed] = []
         ended: list[tuple[Microbatch, bool]] = []
@@ -340,7 +399,7 @@ class Leader:
             while ended:
                 microbatch, prefetched = ended.pop(0)
                 self._interruptions.computed(microbatch, microbatch in self._state.plan.patched, prefetched, 0.0)
-                self._feed(recovery.Computed(microbatch))
+                self._feed(machine.Computed(microbatch))
             self._interruptions.computing(time.monotonic() - counted)
             self._drain_verdicts()
             self._glance()
@@ -355,113 +414,121 @@ class Leader:
         self._pace.computed(len(listing), time.monotonic() - started)
 
     def _update(self, step: int) -> None:
-        before, self._measured = self._state.speeds.slow, self._rank.measured()
+        speeds, measured = self._state.speeds, self._rank.measured()
+        before = speeds.slow
+        self._measured = stragglers.brief(measured, speeds, self._state.job.straggler_factor)
         self._crew.update(step, self._state.microbatches)
-        self._committed_under = self._state.view  # the next view may be there before the step is recorded
-        self._feed(recovery.Updated(step, self._measured))
+        self._committed_under = self._state.view  # the next view may be adopted before the step is recorded
+        self._feed(machine.Updated(step, measured))
         slow = self._state.speeds.slow
         if slow != before:
             self._history.record("stragglers", step=step, slow={str(group): round(f, 2) for group, f in slow.items()})
 
     def _connect(self, view: View) -> None:
         if self._crew.connect(view, self._state.step, lambda: not self._verdicts.empty()):
-            self._feed(recovery.Connected(view.epoch))
-        # Else a verdict came in, and the next turn hears it.
+            self._feed(machine.Connected(view.epoch))
+        # If this failed, a verdict came in, and the next turn reads it.
 
     def _transfer(self, view: View) -> None:
-        measured = {str(group): seconds for group, seconds in self._measured.items()}
-        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": measured}
+        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": self._measured}
         self._crew.transfer()
         speeds = None
         if self.group in view.behind:
             taken = self._rank.carried
             speeds = Speeds.from_json(taken["speeds"])
-            self._measured = {int(group): seconds for group, seconds in taken["measured"].items()}
+            self._measured = taken["measured"]
             if self._rank.result is not None:
                 self._committed_under = view
-        self._feed(recovery.Transferred(view.epoch, speeds))
+        self._feed(machine.Transferred(view.epoch, speeds))
 
     def _carried(self) -> Mapping[str, Any]:
-        """What belongs to the state beside the model: who is slow, and the record's line of the step that made it."""
+        """Return the state beside the model: the groups' speeds, and the record's line of the step that made it."""
         return {"speeds": self._state.speeds.to_json(), "line": self._line}
 
     def _follow(self, step: int) -> None:
-        """Get to where the view's step starts from; not beyond it: what a donor has made of that step may be made again."""
+        """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
         following = self._rank.following
         while following.stands < step:
             answer = self._crew.make_step(lambda: not self._verdicts.empty())
             if answer == INTERRUPTED:
                 return
             if answer == ASTRAY:
-                self._feed(recovery.Strayed(following.astray))
+                self._feed(machine.Strayed(following.astray))
                 return
         if following.stands > step:
-            self._feed(recovery.Strayed(f"it has made step {step}, which is made again"))
+            self._feed(machine.Strayed(f"it has made step {step}, which is made again"))
             return
         carried, self._rank.result = following.carried, following.result or self._rank.result
         self._crew.arrive()
         if carried["line"]:
             self._take_line(carried["line"])
-        took = {"seconds": round(time.monotonic() - self._warm, 6), "received_bytes": following.bytes}
+        times = {"seconds": time.monotonic() - self._warm, "receive_s": following.received - self._warm}
+        took = {**{name: round(value, 6) for name, value in times.items()}, "received_bytes": following.bytes}
         who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
-        self._feed(recovery.Followed(Speeds.from_json(carried["speeds"])))
+        self._feed(machine.Followed(Speeds.from_json(carried["speeds"])))
 
     def _take_line(self, line: Mapping[str, Any]) -> None:
-        """The record's line of the last step before this group: its successors as writer may need it."""
+        """Take the record's line of the last step before this group: its successors as writer may need it."""
         self._line = line
-        self._measured = {int(group): seconds for group, seconds in line["measured"].items()}
+        self._measured = {name: line[name] for name in ("measured", "measured_rest") if name in line}
         self._history.record("step", **line)
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         if not self._look_is_due(epoch):
             self._pause(_FAR_S / 2)
         elif not self._look(epoch, missing):
-            self._feed(recovery.Tick())
+            self._count()
             self._pause(_SPARING * (time.monotonic() - self._looked))
 
     def _look(self, epoch: int, missing: tuple[int, ...]) -> bool:
-        """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
+        """Look once for the next view, else for reports. Return True if there were any."""
         self._looked = time.monotonic()
         standing = self._agreement.view(epoch + 1)
         if standing is not None:
             self._adopt(standing)
             return True
         reports = self._agreement.reports(epoch, missing) if missing else ()
+        if self._follow_store():
+            return True
         if reports:
-            self._feed(recovery.ReportsSeen(reports))
+            self._feed(machine.ReportsSeen(reports))
         return bool(reports)
 
+    def _count(self) -> None:
+        """Count the time without a report since the last look, if all other groups could have read where to report."""
+        if self._agreement.log_answers():
+            self._feed(machine.Tick())
+
     def _look_is_due(self, epoch: int | None = None) -> bool:
-        """Who collects looks all the time. The others are told, but who should tell them may be lost."""
+        """Return True if a look is due. The collecting group always looks; it tells the others, but may be lost."""
         told = epoch is not None and (self._state.collects or self._agreed > epoch)
         return told or time.monotonic() - self._looked > _FAR_S
 
     def _pause(self, longest_s: float) -> None:
-        """Until something is heard, or for so long."""
+        """Wait for the next event, at most ``longest_s`` seconds."""
         self._stirred.wait(max(_POLL_S, longest_s))
         self._stirred.clear()
 
     # --- interruptions ------------------------------------------------------------------------------------------------
 
     def _attempt(self, operation: Callable[[], None]) -> None:
-        """Run an operation of the present epoch; if it breaks, tell the core, and the others who may not know."""
+        """Run an operation of the present epoch; if it breaks, tell the core and the other groups."""
         epoch = self._state.view.epoch
         try:
             operation()
         except Broken as error:
-            reason = str(error)
+            reason, detail = str(error), error.detail
         else:
             return
         self._drain_verdicts()
         if not self._state.reported and self._state.view.epoch == epoch:
-            self._break_epoch(reason)
+            self._break_epoch(reason, detail)
 
-    def _break_epoch(self, reason: str) -> None:
-        """End the present epoch for everybody; this group is the first to know."""
-        epoch = self._state.view.epoch
-        self._rank.tell_broken(epoch, reason)
-        self._feed(recovery.Broke(epoch, f"group {self.group}: {reason}"))
+    def _break_epoch(self, reason: str, detail: str = "") -> None:
+        """End the present epoch for all groups; this group is the first to know."""
+        said = self._rank.tell_broken(self._state.view.epoch, reason, detail=detail)
+        self._feed(cast(machine.Event, signals.judge(said)))
 
     def _adopt(self, view: View) -> None:
         if view.epoch <= self._state.view.epoch:
@@ -469,8 +536,9 @@ class Leader:
         self._agreement.adopted(view)
         if view.lost and (stopped := self._rank.nonfinite.stopped()):
             step, why = stopped
-            self._crew.stop(why, False, nonfinite=step)
+            self._crew.stop(why, nonfinite=step)
             raise RunStopped(why)
+        self._end_if_refused(view)
         if self._lingers:
             self._lingers = False
             self._crew.close_epoch()
@@ -480,13 +548,22 @@ class Leader:
             self._interruptions.adopted(view)
             self._checkpoints.adopted(view)
             self._rank.prepare(view, self._state.step)
-        self._feed(recovery.ViewSeen(view))  # last: if the view is outdated already, the next one is adopted in there
+        self._feed(machine.ViewSeen(view))  # last: if the view is outdated already, this call adopts the next one
+
+    def _end_if_refused(self, view: View) -> None:
+        """End the run without a step if a group that is lost before the first step may have had other data."""
+        first = self._first_view
+        if view.lost and first is not None and not first.epoch and self._state.step == first.step:
+            why = self._agreement.get(data_identity.REFUSED)
+            if why is not None:
+                self._crew.stop(why)
+                raise DataError(why)
 
     def _record_view(self, view: View) -> None:
         self._history.record("view", **view.to_json())
 
     def _record_step(self, duration_s: float) -> None:
-        view, result = self._committed_under, self._rank.result
+        view, result = given(self._committed_under), given(self._rank.result)
         self._line = {
             "step": result.step,
             "loss": result.loss,
@@ -494,6 +571,6 @@ class Leader:
             "epoch": view.epoch,
             "live": list(view.live),
             "duration_s": round(duration_s, 6),
-            "measured": {str(group): float(f"{seconds:.3g}") for group, seconds in self._measured.items()},
+            **self._measured,
         }
         self._history.record("step", later=True, **self._line)  # crew.end_step decides when

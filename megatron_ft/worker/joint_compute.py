@@ -1,31 +1,36 @@
-"""Computing together: one rank's services to an engine whose ranks compute every microbatch jointly (``JointEngine``).
+"""Joint computation: one rank's services to an engine whose ranks compute every microbatch together (``JointEngine``).
 
-Failures it assumes: another rank of the group vanishes in the middle of a flush. What waits for it raises ``Lost``, or
-whatever torch makes of a broken connection (:func:`lost_inside`).
+Failures it assumes: another rank of the group vanishes in the middle of a flush. An operation that waits for it raises
+``Lost``, or torch's error for a broken connection (:func:`lost_inside`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
+from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.data.order import microbatch_seed
-from megatron_ft.engines.base import Listed
-from megatron_ft.runtime.inner import Lost
+from megatron_ft.engines.port import Listed
+from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
 
 if TYPE_CHECKING:
-    from megatron_ft.runtime.rank import Rank
+    from megatron_ft.worker.rank_executor import Rank
 
 
 class JointWork:
-    """The ``Work`` of one flush. ``listed`` is asked at position 0 only; ``finished`` hears of each microbatch there."""
+    """The ``Work`` of one flush. Position 0 calls ``listed``, and ``finished`` with each microbatch."""
 
     def __init__(
-        self, rank: Rank, seed: int, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]
+        self,
+        rank: Rank,
+        seed: int,
+        listed: Callable[[], Sequence[Listed]],
+        finished: Callable[[Microbatch, bool], None],
     ) -> None:
         self._rank, self._seed = rank, seed
         self.listed, self._finished = listed, finished
@@ -51,13 +56,13 @@ class JointWork:
         rank.pulse.enter("waiting")  # for the stages before and after this one
 
     def computed(self, microbatch: Microbatch) -> None:
-        self._rank.points.corrupt(microbatch.step, self._rank.engine)
+        self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
         self._finished(microbatch, self._prefetched.pop(microbatch, False))
 
 
 @contextmanager
 def lost_inside(lost_because: Callable[[], str]) -> Iterator[None]:
-    """What breaks inside the group because another rank is gone, or has been cut off, is ``Lost``, not an error of ours."""
+    """Convert an error inside the group to ``Lost`` if another rank is gone or cut off."""
     try:
         yield
     except RuntimeError as error:
@@ -68,5 +73,5 @@ def lost_inside(lost_because: Callable[[], str]) -> Iterator[None]:
 
 
 def broken_inside(error: Exception) -> bool:
-    """Whether it came from a collective. gloo's errors have no type of their own; they name its source files."""
+    """Return True if a collective raised the error. gloo's errors have no type, but name its source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

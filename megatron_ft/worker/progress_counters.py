@@ -1,10 +1,11 @@
 """A rank's pulse: a few counters in a small shared file, written by the rank and read by its agent.
 
-Writing costs a fraction of a microsecond and cannot block, so it can be done between any two actions. A thread beats in
-it too: when that stops while the process runs, something holds the GIL. The agent makes the file, in memory where the
-machine has a place for that (a network file system would make every write of the training thread one on the network).
+A write costs a fraction of a microsecond and cannot block, so it can be done between any two actions. A thread counts
+beats in the file too: when they stop while the process runs, something holds the GIL. The agent makes the file, in
+memory if the machine has a place for that (on a network file system every write of the training thread would use the
+network).
 
-Failures it assumes: either side may die at any time; the other goes on, a reader sees the counters as they were.
+Failures it assumes: either side may die at any time; the other goes on, and a reader sees the last counters.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import tempfile
 import threading
 from pathlib import Path
 
-from megatron_ft.core.health import Phase
+from megatron_ft.core.detection.rank_health import Phase
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
-_FIELDS = struct.Struct("=QQQ")  # beats, progress, phase; each is written by one thread
+_FIELDS = struct.Struct("=QQQQ")  # beats, progress, phase, dataset; no two threads write the same one at a time
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
 _NAME = "megatron_ft-pulses-"
 
@@ -33,21 +34,26 @@ class Pulse:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FIELDS.size)
-        self._beats = self._progress = 0
+        self._beats = self._progress = self._dataset = 0
 
     @classmethod
     def from_env(cls) -> Pulse:
-        """The one that the launcher made."""
+        """Return the pulse that the launcher made."""
         return cls(Path(os.environ[VARIABLE]))
 
     def enter(self, phase: Phase) -> None:
-        """Training thread: what it does from here on."""
+        """Training thread: set the present phase."""
         struct.pack_into("=Q", self._memory, 16, _PHASES.index(phase))
 
     def advance(self) -> None:
-        """Training thread: something is finished."""
+        """Training thread: count a finished action."""
         self._progress += 1
         struct.pack_into("=Q", self._memory, 8, self._progress)
+
+    def dataset(self) -> None:
+        """Count the beginning or the end of a dataset call, in the calling thread; calls never overlap."""
+        self._dataset += 1
+        struct.pack_into("=Q", self._memory, 24, self._dataset)
 
     def beat(self) -> None:
         self._beats += 1
@@ -64,12 +70,12 @@ class Pulse:
 
 
 def directory(shared: Path = Path("/dev/shm")) -> Path:
-    """A new place for the pulses of one agent's ranks, in memory if possible. What killed agents have left there goes."""
+    """Return a new place for the pulses of one agent's ranks, in memory if possible. Removes those of killed agents."""
     usable = shared.is_dir() and os.access(shared, os.W_OK)
-    for _ in range(3):  # where nothing can be locked, nothing is swept away either
+    for _ in range(3):  # without locks, no place is removed either
         place = Path(tempfile.mkdtemp(prefix=_NAME, dir=shared if usable else None))
         if _hold(place) is not None and place.exists():
-            break  # else another agent has come in between, and taken it for left
+            break  # else another agent has removed it as an abandoned one
     for other in place.parent.glob(f"{_NAME}*"):
         held = _hold(other)
         if held is not None:
@@ -79,8 +85,8 @@ def directory(shared: Path = Path("/dev/shm")) -> Path:
 
 
 def _hold(place: Path) -> int | None:
-    """Until the descriptor is closed, at the latest with this process, nobody else can; None if somebody does, or it is
-    another user's."""
+    """Lock a place until the returned descriptor is closed, or this process ends. Return None if another process holds
+    it, or it belongs to another user."""
     try:
         fd = os.open(place, os.O_RDONLY)
     except OSError:
@@ -94,11 +100,11 @@ def _hold(place: Path) -> int | None:
 
 
 def create(path: Path) -> None:
-    """Agent: an empty pulse. Raises ``OSError``."""
+    """Agent: make an empty pulse. Raises ``OSError``."""
     path.write_bytes(bytes(_FIELDS.size))
 
 
-def read(path: Path) -> tuple[int, int, Phase]:
-    """Agent: beats, progress and phase."""
-    beats, progress, phase = _FIELDS.unpack(path.read_bytes()[: _FIELDS.size])
-    return beats, progress, _PHASES[phase]
+def read(path: Path) -> tuple[int, int, Phase, int]:
+    """Agent: return beats, progress, phase, and the count of beginnings and ends of dataset calls."""
+    beats, progress, phase, dataset = _FIELDS.unpack(path.read_bytes()[: _FIELDS.size])
+    return beats, progress, _PHASES[phase], dataset

@@ -1,4 +1,4 @@
-"""What an interrupted step cost: the ``recovery`` and ``patch`` lines of the run record (docs/run-record.md)."""
+"""The cost of an interrupted step: the ``recovery`` and ``patch`` lines of the run record (docs/run-record.md)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ft.core import scheduler
-from megatron_ft.core.recovery import GroupState
-from megatron_ft.core.replication import Placement
-from megatron_ft.runtime.history import History
+from megatron_ft.core.protocol.machine import GroupState
+from megatron_ft.core.replication.placement import Placement
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch, Plan, View
 
 
 @dataclass
 class _Interruption:
-    """An epoch that ended, from the moment this group noticed until it could go on."""
+    """An epoch that ended, from its detection by this group until the group could go on."""
 
     since: float
     computing_s: float = 0.0
@@ -23,7 +23,7 @@ class _Interruption:
 
 
 class Interruptions:
-    """One group's account of them, kept by its training thread."""
+    """One group's account of its interruptions, kept by its training thread."""
 
     def __init__(self, history: History, group: int, placement: Placement) -> None:
         self._history = history
@@ -34,31 +34,31 @@ class Interruptions:
         self._taken_over: dict[Microbatch, bool] = {}
 
     def begin_step(self) -> None:
-        """Forget what the step before was patched with. An interruption may go on: the next step pays for it."""
+        """Forget the patches of the step before. An interruption may continue: the next step then bears its cost."""
         self._patched, self._taken_over = frozenset(), {}
 
     def noticed(self) -> None:
-        """The epoch is over here."""
+        """Note that this group has detected the end of the epoch."""
         self._open = self._open or _Interruption(time.monotonic())
 
     def adopted(self, view: View) -> None:
-        """A view that this group goes on with."""
+        """Note a view with which this group goes on."""
         if self._open is not None:
             self._open.view = view
 
     def computed(self, microbatch: Microbatch, patch: bool, prefetched: bool, seconds: float) -> None:
-        """A microbatch was computed; ``prefetched`` says that its samples were in memory when they were needed."""
+        """Note a computed microbatch; ``prefetched``: its samples were in memory when they were needed."""
         self.computing(seconds)
         if patch:
             self._taken_over[microbatch] = prefetched
 
     def computing(self, seconds: float) -> None:
-        """So much of the time since an interruption was noticed was spent computing."""
+        """Note that ``seconds`` of the time since an interruption was noticed were spent computing."""
         if self._open is not None:
             self._open.computing_s += seconds
 
     def resumed(self, state: GroupState) -> None:
-        """The interrupted step goes on; say what it cost."""
+        """Record the cost of the interruption: the interrupted step goes on."""
         stopped, self._open = self._open, None
         if stopped is None or stopped.view is None:
             return
@@ -81,20 +81,20 @@ class Interruptions:
         )
 
     def _note_patch(self, state: GroupState) -> None:
-        """What this group took over itself: nobody else knows what it had in memory."""
+        """Record the microbatches that this group took over: only this group knows which samples it had in memory."""
         if not self._taken_over:
             return
         taken_over, self._taken_over = self._taken_over, {}
         note_patch(self._history, taken_over, step=state.step, epoch=state.view.epoch, group=self._group)
 
     def _unhosted(self, plan: Plan, patched: frozenset[Microbatch]) -> int:
-        """How many of ``patched`` went to a group that does not host their shard: no host of it is left."""
+        """Return the number of ``patched`` microbatches at groups that do not host their shard."""
         shares = ((group, patched.intersection(own)) for group, own in plan.assignment.items())
-        return sum(len(scheduler.fetched(share, group, self._placement)) for group, share in shares)
+        return sum(len(assignment.fetched(share, group, self._placement)) for group, share in shares)
 
 
 def note_patch(history: History, taken_over: Mapping[Microbatch, bool], **where: int) -> None:
-    """What somebody took over, and whether its samples were in memory; ``where``: the line's other fields."""
+    """Record taken-over microbatches, and if their samples were in memory; ``where``: the line's other fields."""
     prefetched = [str(microbatch) for microbatch, held in taken_over.items() if held]
     fetched = [str(microbatch) for microbatch, held in taken_over.items() if not held]
     history.note("patch", **where, prefetched=prefetched, fetched=fetched)

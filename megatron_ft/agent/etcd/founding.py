@@ -1,8 +1,8 @@
 """How the first hosts of a launch find each other where there is no store yet: through the run directory they share.
 
-Host 0 lays a card there with a word of its own, the token. Each other host answers with a card that repeats the token; when
-all are there host 0 writes all of them down. A host goes on when it finds its own card in that list. So what an earlier
-launch has left there is taken for nothing, even if that one had the same name: nobody else has answered with these cards.
+Host 0 writes a card there with a random token. Each other host answers with a card that repeats the token; when all are
+there, host 0 writes a list of them. A host goes on when it finds its own card in that list. So files of an earlier
+launch are ignored, even if that launch had the same name: no other host has answered with these cards.
 
 Failures it assumes: files of earlier launches, in any state; hosts that come late or never; files seen late by other hosts.
 """
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import record
+from megatron_ft.runlog import run_directory
+from megatron_ft.utils import atomic_file
 
 _ALL = "all.json"
 _LOOK_S = 0.1
 
 
 def first_address(run_dir: Path, timeout_s: float) -> str:
-    """Host 0's, to find one's own address by; it may be that of an earlier launch. Raises ``LaunchError``."""
+    """Return host 0's address, by which a host finds its own; it may be an earlier launch's. Raises ``LaunchError``."""
     deadline = time.monotonic() + timeout_s
     while (found := _read(_card(run_dir, 0))) is None:
         if time.monotonic() > deadline:
@@ -35,20 +36,20 @@ def first_address(run_dir: Path, timeout_s: float) -> str:
 
 
 def meet(run_dir: Path, rank: int, hosts: int, card: Mapping[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
-    """The cards of all hosts of this launch, once they have come. ``card`` must have this host's ``address``.
+    """Return the cards of all hosts of this launch, once they have come. ``card`` must have this host's ``address``.
 
-    Raises ``LaunchError`` naming who has not come.
+    Raises ``LaunchError`` naming a host that has not come.
     """
     deadline = time.monotonic() + timeout_s
     own = {**card, "nonce": uuid.uuid4().hex}
     if rank == 0:
         return _gather(run_dir, hosts, {**own, "token": own["nonce"]}, deadline, timeout_s)
     while True:
-        first, said = _read(_card(run_dir, 0)), _read(run_dir / record.ETCD / _ALL)
+        first, said = _read(_card(run_dir, 0)), _read(run_dir / run_directory.ETCD / _ALL)
         if first is not None and own.get("token") != first["token"]:
             answer = {**own, "token": first["token"]}
-            with contextlib.suppress(FileNotFoundError):  # host 0 is just putting an earlier launch's away
-                record.replace(_card(run_dir, rank), answer)
+            with contextlib.suppress(FileNotFoundError):  # host 0 is moving an earlier launch's away
+                atomic_file.write_json(_card(run_dir, rank), answer)
                 own = answer
         if said is not None and said["cards"].get(str(rank)) == own:
             return {int(number): other for number, other in said["cards"].items()}
@@ -61,9 +62,9 @@ def meet(run_dir: Path, rank: int, hosts: int, card: Mapping[str, Any], timeout_
 def _gather(
     run_dir: Path, hosts: int, own: Mapping[str, Any], deadline: float, timeout_s: float
 ) -> dict[int, dict[str, Any]]:
-    (run_dir / record.ETCD).mkdir(exist_ok=True)
-    (run_dir / record.ETCD / _ALL).unlink(missing_ok=True)
-    record.replace(_card(run_dir, 0), own)
+    (run_dir / run_directory.ETCD).mkdir(exist_ok=True)
+    (run_dir / run_directory.ETCD / _ALL).unlink(missing_ok=True)
+    atomic_file.write_json(_card(run_dir, 0), own)
     cards = {0: dict(own)}
     while True:
         for rank in range(1, hosts):
@@ -71,7 +72,7 @@ def _gather(
             if found is not None and found.get("token") == own["token"]:
                 cards[rank] = found
         if len(cards) == hosts:
-            record.replace(run_dir / record.ETCD / _ALL, {"cards": cards})
+            atomic_file.write_json(run_dir / run_directory.ETCD / _ALL, {"cards": cards})
             return cards
         if time.monotonic() > deadline:
             raise LaunchError(_absent(next(rank for rank in range(hosts) if rank not in cards), run_dir, timeout_s))
@@ -87,7 +88,7 @@ def _absent(rank: int | None, run_dir: Path, timeout_s: float) -> str:
 
 
 def _card(run_dir: Path, rank: int) -> Path:
-    return run_dir / record.ETCD / f"{rank}.json"
+    return run_dir / run_directory.ETCD / f"{rank}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

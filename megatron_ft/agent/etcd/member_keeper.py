@@ -1,11 +1,13 @@
-"""Keeps one member of the run's own etcd running, as a process of its own: ``launch.members`` starts it. No torch here.
+"""Keep one member of the run's own etcd running, as a process of its own that ``agent.etcd.members`` starts. No torch here.
 
-A member that dies is started again at once, on what it has on disk. Its directory is of no use to anybody once the agent has
-ended: whoever starts later is another run, or another member. So it goes with the keeper, however the agent has ended.
+A member that dies is started again at once on its data; but not if its etcd may have lost some of it
+(``binary.keeps_its_word``): then the agent has another member instead. The member's directory is useless once the agent
+has ended, because a later agent belongs to another run or has another member. So the keeper removes it at its end,
+however the agent has ended.
 
-Failures it assumes: etcd dies or is stopped, any number of times (``launch.kept``); it has been removed from its cluster,
-or its directory is gone, and then it must never run again; the agent dies, and then all ends; the keeper is killed, and its
-etcd dies with it (the agent starts another keeper).
+Failures it assumes: etcd dies or is stopped, any number of times (``agent.process_keeper``); it has been removed from
+its cluster, or its directory is gone, and then it must never run again; the agent dies, and then all ends; the keeper
+is killed, and its etcd dies with it (the agent starts another keeper).
 """
 
 from __future__ import annotations
@@ -22,22 +24,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ft.launch import etcd_binary, kept, lifeline, record
-from megatron_ft.launch.console import say
-from megatron_ft.runtime import history
+from megatron_ft.agent import process_keeper
+from megatron_ft.agent.etcd import binary
+from megatron_ft.runlog import history
+from megatron_ft.utils import atomic_file, lifeline
+from megatron_ft.utils.console import say
 
 LOG = "etcd.log"
-"""Beside the data, since the run directory may be slower than a member can wait."""
+"""The log is beside the data, since the run directory may be slower than a member can wait."""
+QUOTA_BYTES = 8 * 2**30
+"""The most that etcd supports; its default is 2 GiB, beyond which it accepts no writes."""
 _DATA = "data"
 _REMOVED = 0
-"""What etcd ends with when its cluster has removed it."""
+"""The exit code of etcd when its cluster has removed it."""
 _TAIL_BYTES = 4096
 
 
 def arguments(name: str, directory: Path, client: str, peer: str, cluster: str, joins: bool) -> list[str]:
-    """Of etcd; ``client`` and ``peer`` are URLs, ``cluster`` all members, ``joins``: they are there already.
+    """Return etcd's arguments. ``client`` and ``peer`` are URLs, ``cluster`` lists all members; ``joins``: it exists.
 
-    The checks of changes are ours (``core.quorum``): etcd would not let a member be added while another is lost.
+    This project checks changes itself (``core.lifecycle.etcd_membership``): etcd would not let a member be added while
+    another is lost.
     """
     options = {
         "--name": name,
@@ -49,17 +56,26 @@ def arguments(name: str, directory: Path, client: str, peer: str, cluster: str, 
         "--initial-cluster": cluster,
         "--initial-cluster-state": "existing" if joins else "new",
         "--strict-reconfig-check": "false",
+        # Half of etcd's defaults: a leader lost with its host is replaced by the time the host counts as silent.
+        "--heartbeat-interval": "50",
+        "--election-timeout": "500",
         "--pre-vote": "true",
-        "--auto-compaction-retention": "1h",
+        # Deleted keys take room until their revisions are compacted, and a view change of 1,024 groups writes over 100 MB.
+        "--auto-compaction-mode": "periodic",
+        "--auto-compaction-retention": "1m",
+        "--quota-backend-bytes": str(QUOTA_BYTES),
         "--logger": "zap",
         "--log-level": "warn",
     }
     return [f"{name}={value}" for name, value in options.items()]
 
 
-def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, begun: bool, runs: list[int]) -> None:
-    """Until etcd must not run again. ``entry``: where it says what runs, as the last of ``runs`` does; ``begun``: it has run
-    already, and must have its data."""
+def keep(
+    command: Sequence[str], directory: Path, run_dir: Path, entry: Path, begun: bool, once: bool, runs: list[int]
+) -> None:
+    """Keep etcd running until it must not run again. ``entry``: the file that names the running pid, which is also the
+    last of ``runs``; ``begun``: etcd has run already, and must have its data; ``once``: it must not run on data that it
+    has not closed."""
     name = _value(command, "--name")
 
     def start() -> int:
@@ -67,6 +83,9 @@ def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, be
         if begun and not (directory / _DATA / "member").is_dir():
             say(f"what member {name} of the control store had in {directory} is gone: it is not started again")
             raise SystemExit(1)  # the same member with an empty memory would vote twice
+        if begun and once:
+            say(f"member {name} of the control store is not started again: this version of etcd may have lost writes")
+            raise SystemExit(1)
         begun = True
         return _start(command, directory)
 
@@ -74,14 +93,14 @@ def keep(command: Sequence[str], directory: Path, run_dir: Path, entry: Path, be
         runs[:] = [pid]
         said = {"pid": pid, "host": socket.gethostname(), "address": _value(command, "--listen-client-urls")}
         with contextlib.suppress(OSError):  # a full disk is no reason to have no store
-            record.replace(entry, {**said, "name": name, "started": round(time.time(), 6)})
+            atomic_file.write_json(entry, {**said, "name": name, "started": round(time.time(), 6)})
 
     def note(what: str, pid: int, detail: str) -> None:
         with contextlib.suppress(OSError):
             fields = {"what": what, "pid": pid, "host": socket.gethostname(), "detail": detail, "member": name}
             history.append(run_dir, "store", **fields)
 
-    kept.keep(
+    process_keeper.keep(
         start,
         f"member {name} of the control store",
         started,
@@ -104,7 +123,7 @@ def _start(command: Sequence[str], directory: Path) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.execve(command[0], command, etcd_binary.environment())
+            os.execve(command[0], list(command), binary.environment())
         finally:
             os._exit(127)
     os.close(log)
@@ -112,7 +131,7 @@ def _start(command: Sequence[str], directory: Path) -> int:
 
 
 def _last_words(log: Path) -> str:
-    """The last error that etcd has logged; in zap's JSON."""
+    """Return the last error that etcd has logged, in zap's JSON."""
     try:
         text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
     except OSError:
@@ -132,12 +151,14 @@ def _value(command: Sequence[str], option: str) -> str:
 
 
 def main() -> int:
+    """Keep one member running, as the agent's command line says."""
     parser = argparse.ArgumentParser(description="Keep a member of a run's own etcd.")
     parser.add_argument("--agent", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="deleted at the end")
     parser.add_argument("--entry", type=Path, required=True)
     parser.add_argument("--again", action="store_true", help="the member has run already")
+    parser.add_argument("--once", action="store_true", help="it must not be started on data that it has not closed")
     parser.add_argument("command", nargs="+", help="etcd and its options, after --")
     options = parser.parse_args()
 
@@ -146,11 +167,11 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for the agent
     signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it is waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # the keeper waits for it
     runs: list[int] = []
     try:
         lifeline.end_with(options.agent, signal.SIGTERM)
-        keep(options.command, options.directory, options.run_dir, options.entry, options.again, runs)
+        keep(options.command, options.directory, options.run_dir, options.entry, options.again, options.once, runs)
         return 0
     finally:
         for pid in runs:

@@ -18,8 +18,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Closable(Protocol):
+    """A connection that another thread can make return."""
+
     def cut(self) -> None:
-        """From any thread: make whatever blocks on this connection return, if that can be done."""
+        """Make the call that blocks on this connection return, if that can be done. Any thread may call it."""
 
 
 Connection = TypeVar("Connection", bound=Closable)
@@ -33,8 +35,8 @@ class Overdue(Exception):
 class Guard(Generic[Connection]):
     """Carries out calls on a connection that ``connect`` makes when one is needed.
 
-    ``connect`` is handed a function to announce the connection with *before* it blocks in making it, so that an
-    abandoned attempt can be cut too.
+    ``connect`` gets a function to which it passes the connection *before* it blocks in making it, so that an abandoned
+    attempt can be cut, too.
     """
 
     def __init__(self, connect: Callable[[Callable[[Connection], None]], Connection]) -> None:
@@ -48,9 +50,9 @@ class Guard(Generic[Connection]):
         return worker is not None and worker.connected
 
     def call(self, operation: Callable[[Connection], Answer], bound_s: float) -> Answer:
-        """The operation's answer or its exception; ``Overdue`` after ``bound_s``, connecting included."""
-        begun = time.monotonic()
-        if not self._lock.acquire(timeout=bound_s):
+        """Return the operation's answer or raise its error; raise ``Overdue`` after ``bound_s``, connecting included."""
+        end = time.monotonic() + bound_s
+        if not self._lock.acquire(timeout=max(0.0, bound_s)):
             raise Overdue
         try:
             worker = self._worker
@@ -58,7 +60,7 @@ class Guard(Generic[Connection]):
                 worker = self._worker = _Worker(self._connect)
                 weakref.finalize(self, worker.jobs.put, None)
             try:
-                answer, error = worker.answer(operation, bound_s - (time.monotonic() - begun))
+                answer, error = worker.answer(operation, max(0.0, end - time.monotonic()))
             except queue.Empty:
                 self._worker = None
                 worker.abandon()
@@ -70,7 +72,7 @@ class Guard(Generic[Connection]):
         return answer
 
     def cut(self, patience_s: float) -> None:
-        """From any thread: make the present call return, and wait until the thread has ended."""
+        """Make the present call return, and wait until the thread has ended. Any thread may call it."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.abandon()
@@ -85,7 +87,7 @@ class Guard(Generic[Connection]):
 
 
 class _Worker(Generic[Connection]):
-    """The thread. It keeps no reference to its guard, so that it ends when nobody has the guard any more."""
+    """The thread. It keeps no reference to its guard, so that it ends when the guard has no other references."""
 
     def __init__(self, connect: Callable[[Callable[[Connection], None]], Connection]) -> None:
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -1,6 +1,6 @@
 """A torch ``Store`` over etcd, so that process groups can be built without a TCPStore. torch calls it from C++.
 
-Failures it assumes: those of :mod:`.gateway`. Errors are ``RuntimeError`` of torch's kinds, as its callers expect.
+Failures it assumes: those of :mod:`.etcd_http`. Errors are ``RuntimeError`` of torch's kinds, as its callers expect.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ft.coordination.store.etcd_http import Gateway, decoded, encoded
 from megatron_ft.errors import StoreError
-from megatron_ft.runtime.store.gateway import Gateway, decoded, encoded
 
 _KEPT: list[TorchEtcdStore] = []
+_MOST_IN_TRANSACTION = 100
+"""etcd's own limit (``--max-txn-ops``) is 128 by default."""
 
 
 class TorchEtcdStore(dist.Store):
-    """What torch's process groups use of a store; keys appear in etcd under the names torch gives them."""
+    """The part of a store that torch's process groups use; keys have the names in etcd that torch gives them."""
 
     def __init__(self, gateway: Gateway, timeout_s: float = 300.0) -> None:
         super().__init__()
         self._gateway, self._timeout_s = gateway, timeout_s
-        # C++ holds only the C++ half, and a call finds no Python half when that was collected. It is small; keep it.
+        # C++ holds only the C++ half, and a call finds no Python half if that was collected. It is small; keep it.
         _KEPT.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -52,7 +54,7 @@ class TorchEtcdStore(dist.Store):
         return all(self._look(key)[0] is not None for key in keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """As torch has it: an absent key equals an empty ``expected``; returns what stands there now."""
+        """Compare and set as torch does: an absent key equals an empty ``expected``; return what stands there now."""
         wanted, new = _bytes(expected), _bytes(desired)
         while True:
             value, revision, _ = self._look(key)
@@ -64,7 +66,7 @@ class TorchEtcdStore(dist.Store):
                 return new
 
     def add(self, key: str, amount: int) -> int:
-        """Counted once, also when the answer was lost and the request is repeated: each call leaves its result."""
+        """Add once, also when the answer was lost and the request is repeated: each call leaves its result."""
         call = f"{key}/add/{uuid.uuid4().hex}"
         while True:
             value, revision, _ = self._look(key)
@@ -87,7 +89,14 @@ class TorchEtcdStore(dist.Store):
         return int(self._call("/v3/kv/deleterange", {"key": encoded(key)}).get("deleted", 0)) > 0
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        """Return many values in one request; only keys that do not exist yet are waited for one by one."""
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), _MOST_IN_TRANSACTION):
+            reads = [{"request_range": {"key": encoded(key)}} for key in keys[start : start + _MOST_IN_TRANSACTION]]
+            answers = self._call("/v3/kv/txn", {"success": reads}).get("responses", ())
+            kvs = [answer["response_range"].get("kvs") for answer in answers]
+            found += [decoded(entries[0].get("value", "")) if entries else None for entries in kvs]
+        return [self.get(key) if value is None else value for key, value in zip(keys, found, strict=True)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -97,11 +106,11 @@ class TorchEtcdStore(dist.Store):
         return True
 
     def num_keys(self) -> int:
-        """Of the whole etcd: nothing here knows which keys are whose."""
+        """Return the number of keys of the whole etcd: their owners are not known here."""
         everything = {"key": encoded(b"\0"), "range_end": encoded(b"\0"), "count_only": True}
         return int(self._call("/v3/kv/range", everything).get("count", 0))
 
-    # The names by which torch's C++ looks for these two.
+    # torch's C++ looks for these two names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -122,7 +131,7 @@ class TorchEtcdStore(dist.Store):
             raise dist.DistNetworkError(str(error)) from None
 
     def _look(self, key: str) -> tuple[bytes | None, int, int]:
-        """(value, revision of its last change or 0, revision of the store)."""
+        """Return (value, revision of its last change or 0, revision of the store)."""
         answer = self._call("/v3/kv/range", {"key": encoded(key)})
         now = int(answer["header"]["revision"])
         if not answer.get("kvs"):
@@ -131,7 +140,7 @@ class TorchEtcdStore(dist.Store):
         return decoded(found.get("value", "")), int(found["mod_revision"]), now
 
     def _replace(self, key: str, revision: int, value: bytes, call: str | None = None) -> bool:
-        """Write if nobody has since ``revision``; with it, under ``call``, the proof that this call did."""
+        """Write if the key is unchanged since ``revision``; also write the proof that this call did, under ``call``."""
         puts = [{"request_put": {"key": encoded(name), "value": encoded(value)}} for name in (key, call) if name]
         unchanged = {"key": encoded(key), "target": "MOD", "mod_revision": str(revision)}
         return bool(self._call("/v3/kv/txn", {"compare": [unchanged], "success": puts}).get("succeeded"))

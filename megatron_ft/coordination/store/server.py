@@ -1,7 +1,7 @@
-"""A store server as a process of its own: ``python -m megatron_ft.runtime.store.serve --port N``.
+"""A store server as a process of its own: ``python -m megatron_ft.coordination.store.server --port N``.
 
-It prints the port it listens on, and lives until its standard input ends: with whoever started it, or with a signal. Who
-started it can start it again on the same port; it comes back empty, and the run rebuilds it.
+It prints the port it listens on, and lives until its standard input ends, with the process that started it, or until a
+signal. It can be started again on the same port; it comes back empty, and the run rebuilds it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import argparse
 import os
 import sys
 
+from megatron_ft.coordination.store.tcp_store import host
 from megatron_ft.errors import LaunchError
-from megatron_ft.runtime.store.tcp import host
 
 
 def main() -> int:
+    """Serve until the process is killed; the port is printed."""
     parser = argparse.ArgumentParser(description="Serve the control store of a run.")
     parser.add_argument("--bind", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")

@@ -1,6 +1,7 @@
-"""From a run's config and a user's model to a group's DeepSpeed engine; what cannot be made fault-tolerant is refused here.
+"""Build a group's DeepSpeed engine from a run's config and a user's model, or refuse what cannot be made
+fault-tolerant.
 
-What DeepSpeed would do between replicas is switched off in the config that it gets: a group knows of no other replica, its
+The config that DeepSpeed gets switches off its work between replicas: a group does not know of other replicas, its
 gradient accumulation is one (the list of microbatches differs from step to step), and clipping needs the whole batch.
 """
 
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ft import split
-from megatron_ft.config import AUTO, RunConfig
+from megatron_ft.config import parallelism
+from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.errors import EngineError
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -25,35 +26,41 @@ try:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 except ImportError as error:
-    raise EngineError(f"DeepSpeed cannot be imported ({error}); install it: pip install 'megatron_ft[deepspeed]'") from None
+    raise EngineError(
+        f"DeepSpeed cannot be imported ({error}); install it: pip install 'megatron_ft[deepspeed]'"
+    ) from None
 
-# With gloo DeepSpeed compiles an all-reduce through shared memory at its first use, for most of a minute, and waits in it
-# without a timeout. A group that loses a rank would never come out of it.
+# With gloo DeepSpeed compiles an all-reduce through shared memory at its first use, which takes most of a minute, and
+# waits in it without a timeout. A group that loses a rank would block in it forever.
 deepspeed.ops.__compatible_ops__ = {}
 
 from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline  # noqa: E402
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine  # noqa: E402
 
 _OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance", "tensor_parallel")
-"""Settings that DeepSpeed does not get: it would split the model itself, and its pipeline cannot have that."""
+"""Settings removed from DeepSpeed's config: it would split the model itself, which its pipeline does not support."""
 
 
 def build(
     model: nn.Module,
     run: RunConfig,
     *,
-    slots: int,
+    slots: Callable[[bool], int],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
 ) -> DeepSpeedPipeline | DeepSpeedData:
-    """See ``Session.deepspeed``."""
+    """Build the engine; see ``Session.deepspeed``.
+
+    ``slots``: (True if the ranks of a group sum their gradients) -> number of elements of bucket 0 for the session."""
     bucket_mb = run.fault_tolerance.bucket_mb
     settings = {
         "bucket_mb": None if bucket_mb == AUTO else bucket_mb,
         "gradient_clipping": run.gradient_clipping,
-        "slots": slots,
+        "slots": slots(not isinstance(model, PipelineModule)),
+        "loss_reduction": run.fault_tolerance.loss_reduction,
+        "seed": run.fault_tolerance.seed,
     }
     given = {
         "args": None,
@@ -67,13 +74,17 @@ def build(
         if loss_fn is not None:
             raise EngineError("a PipelineModule has its loss_fn already; leave it out in session.deepspeed")
         _check_topology(model, run)
-        model.seed_layers = False  # in training it would make dropout depend on how many microbatches a rank has computed
+        model.seed_layers = (
+            False  # in training it would make dropout depend on the number of microbatches that a rank has computed
+        )
         config = group_config(run, pipelined=True)
         given |= {"mpu": model.mpu(), "config": config, "config_class": DeepSpeedConfig(config, model.mpu())}
         return DeepSpeedPipeline(FlushingEngine(**given), **settings)
-    split.refuse_whole_model(run.engine, "the model")
+    parallelism.refuse_whole_model(run.engine, "the model")
     if loss_fn is None:
-        raise EngineError("session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule")
+        raise EngineError(
+            "session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule"
+        )
     config = group_config(run, pipelined=False)
     engine = DeepSpeedEngine(**given, config=config, config_class=DeepSpeedConfig(config, None))
     engine.enable_backward_allreduce = False  # gradients are summed in the group, and between groups, by megatron_ft
@@ -82,39 +93,42 @@ def build(
 
 
 def init_communication() -> None:
-    """DeepSpeed uses the process groups of ``torch.distributed``, which is initialised already."""
+    """Let DeepSpeed use the process groups of ``torch.distributed``, which is already initialised."""
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_init_required=False)
 
 
 def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
-    """What DeepSpeed gets: the user's config, for one group. Raises ``EngineError``; ``megatron_ft.split`` has refused the
-    rest before the start."""
+    """Return DeepSpeed's config: the user's config, for one group.
+
+    Raises ``EngineError``; ``megatron_ft.config.parallelism`` has refused all other unsupported settings before the
+    start."""
     given = run.engine
     zero = given.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-    if pipelined and stage == 2:  # of which the config need not know (``megatron_ft.split``)
+    if pipelined and stage == 2:  # the config need not name the pipeline (``megatron_ft.config.parallelism``)
         raise EngineError("zero_optimization.stage is 2, which a pipeline cannot have; use 0 or 1")
     config = {key: value for key, value in given.items() if key not in _OURS}
     config |= {"train_micro_batch_size_per_gpu": run.samples_per_microbatch, "gradient_accumulation_steps": 1}
+    config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
     config.setdefault("steps_per_print", 2**31)
     # Each slice sends whole activations to the same slice of the next stage: DeepSpeed's way to send parts of them needs
     # collectives inside the stage, at moments that its own schedule fixes.
     config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if "optimizer" in given:
         config["optimizer"] = _not_compiled(given["optimizer"])
-    if stage == 2 or split.on(given, "bf16"):
+    if stage == 2 or parallelism.on(given, "bf16"):
         # Every rank keeps the whole local gradient, because a reduction is repeated from it: there is nothing left that
         # stage 2 could split. bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
         config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
-    if split.on(given, "bf16"):
+    if parallelism.on(given, "bf16"):
         config["data_types"] = {"grad_accum_dtype": "fp32", **given.get("data_types", {})}
     return config
 
 
 def _not_compiled(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``optimizer`` section with torch's fused Adam in place of DeepSpeed's, which is compiled at the first start;
-    ``"torch_adam": false`` asks for that."""
+    """Return the ``optimizer`` section with torch's fused Adam in place of DeepSpeed's, which is compiled at the first
+    start. The setting ``"torch_adam": false`` asks for DeepSpeed's."""
     params = {"torch_adam": True, **section.get("params", {})}
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or not params["torch_adam"]:
         return section
@@ -124,10 +138,12 @@ def _not_compiled(section: Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_topology(model: PipelineModule, run: RunConfig) -> None:
     topology = model.topology()
     axes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
-    for axis, name, said in (("pipe", split.STAGES, run.stages), ("model", split.SLICES, run.slices)):
+    for axis, name, said in (("pipe", parallelism.STAGES, run.stages), ("model", parallelism.SLICES, run.slices)):
         if said not in (1, axes.get(axis, 1)):
             has = axes.get(axis, 1)
-            raise EngineError(f"the model's topology has {has} on the axis {axis!r}, {name} is {said}; change one of them")
+            raise EngineError(
+                f"the model's topology has {has} on the axis {axis!r}, {name} is {said}; change one of them"
+            )
     if axes.get("data", 1) > 1:
         raise EngineError(
             f"the model's topology has data parallelism {axes['data']} inside a group of {run.ranks_per_group} ranks; the "

@@ -1,25 +1,25 @@
 """The engine ports on DeepSpeed's engines.
 
-DeepSpeed computes; what it would do between replicas (reduce, clip, count loss) is done here, over all groups. Its optimizer
-wrapper and learning-rate scheduler make the update.
+DeepSpeed computes. Its work between replicas (reduce, clip, count loss) is done here instead, over all groups. Its
+optimizer wrapper and learning-rate scheduler make the update.
 
-:class:`DeepSpeedPipeline`: pipeline and tensor parallelism inside a group. Every rank holds the parameters of its stage and
-slice, and buckets of their gradients. A parameter may be in several ranks of a group: replicated over the slices of a stage,
-or tied between stages. Replicas get the same gradient in every slice. The copies of a tied parameter get different parts of
-it; these are summed when the step is committed, after the sum over the groups, so that a bucket can be reduced as often as
-needed.
+:class:`DeepSpeedPipeline`: pipeline and tensor parallelism inside a group. Every rank holds the parameters of its stage
+and slice, and buckets of their gradients. Several ranks of a group may hold the same parameter: it is replicated over
+the slices of a stage, or tied between stages. Replicas get the same gradient in every slice. The copies of a tied
+parameter get different parts of it. These are summed when the step is committed, after the sum over the groups, so that
+a bucket can be reduced any number of times.
 
-:class:`DeepSpeedData`: every rank holds the whole model and computes microbatches of its own; ZeRO splits the optimizer's
-state over the ranks of the group.
+:class:`DeepSpeedData`: every rank holds the whole model and computes microbatches of its own; ZeRO splits the
+optimizer's state over the ranks of the group.
 
-Failures they assume: any rank of the group may vanish; a collective inside the group raises ``RuntimeError`` then.
+Failures it assumes: any rank of the group may vanish; a collective inside the group then raises ``RuntimeError``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from math import isfinite, sqrt
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import sqrt
 from typing import Any
 
 import torch
@@ -27,60 +27,43 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from megatron_ft.engines.base import Control, Progress, Ready, StepResult, Work, manual_seed
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.deepspeed.optimizers import adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
+from megatron_ft.engines.port import Control, Progress, Ready, Work, manual_seed
+from megatron_ft.engines.state_tensors import named_state
+from megatron_ft.errors import EngineError
 from megatron_ft.types import Microbatch
 
 _SHARDED = ("tensor_model_parallel", "model_parallel")
-"""Attributes by which Megatron and DeepSpeed mark a parameter of which each slice has another part."""
+"""Attributes with which Megatron and DeepSpeed mark a parameter that is split over the slices."""
 
 
 class _Adapter(Bucketed, ABC):
-    """What both have in common.
+    """The common part of both adapters.
 
     Args:
-        engine: the group's, not used for anything else.
-        bucket_mb: largest bucket in MiB; None: ``engines.buckets.Buckets`` decides.
-        gradient_clipping: clip to this norm of the whole model's gradient; 0 turns clipping off.
-        slots: numbers that the session sends along with bucket 0 (``engines.base.TAIL``).
+        engine: the group's DeepSpeed engine, used by this adapter only.
+        settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
     """
 
-    def __init__(
-        self, engine: DeepSpeedEngine, *, bucket_mb: float | None = None, gradient_clipping: float = 0.0, slots: int = 0
-    ) -> None:
-        super().__init__([p for p in engine.module.parameters() if p.requires_grad], bucket_mb, slots)
+    def __init__(self, engine: DeepSpeedEngine, **settings: Any) -> None:
+        super().__init__(engine.module, [p for p in engine.module.parameters() if p.requires_grad], **settings)
         self.engine = engine
-        self._clipping = gradient_clipping
         self._optimizer = adapter(engine.optimizer, self._buckets)
 
     alike = False
-    """Each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
+    """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
 
     def begin_step(self) -> None:
-        for bucket in self._buckets:
-            bucket.begin_step()
+        super().begin_step()
         self._optimizer.begin_step()
 
-    def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
-        loss, norm = self._loss_and_norm(self._buckets.check(step, microbatches))
-        loss, norm = loss / microbatches, norm / microbatches
-        self._buckets.average(microbatches, norm, self._clipping)
-        progress("update")
-        result = StepResult(step, loss, microbatches, norm)
-        self.repeat(result)
-        return result
-
-    def repeat(self, result: StepResult) -> None:
-        if isfinite(result.gradient_norm):
-            self._optimizer.give()
-            # What ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep come to at the end of an accumulation.
-            self.engine._take_model_step({})
-
-    @abstractmethod
-    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
-        """Of the step's sums; ``loss`` is what this rank's buckets hold."""
+    def _optimize(self) -> None:
+        self._optimizer.give()
+        # The same call as in ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep at the end of an
+        # accumulation.
+        self.engine._take_model_step({})
 
     def state(self) -> Mapping[str, Any]:
         scheduler = self.engine.lr_scheduler
@@ -89,7 +72,8 @@ class _Adapter(Bucketed, ABC):
             "optimizer": self._optimizer.state(),
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
-        return state | ({"scheduler": scheduler.state_dict()} if scheduler is not None else {})
+        state |= {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
+        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         own = nn.Module.state_dict(self.engine.module)
@@ -100,15 +84,23 @@ class _Adapter(Bucketed, ABC):
         self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps = state["counters"]
         if "scheduler" in state:
             self.engine.lr_scheduler.load_state_dict(state["scheduler"])
+        self._buffers.load(state.get("buffers", {}))
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        optimizer = self._optimizer
+        return named_state(self.engine.module, optimizer.inner, self._buffers.unsaved(), optimizer.masters())
 
 
 class DeepSpeedPipeline(_Adapter):
-    """A ``JointEngine``; made by ``Session.deepspeed``."""
+    """A ``JointEngine``, made by ``Session.deepspeed``."""
 
     engine: FlushingEngine
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
-        super().__init__(engine, **settings)
+        super().__init__(engine, in_flight=True, **settings)
+        engine.begins, engine.passed = self._buffers.restore, self._take_changes
+        if self._per_token and engine.is_last_stage():
+            self._count_in_loss_fn(engine.module)
         self._tied = engine.module.get_tied_weights_and_groups()
         self._counted = self._unique()
 
@@ -129,17 +121,35 @@ class DeepSpeedPipeline(_Adapter):
         microbatches, losses = self.engine.flush(control, work)
         self._optimizer.collect()
         self._buckets.count(losses, microbatches)
+        self._buffers.restore()
 
-    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
+    def _count_in_loss_fn(self, module: Any) -> None:
+        """Make the last stage's loss function count its tokens and return only the sum of losses."""
+        loss_fn = module.loss_fn
+        if loss_fn is None:
+            raise EngineError(
+                'fault_tolerance.loss_reduction is "token", but the PipelineModule has no loss_fn; give it one that returns '
+                "(sum of the tokens' losses, number of these tokens)"
+            )
+
+        def counted(outputs: Any, labels: Any) -> torch.Tensor:
+            loss, tokens = self._split_loss(loss_fn(outputs, labels))
+            self._count_tokens(tokens)
+            return loss
+
+        module.loss_fn = counted
+
+    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
         self._sum_tied()
-        told = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        told[0] = loss if self.engine.layout.slice == 0 else 0.0  # only the last stage has one
-        told[1] = sum(norm.double().square() for norm in torch._foreach_norm(self._views(self._counted)))
+        told = torch.zeros(3, dtype=torch.float64, device=self.engine.device)
+        if self.engine.layout.slice == 0:  # only the last stage has any
+            told[0], told[2] = loss, tokens
+        told[1] = sum(norm.double().square() for norm in torch._foreach_norm(self._views(self._counted))) + self._flaw()
         dist.all_reduce(told)
-        return float(told[0]), sqrt(float(told[1]))
+        return float(told[0]), sqrt(float(told[1])), int(told[2])
 
     def _unique(self) -> set[nn.Parameter]:
-        """The parameters that this rank counts in norms: each is counted by one rank of the group."""
+        """Return the parameters that this rank counts in norms; one rank of the group counts each parameter."""
         first_slice = self.engine.layout.slice == 0
         elsewhere = {weight for weight, group in self._tied if dist.get_rank(group) > 0}
         sharded = {p for p in self._parameters if any(getattr(p, name, False) for name in _SHARDED)}
@@ -154,7 +164,7 @@ class DeepSpeedPipeline(_Adapter):
             dist.all_reduce(view, group=group)
 
     def _views(self, parameters: set[nn.Parameter]) -> list[torch.Tensor]:
-        """Of the step's sums."""
+        """Return the views of ``parameters`` in the step's sums."""
         return [
             view
             for bucket in self._buckets
@@ -164,7 +174,8 @@ class DeepSpeedPipeline(_Adapter):
 
 
 class DeepSpeedData(_Adapter):
-    """An ``Engine``; made by ``Session.deepspeed``. ``loss_fn``: (engine, batch) -> mean loss of one microbatch."""
+    """An ``Engine``, made by ``Session.deepspeed``. ``loss_fn``: (engine, batch) -> mean loss of one microbatch, or
+    with ``loss_reduction`` ``"token"`` (sum of the tokens' losses, number of these tokens)."""
 
     def __init__(self, engine: DeepSpeedEngine, loss_fn: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
         super().__init__(engine, **settings)
@@ -175,12 +186,11 @@ class DeepSpeedData(_Adapter):
     ) -> None:
         manual_seed(seed)
         progress("forward")
-        loss = self.loss_fn(self.engine, batch)
+        loss, tokens = self._split_loss(self.loss_fn(self.engine, batch))
+        self._take_changes()
         progress("backward")
         self.engine.backward(loss)
         self._buckets.count(loss)
+        self._count_tokens(tokens)
         self._optimizer.collect()
-
-    def _loss_and_norm(self, loss: float) -> tuple[float, float]:
-        views = [view for bucket in self._buckets for view in bucket.sum_views]
-        return loss, float(torch.nn.utils.get_total_norm(views))
+        self._buffers.restore()

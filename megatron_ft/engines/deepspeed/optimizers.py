@@ -1,8 +1,8 @@
-"""Where DeepSpeed's optimizers want a gradient, and where they leave it: one small adapter for each kind.
+"""Adapters for DeepSpeed's optimizer wrappers: where each wrapper expects a gradient, and where it accumulates one.
 
-DeepSpeed wraps the optimizer according to data types and ZeRO stage. Each wrapper accumulates in a place of its own. All
-that is needed of one: move what backward has left into the local buckets (:meth:`collect`), put the step's mean where
-``step`` looks for it (:meth:`give`), and hand over what it keeps between steps.
+DeepSpeed wraps the optimizer according to data types and ZeRO stage, and each wrapper accumulates in another place. An
+adapter moves the gradients of a backward pass into the local buckets (:meth:`collect`), puts the step's mean where
+``step`` looks for it (:meth:`give`), and hands over the state that the wrapper keeps between steps.
 
 Failures it assumes: none.
 """
@@ -28,7 +28,7 @@ class InPlace:
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The torch optimizer behind it."""
+        """The wrapped torch optimizer."""
         return self.optimizer
 
     def begin_step(self) -> None:
@@ -36,15 +36,15 @@ class InPlace:
             bucket.point_gradients_at(bucket.local_views)
 
     def collect(self) -> None:
-        """After a flush."""
+        """Move gradients into the local buckets after a flush."""
 
     def give(self) -> None:
-        """Before the optimizer's step: ``Bucket.sum`` holds what it shall take."""
+        """Put the gradients of ``Bucket.sum`` where the optimizer's step takes them."""
         for bucket in self.buckets:
             bucket.point_gradients_at(bucket.sum_views)
 
     def masters(self) -> list[torch.Tensor]:
-        """What is kept between steps beside parameters and the torch optimizer's state."""
+        """Return the tensors that are kept between steps beside the parameters and the torch optimizer's state."""
         return []
 
     def state(self) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ class InPlace:
 
 
 class Zero(InPlace):
-    """ZeRO-1 of fp32 parameters: every rank has the whole gradient, and takes its partition of the optimizer's state on."""
+    """ZeRO-1 of fp32 parameters: every rank has the whole gradient, and updates its part of the optimizer's state."""
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -125,7 +125,7 @@ class Bf16(InPlace):
 
 
 def adapter(optimizer: Any, buckets: Buckets) -> InPlace:
-    """The one for what ``deepspeed`` has made of the user's optimizer. Raises ``EngineError`` for an unknown one."""
+    """Return the adapter for the wrapper that DeepSpeed made. Raises ``EngineError`` for an unknown one."""
     if isinstance(optimizer, BF16_Optimizer):
         return Bf16(optimizer, buckets)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):

@@ -1,18 +1,19 @@
 """DeepSpeed's ``PipelineEngine`` over an explicit list of microbatches that may grow while the pipeline runs.
 
-A flush is one run of DeepSpeed's own instruction loop; ``_train_schedule`` is replaced by a schedule that decides at run
-time (``engines.flow``). Forward and backward passes are DeepSpeed's. What is exchanged between stages goes its own way: in
-DeepSpeed a stage sends when the schedule says that its neighbour receives, which holds only if both know the whole schedule
-beforehand. Here sends are never waited for, and the two directions have process groups of their own, so that no order in
-which two stages do things can block them (with NCCL, operations of one communicator run in one order).
+A flush is one run of DeepSpeed's own instruction loop; ``_train_schedule`` is replaced by a schedule that decides at
+run time (``engines.pipeline_flush``). Forward and backward passes are DeepSpeed's. The exchange between stages is
+replaced: in DeepSpeed a stage sends when the schedule says that its neighbour receives, which requires that both know
+the whole schedule beforehand. Here sends are never waited for, and the two directions have separate process groups, so
+that no order of operations in two stages can block them (with NCCL, operations of one communicator run in one order).
 
-Failures it assumes: a neighbour that vanishes. Its process groups are aborted then (``runtime.inside``), and what waits in
-them raises ``RuntimeError``.
+Failures it assumes: a neighbour that vanishes. Its process groups are then aborted
+(``collectives.user_process_groups``),
+and what waits in them raises ``RuntimeError``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +21,24 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megatron_ft.engines.base import Control, Work, manual_seed
-from megatron_ft.engines.flow import Flow, Layout
-from megatron_ft.types import Microbatch
+from megatron_ft.engines.pipeline_flush import Flow, Layout
+from megatron_ft.engines.port import Control, Work, manual_seed
+from megatron_ft.types import Microbatch, given
 
 _META = 64
-"""Numbers that describe what is sent: how many tensors, then dtype, number of axes and shape of each."""
+"""Number of elements that describe sent tensors: their number, then dtype, number of axes and shape of each."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
 
 
 class Begin(schedule.BufferOpInstruction):
-    """A microbatch's forward pass begins: set its random numbers; load its samples where they are needed."""
+    """The beginning of a microbatch's forward pass: set the random seed and load the samples where needed."""
 
     def __init__(self, buffer_id: int, microbatch: Microbatch) -> None:
         super().__init__(buffer_id, microbatch=microbatch)
 
 
 class FlushSchedule(schedule.PipeSchedule):
-    """Asks ``flow`` for each pass. DeepSpeed executes what is yielded before it asks for more."""
+    """A schedule that asks ``flow`` for each pass. DeepSpeed executes each yielded list before it asks for the next."""
 
     def __init__(self, layout: Layout, flow: Flow, work: Work) -> None:
         super().__init__(micro_batches=1, stages=layout.stages, stage_id=layout.stage)
@@ -45,7 +46,7 @@ class FlushSchedule(schedule.PipeSchedule):
         self.computed = 0
 
     def num_pipe_buffers(self) -> int:
-        """As many microbatches are in flight at most (``core.pipeline``)."""
+        """Return the largest number of microbatches in flight (``core.scheduling.pipeline_1f1b``)."""
         return self.stages - self.stage_id
 
     def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
@@ -70,7 +71,7 @@ class FlushSchedule(schedule.PipeSchedule):
 
 
 class Neighbours:
-    """Tensors to and from the stages before and after this one, in the same slice. Sends are not waited for."""
+    """Tensor exchange with the stages before and after this one, in the same slice. Sends are not waited for."""
 
     def __init__(self, grid: Any, device: torch.device) -> None:
         self._device = device
@@ -84,7 +85,7 @@ class Neighbours:
         self.groups = self._make_groups(grid)
 
     def _make_groups(self, grid: Any) -> dict[str, dist.ProcessGroup]:
-        """One for each pair of stages and direction; all ranks of the world make all of them, in one order."""
+        """Make one process group per pair of stages and direction, in the same order at all ranks of the world."""
         mine: dict[str, dist.ProcessGroup] = {}
         for column in grid.pipe_groups:
             for before, after in zip(column, column[1:], strict=False):
@@ -97,19 +98,19 @@ class Neighbours:
         return mine
 
     def send_activations(self, tensors: Sequence[torch.Tensor], describe: bool) -> None:
-        self._send("activations/next", self._next, tensors, describe)
+        self._send("activations/next", given(self._next), tensors, describe)
 
     def send_gradients(self, tensors: Sequence[torch.Tensor], describe: bool) -> None:
-        self._send("gradients/before", self._before, tensors, describe)
+        self._send("gradients/before", given(self._before), tensors, describe)
 
     def receive_activations(self, described: bool) -> list[torch.Tensor]:
-        return self._receive("activations/before", self._before, described)
+        return self._receive("activations/before", given(self._before), described)
 
     def receive_gradients(self, described: bool) -> list[torch.Tensor]:
-        return self._receive("gradients/next", self._next, described)
+        return self._receive("gradients/next", given(self._next), described)
 
     def settle(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sent tensors have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -123,36 +124,43 @@ class Neighbours:
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
             tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # NCCL has no booleans
-            self._sent.append((dist.isend(tensor, to, group=group), tensor))
+            self._sent.append((given(dist.isend(tensor, to, group=group)), tensor))
 
     def _receive(self, way: str, source: int, described: bool) -> list[torch.Tensor]:
         group = self.groups[way]
         if described or way not in self._shapes:
             meta = torch.zeros(_META, dtype=torch.int64, device=self._device)
-            dist.irecv(meta, source, group=group).wait()
+            given(dist.irecv(meta, source, group=group)).wait()
             self._shapes[way] = _described(meta.tolist())
         received = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in self._shapes[way]]
         # Posted together: they come in this order.
         raw = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in received]
         for work in [dist.irecv(tensor, source, group=group) for tensor in raw]:
-            work.wait()
+            given(work).wait()
         return received
 
 
 class FlushingEngine(PipelineEngine):
     """A group's ``PipelineEngine``. It never reduces or updates by itself: :meth:`flush` adds to the gradients, and the
-    adapter (``engines.deepspeed.engine``) does the rest."""
+    adapter (``engines.deepspeed.engine``) does all else."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.layout = Layout(
-            self.stage_id, self.num_stages, self.grid.get_slice_parallel_rank(), self.grid.get_slice_parallel_world_size()
+            self.stage_id,
+            self.num_stages,
+            self.grid.get_slice_parallel_rank(),
+            self.grid.get_slice_parallel_world_size(),
         )
         self.neighbours = Neighbours(self.grid, self.device)
         self._work: Work | None = None
+        self.begins: Callable[[], None] = lambda: None
+        """Called before each forward pass."""
+        self.passed: Callable[[], None] = lambda: None
+        """Called after each forward pass."""
 
     def flush(self, control: Control, work: Work) -> tuple[int, torch.Tensor | None]:
-        """Forward and backward of what is listed: how many, and the sum of their losses, at the last stage."""
+        """Compute the listed microbatches. Return their number, and at the last stage the sum of their losses."""
         self._work = work
         self.module.train()
         self.total_loss, self._compute_loss = None, True
@@ -161,14 +169,16 @@ class FlushingEngine(PipelineEngine):
         self.neighbours.settle()
         return passes.computed, self.total_loss
 
-    # --- what is done otherwise than in DeepSpeed; the map holds functions, so overriding a method would not be enough -----
+    # --- replaced instructions of DeepSpeed; the map holds functions, so overriding a method would not be enough
+    # ----------
 
     def _exec_begin(self, buffer_id: int, microbatch: Microbatch) -> None:
-        # The same in all slices of a stage (they drop from the same activations), another one in each stage.
-        manual_seed((self._work.seed(microbatch) + self.stage_id) % 2**63)
+        # The same seed in all slices of a stage (they drop from the same activations), another one in each stage.
+        manual_seed((given(self._work).seed(microbatch) + self.stage_id) % 2**63)
+        self.begins()
         if not self.is_first_stage() and not self.is_last_stage():
             return
-        batch = self._work.batch(microbatch)
+        batch = given(self._work).batch(microbatch)
         if isinstance(batch, Mapping):
             batch = batch["input_ids"], batch["labels"]
         self._next_batch = lambda: batch
@@ -176,6 +186,10 @@ class FlushingEngine(PipelineEngine):
             self._exec_load_micro_batch(buffer_id)
         finally:
             del self._next_batch
+
+    def _exec_forward(self, buffer_id: int) -> None:
+        self._exec_forward_pass(buffer_id)
+        self.passed()
 
     def _exec_send_activations_on(self, buffer_id: int) -> None:
         self.neighbours.send_activations(_listed(self.pipe_buffers["outputs"][buffer_id]), self.dynamic_shape)
@@ -199,6 +213,7 @@ class FlushingEngine(PipelineEngine):
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
         Begin: _exec_begin,
+        schedule.ForwardPass: _exec_forward,
         schedule.SendActivation: _exec_send_activations_on,
         schedule.RecvActivation: _exec_receive_activations,
         schedule.SendGrad: _exec_send_gradients_back,

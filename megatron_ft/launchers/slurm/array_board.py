@@ -1,29 +1,28 @@
-"""Where the elements of a Slurm array job tell each other what they do, and what they have decided: files in a directory
-that all of them see. Only ``core.elements`` knows what they mean.
+"""State that the elements of a Slurm array job share: files with the beat of each element and with their decisions.
 
-Failures it assumes: whoever writes may be killed at any moment (a file is there whole or not at all); clocks of hosts differ
-(who is heard is known from beats that change, by the reader's own clock); the file system is away for a while (``OSError``).
+``core.lifecycle.array_policy`` interprets them. Failures assumed: a writer is killed at any moment (files are written
+atomically); clocks of hosts differ (a beat counts when it changes, by the reader's clock); the file system does not
+respond for a while (``OSError``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.core.elements import Beat, Begin, Decision, ElementId, Over, Requeue
-from megatron_ft.launch import record
+from megatron_ft.core.lifecycle.array_policy import Beat, Begin, Decision, ElementId, Over, Requeue
+from megatron_ft.utils import atomic_file
 
 SILENT_S = 30.0
 _KINDS = {"begin": Begin, "requeue": Requeue, "over": Over}
 
 
 class Board:
-    """Of one array, seen by one of its elements. Files are ``beat-ELEMENT.json`` and ``decision-NUMBER.json``."""
+    """The files of one array, ``beat-ELEMENT.json`` and ``decision-NUMBER.json``, as one of its elements sees them."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
@@ -33,18 +32,21 @@ class Board:
         directory.mkdir(parents=True, exist_ok=True)
 
     def beat(self, beat: Beat) -> None:
-        """Say that this element is there."""
+        """Writes the beat of this element."""
         self._count += 1
-        record.replace(self._directory / f"beat-{beat.element}.json", {**asdict(beat), "count": self._count})
+        atomic_file.write_json(self._directory / f"beat-{beat.element}.json", {**asdict(beat), "count": self._count})
 
     def last(self, element: ElementId) -> Beat | None:
-        """What an element has said, its last start included."""
+        """Returns the last beat of an element, which may be from an earlier start."""
         text = self._text(element)
         return None if not text else _beat(text)
 
     def look(self, elements: Iterable[ElementId]) -> tuple[dict[ElementId, Beat], dict[ElementId, Beat]]:
-        """Beats of those that are heard, and of those not heard yet who have not been looked at for ``SILENT_S``."""
-        heard, unsure = {}, {}
+        """Returns the beats of live elements, and those of elements that are not known to be live or silent yet.
+
+        An element is live when its beat has changed, and silent when it has not changed for ``SILENT_S``.
+        """
+        heard, unsure = dict[ElementId, Beat](), dict[ElementId, Beat]()
         for element in elements:
             text, now = self._text(element), self._clock()
             before, since, changed = self._seen.get(element, ("", now, False))
@@ -58,11 +60,11 @@ class Board:
         return heard, unsure
 
     def first(self, elements: Iterable[ElementId]) -> ElementId | None:
-        """The first of them that is not silent. It alone is looked at, when it is well: arrays are large."""
+        """Returns the first element that is not silent. Reads no further files than needed: arrays are large."""
         return next((element for element in elements if any(self.look([element]))), None)
 
     def read(self) -> list[Decision]:
-        """All decisions, in order."""
+        """Returns all decisions in order."""
         while True:
             try:
                 raw = json.loads(self._path(len(self.decisions)).read_text(encoding="utf-8"))
@@ -71,17 +73,10 @@ class Board:
             self.decisions.append(_decision(raw))
 
     def write(self, decision: Decision) -> None:
-        """The first under its number counts; what has become of it says :meth:`read`."""
+        """Writes a decision. Only the first one with a given number counts; :meth:`read` returns it."""
         path = self._path(decision.number)
         kind = next(name for name, its in _KINDS.items() if isinstance(decision, its))
-        temporary = path.with_suffix(f".{os.uname().nodename}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"kind": kind, **asdict(decision)}) + "\n", encoding="utf-8")
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
+        atomic_file.create(path, json.dumps({"kind": kind, **asdict(decision)}) + "\n")
 
     def _path(self, number: int) -> Path:
         return self._directory / f"decision-{number:04d}.json"

@@ -1,7 +1,7 @@
-"""Slurm's commands, as the supervisor of a job needs them. Nothing is decided here.
+"""Calls of Slurm's commands.
 
-Failures it assumes: slurmctld may be down or slow for minutes. Then a question has no answer (None), and an order is not
-carried out; those that matter say why.
+Failures assumed: slurmctld is down or slow for minutes. A query then returns None, and an order fails; orders return
+the reason, or "" for success.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.core import slurm_said
-from megatron_ft.core.slurm_said import Said
 from megatron_ft.errors import LaunchError
 
 _ASK_S = 20.0
@@ -27,12 +25,12 @@ _NOT_FOR_STEPS = tuple(
         *("MEM_PER", "CPUS_PER_TASK", "TRES_PER_TASK", "GPUS_PER", "EXPORT_ENV"),
     )
 )
-"""What sbatch or another step has set for itself; srun would take it for options of the new step."""
+"""Variables that sbatch or another step has set; srun would take them for options of the new step."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """This one, from its environment and ``scontrol``."""
+    """This job. ``here``: the node of this process."""
 
     id: str
     restarts: int
@@ -41,36 +39,38 @@ class Job:
 
 
 def job(environ: Mapping[str, str]) -> Job:
-    """Raises ``LaunchError`` outside of a job."""
+    """Returns the job of this process. Raises ``LaunchError`` outside of a job."""
     number, nodes = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if number is None or nodes is None:
-        raise LaunchError("this is not a Slurm job (no SLURM_JOB_ID); call it in a batch script, or in salloc")
+        raise LaunchError(
+            "this is not a Slurm job (SLURM_JOB_ID is not set); run the command in a batch script, or in salloc"
+        )
     names = tuple(node_names(nodes))
     return Job(number, int(environ.get("SLURM_RESTART_COUNT", 0)), names, environ.get("SLURMD_NODENAME", names[0]))
 
 
 def node_names(nodes: str) -> list[str]:
-    """``n[1-3]`` as names. Raises ``LaunchError``."""
+    """Expands ``n[1-3]``. Raises ``LaunchError``."""
     return _answer("scontrol", "show", "hostnames", nodes).split()
 
 
 def node_address(name: str) -> str:
-    """A node's address as Slurm has it, else its name."""
+    """Returns the node's address in Slurm, else its name. Raises ``LaunchError``."""
     words = _answer("scontrol", "--oneliner", "show", "node", name).split()
     return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)
 
 
 def numeric_address(node: str) -> str:
-    """Raises ``LaunchError``."""
+    """Returns the node's IP address. Raises ``LaunchError``."""
     name = node_address(node)
     try:
-        return socket.getaddrinfo(name, None)[0][4][0]
+        return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError as error:
-        raise LaunchError(f"node {node} has the address {name}, which stands for nothing here: {error}") from None
+        raise LaunchError(f"node {node} has the address {name}, which cannot be resolved here: {error}") from None
 
 
 def switches(nodes: Sequence[str]) -> dict[str, str]:
-    """The switch next to each node, by topology.conf; empty where Slurm knows of none, or of one only."""
+    """Returns the switch of each node from topology.conf; empty when Slurm has no topology, or a single switch."""
     found: dict[str, str] = {}
     for line in (_ask("scontrol", "show", "topology") or "").splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -80,43 +80,34 @@ def switches(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def node_up(name: str) -> bool | None:
-    """Whether Slurm believes that the node answers. It notices a lost one after SlurmdTimeout only."""
+    """Returns whether the node responds according to Slurm, which notices a lost node after SlurmdTimeout only."""
     state = _ask("sinfo", "--noheader", "--nodes", name, "--format", "%T")
     if not state:
         return None
     return not (state.rstrip().endswith("*") or state.startswith(("down", "fail", "unknown")))
 
 
-def steps(job_id: str) -> list[Said] | None:
-    """The job's steps that have not ended."""
-    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", slurm_said.SQUEUE_STEPS)
-    return None if listed is None else slurm_said.squeue_steps(listed)
+def steps(job_id: str) -> dict[str, str] | None:
+    """Returns name -> id of the job's running steps."""
+    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%j|%i")
+    if listed is None:
+        return None
+    rows = (line.rpartition("|") for line in listed.splitlines())
+    return {name: number for name, separator, number in rows if separator}
 
 
-def node_states(names: Sequence[str]) -> list[Said] | None:
-    listed = _ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(names), "--format", "%N %T")
-    return None if listed is None else slurm_said.sinfo_nodes(listed)
+def described(job_id: str) -> str:
+    """Returns the table of ``sacct``, or without accounting that of ``scontrol show job``, which Slurm keeps for minutes.
 
-
-def shown(job_id: str) -> str | None:
-    """``scontrol``'s words about a job; it knows one for some minutes after its end."""
-    return _ask("scontrol", "--oneliner", "show", "job", job_id)
-
-
-def accounted(job_id: str) -> list[Said]:
-    """The job and its steps, also those that have ended, of all its starts; empty where there is no accounting."""
-    columns = ",".join(slurm_said.SACCT)
-    return slurm_said.sacct(_ask("sacct", "--duplicates", "--parsable2", "--jobs", job_id, "--format", columns) or "")
-
-
-def cluster() -> str | None:
-    """The name of the one that answers here."""
-    lines = (_ask("scontrol", "show", "config") or "").splitlines()
-    return next((line.partition("=")[2].strip() for line in lines if line.startswith("ClusterName")), None)
+    Raises ``LaunchError`` when neither knows the job.
+    """
+    columns = "JobID%20,JobName%24,State%20,ExitCode,NodeList%20,Start,End"
+    table = _ask("sacct", "--duplicates", "--jobs", job_id, f"--format={columns}") or ""
+    return table if len(table.splitlines()) > 2 else _answer("scontrol", "show", "job", job_id)
 
 
 def ends_at(job_id: str) -> float | None:
-    """When the job's time is up (seconds since 1970); None while that is unknown, or never."""
+    """Returns the end of the job's time limit (Unix seconds); None: unknown or unlimited."""
     said = _ask("squeue", "--noheader", "--jobs", job_id, "--format", "%e")
     try:
         return time.mktime(time.strptime((said or "").strip(), "%Y-%m-%dT%H:%M:%S"))
@@ -125,14 +116,16 @@ def ends_at(job_id: str) -> float | None:
 
 
 def ending(job_id: str) -> bool:
-    """Whether Slurm is about to end it: it was cancelled, or its time is up."""
+    """Returns True when the job was cancelled or has exceeded its time limit."""
     state = (_ask("squeue", "--noheader", "--jobs", job_id, "--format", "%T") or "").strip()
     return state in ("COMPLETING", "CANCELLED", "TIMEOUT")
 
 
 def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Path) -> subprocess.Popen:
-    """A step of one task on that node, beside what runs there. Its output goes to ``log``, which the node itself writes,
-    so the step lives on without the ``srun`` that is returned."""
+    """Starts a step of one task on a node, beside the steps that run there. Returns its srun.
+
+    The node itself writes the output to ``log``, so the step does not depend on the srun.
+    """
     options = [
         f"--jobid={job_.id}",
         f"--nodelist={node}",
@@ -142,52 +135,46 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
         "--no-kill",
         "--kill-on-bad-exit=0",
         "--unbuffered",
-        # A controller that has just restarted calls all nodes busy, and a patient srun would sleep for two minutes.
+        # A slurmctld that has just restarted reports all nodes as busy, and srun would sleep for two minutes by default.
         f"--immediate={_START_S}",
         f"--job-name={name}",
         "--open-mode=append",
-        # A name with a pattern is opened on the node; another one by srun, and with that the output would end.
+        # The node opens a file whose name has a pattern; srun would open another one, and the output would end with srun.
         f"--output={str(log).replace('%', '%%')}.%N",
     ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_NOT_FOR_STEPS)}
-    return subprocess.Popen(["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL)
+    # In its own process group: a closed terminal sends SIGHUP to the foreground group, and srun would kill its step. The
+    # supervisor stops the run in order instead.
+    return subprocess.Popen(["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
 
 def cancel_step(step: str) -> None:
+    """Ask Slurm to cancel a job step."""
     _ask("scancel", step)
 
 
 def kill_step(step: str) -> str:
-    """All its processes, at once. Why not; empty if it is sent."""
+    """Kills all processes of a step at once."""
     return _order("scancel", "--signal=KILL", step)
 
 
-def down(node: str, why: str) -> str:
-    """Why not; empty if it is. It needs an operator's rights."""
-    return _order("scontrol", "update", f"nodename={node}", "state=down", f"reason={why}")
-
-
-def resume(node: str) -> str:
-    """Why not; empty if it is."""
-    return _order("scontrol", "update", f"nodename={node}", "state=resume")
-
-
 def cancel_job(job_id: str) -> None:
+    """Ask Slurm to cancel a job."""
     _ask("scancel", job_id)
 
 
 def comment(job_id: str, what: str) -> None:
-    """For whoever looks at the job with ``scontrol show job`` or ``sacct``."""
+    """Sets the comment that ``scontrol show job`` and ``sacct`` show."""
     _ask("scontrol", "update", f"jobid={job_id}", f"comment={what}")
 
 
 def requeue(job_id: str) -> str:
-    """Why not; empty if it is."""
+    """Puts the job back into Slurm's queue. Returns why Slurm refuses; "" when it does not."""
     return _order("scontrol", "requeue", job_id)
 
 
 def drain(node: str, why: str) -> str:
-    """Why not; empty if it is. It needs an operator's rights."""
+    """Drains a node, which needs the rights of an operator."""
     return _order("scontrol", "update", f"nodename={node}", "state=drain", f"reason={why}")
 
 
@@ -210,7 +197,7 @@ def _answer(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{' '.join(command)}: {error}; is this a node of a Slurm cluster?") from None
+        raise LaunchError(f"{' '.join(command)}: {error}; check that this is a node of a Slurm cluster") from None
     if done.returncode:
-        raise LaunchError(f"{' '.join(command)}: {done.stderr.strip() or f'ended with {done.returncode}'}")
+        raise LaunchError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout

@@ -1,11 +1,11 @@
-"""``megatron-ft supervise --array``: one element of a Slurm array job, a job of one node (``core.elements`` decides).
+"""``megatron-ft supervise --array``: one element of a Slurm array job, which has one node.
 
-It starts the node's agent as its child, for the run that the elements have begun together or as a spare of it, and again
-when it has ended before the run has. What it knows of the others is in the run directory (``launch.board``): Slurm is asked
-for nothing but to requeue this element.
+The element starts the node's agent as its child, for the run that the elements begin together or as a spare of it, and
+starts it again when it ends before the run. Elements exchange their state through the run directory
+(:mod:`.array_board`), and ``core.lifecycle.array_policy`` decides. Slurm is only asked to requeue this element.
 
-Failures it assumes: any element, its node or its agent is killed, frozen or requeued at any moment; the run directory is
-away for a while. The agent ends with its element, which the batch script starts again.
+Failures assumed: any element, its node or its agent is killed, frozen or requeued at any moment; the run directory does
+not respond for a while. The agent ends with its element, which the batch script starts again.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_ft.config import FaultToleranceConfig
-from megatron_ft.core import elements
+from megatron_ft.agent import job_restore, join, operator_requests, run_lock
+from megatron_ft.config.schema import FaultToleranceConfig
+from megatron_ft.core.lifecycle import array_policy
 from megatron_ft.errors import FTError, LaunchError
-from megatron_ft.launch import ask, join, lifeline, record, resume, slurm
-from megatron_ft.launch.board import Board
-from megatron_ft.launch.console import say
-from megatron_ft.launch.supervisor import REQUEUED
-from megatron_ft.runtime import history
+from megatron_ft.launchers.slurm import commands
+from megatron_ft.launchers.slurm.array_board import Board
+from megatron_ft.launchers.slurm.supervisor import REQUEUED
+from megatron_ft.runlog import history, run_directory
+from megatron_ft.types import given
+from megatron_ft.utils import lifeline
+from megatron_ft.utils.console import say
+from megatron_ft.utils.signal_wakeup import stop_signals
 
 DIRECTORY = "array"
-"""In the run directory, a board for each array that has worked in it."""
+"""Subdirectory of the run directory with the state of each array."""
 _LOOK_S = 0.25
 _BEAT_S = 2.0
 _ALL_S = 10.0
-"""Who decides looks so often at everybody while the run goes on."""
+"""Interval at which the deciding element reads all beats while the run continues."""
 _GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """This element in its array, from the environment."""
+    """The place of this element in its array."""
 
     array: str
     element: int
@@ -51,12 +55,14 @@ class Place:
 
 
 def place(environ: Mapping[str, str]) -> Place:
-    """Raises ``LaunchError`` outside of an array job, or in an element of several nodes."""
+    """Reads the environment. Raises ``LaunchError`` outside of an array job, or in an element of several nodes."""
     if "SLURM_ARRAY_JOB_ID" not in environ:
-        raise LaunchError("this is not an element of a Slurm array job; submit slurm/array.sbatch, or leave --array out")
+        raise LaunchError(
+            "this is not an element of a Slurm array job; submit slurm/array.sbatch, or leave --array out"
+        )
     if environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
         raise LaunchError(
-            f"this element has {environ['SLURM_JOB_NUM_NODES']} nodes; an element is one node's: give sbatch --nodes=1"
+            f"this element has {environ['SLURM_JOB_NUM_NODES']} nodes and must have one; give sbatch --nodes=1"
         )
     numbers = {name: int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "MAX", "COUNT")}
     return Place(
@@ -71,30 +77,36 @@ def place(environ: Mapping[str, str]) -> Place:
 
 
 class Element:
-    """``launch``: arguments of ``megatron-ft launch`` without those of hosts; ``spares``: so many are in reserve."""
+    """One element. ``launch``: arguments of ``megatron-ft launch``, without those for hosts; ``spares``: number of hosts."""
 
     def __init__(
-        self, launch: Sequence[str], run_dir: Path, spares: int, limits: elements.Limits, where: Place
+        self, launch: Sequence[str], run_dir: Path, spares: int, limits: array_policy.Limits, where: Place
     ) -> None:
         self._launch, self._run_dir, self._spares, self._limits, self._where = launch, run_dir, spares, limits, where
         self._board = Board(run_dir / DIRECTORY / where.array)
         self._all = range(where.first, where.last + 1)
         before = self._board.last(where.element)
-        self._own = elements.Own(elements.Beat(where.element, where.restarts, -1 if before is None else before.run))
+        self._own = array_policy.Own(
+            array_policy.Beat(where.element, where.restarts, -1 if before is None else before.run)
+        )
         self._agent: subprocess.Popen | None = None
         self._quick, self._since = 0, 0.0
         self._looked_at = self._all_at = -float("inf")
-        self._heard: tuple[Mapping[int, elements.Beat], Mapping[int, elements.Beat]] = ({}, {})
-        self._tail, self._said = history.Tail(run_dir), None
+        self._heard: tuple[Mapping[int, array_policy.Beat], Mapping[int, array_policy.Beat]] = ({}, {})
+        self._tail, self._closing = history.Tail(run_dir), False
+        self._said: int | None = None
         self._over_since: float | None = None
-        self._asked = self._ending = False
+        self._asked, self._ending = False, 0
         self._complained = ""
 
     def run(self) -> int:
-        """Until the run is over, or this element goes on later; returns its exit code."""
+        """Returns the exit code when the run is over, or when this element was requeued."""
+        run_lock.check_free(self._run_dir, f"{self._where.array}.")
         signal.signal(signal.SIGUSR1, self._told)
-        signal.signal(signal.SIGTERM, self._terminated)
-        known = f"the run has {self._limits.hosts} of them at work and {self._spares} in reserve"
+        for number in stop_signals():
+            if number != signal.SIGINT:
+                signal.signal(number, self._terminated)
+        known = f"the run has {self._limits.hosts} working elements and {self._spares} in reserve"
         say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
         while True:
             try:
@@ -103,7 +115,7 @@ class Element:
             except OSError as error:
                 code = None
                 if str(error) != self._complained:
-                    say(f"{self._run_dir} cannot be used, the agent goes on: {error}")
+                    say(f"{self._run_dir} cannot be used, the agent continues: {error}")
                 self._complained = str(error)
             if code is not None:
                 return code
@@ -112,11 +124,11 @@ class Element:
     def _look(self) -> int | None:
         if self._agent is not None and self._agent.poll() is not None:
             self._buried(self._agent.returncode)
-        if self._ending:  # whoever sent SIGTERM has sent it to the agent as well
+        if self._ending:  # Slurm sends SIGTERM to the agent, too; SIGHUP is passed on
             if self._agent is not None:
                 return None
             self._board.beat(self._own.beat)
-            return 128 + signal.SIGTERM
+            return 128 + self._ending
         if time.monotonic() - self._looked_at < _BEAT_S:
             return None
         self._looked_at = time.monotonic()
@@ -124,7 +136,7 @@ class Element:
         self._decide()
         return self._act()
 
-    # --- for all ------------------------------------------------------------------------------------------------------
+    # --- for all elements ---------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         made, now = self._board.read(), time.monotonic()
@@ -136,15 +148,21 @@ class Element:
             self._pass_on(made)
         outcome = self._outcome(made) if idle else None
         if idle and (leads or outcome == 0):
-            decision = elements.decide(made, elements.Seen(time.time(), *self._heard, outcome=outcome), self._limits)
+            beats, unsure = self._heard
+            seen = array_policy.Seen(now=time.time(), beats=beats, unsure=unsure, outcome=outcome)
+            decision = array_policy.decide(made, seen, self._limits)
             if decision is not None:
                 self._board.write(decision)
                 self._board.read()
 
-    def _outcome(self, made: Sequence[elements.Decision]) -> int | None:
-        """The exit code of the newest run, as its record has it."""
+    def _read_record(self) -> None:
         for line in self._tail.new():
-            self._said = record.outcome(line, self._said)
+            self._said = run_directory.outcome(line, self._said)
+            self._closing |= line["event"] == run_directory.CLOSING
+
+    def _outcome(self, made: Sequence[array_policy.Decision]) -> int | None:
+        """Returns the exit code in the record of the newest run."""
+        self._read_record()
         if not made:
             return self._said
         try:
@@ -153,21 +171,26 @@ class Element:
             return None
         return self._said if job == self._job(made[-1].number) else None
 
-    def _pass_on(self, made: Sequence[elements.Decision]) -> None:
-        """One element has to give its node back: the run stops, once, for all."""
+    def _pass_on(self, made: Sequence[array_policy.Decision]) -> None:
+        """Stops the run when an element has to release its node."""
         beats = {**self._heard[0], **self._heard[1], self._where.element: self._own.beat}
         told = next((beat.told for beat in beats.values() if beat.told), "")
         newest = made[-1] if made else None
-        if not told or self._asked or not isinstance(newest, elements.Begin) or not elements.working(newest, beats):
+        if (
+            not told
+            or self._asked
+            or not isinstance(newest, array_policy.Begin)
+            or not array_policy.working(newest, beats)
+        ):
             return
         try:
-            ask.stop(self._run_dir, told)
+            operator_requests.stop(self._run_dir, told)
             self._asked = True
             say(f"{told}; the run is told to save and to stop")
         except FTError as error:
             say(f"the run cannot be told to stop yet: {error}")
 
-    # --- here ---------------------------------------------------------------------------------------------------------
+    # --- on this node -------------------------------------------------------------------------------------------------
 
     def _act(self) -> int | None:
         made = self._board.decisions
@@ -175,14 +198,14 @@ class Element:
             self._end_late(made)
             return None
         others = {**self._heard[0], **self._heard[1]}
-        match elements.act(self._own, made, others, time.time(), self._limits):
-            case elements.Launch(run=run, rank=rank):
+        match array_policy.act(self._own, made, others, time.time(), self._limits):
+            case array_policy.Launch(run=run, rank=rank):
                 self._begin(run, ["launch", *self._hosts(run, rank), *self._launch])
-            case elements.Join(run=run):
+            case array_policy.Join(run=run):
                 self._begin(run, ["join", str(self._run_dir), "--spare", *self._address()])
-            case elements.GiveBack(why=why, bad=bad):
+            case array_policy.GiveBack(why=why, bad=bad):
                 return self._give_back(why, bad)
-            case elements.Over(code=code, why=why):
+            case array_policy.Over(code=code, why=why):
                 say(f"{why} (exit code {code})")
                 return code
         return None
@@ -196,9 +219,9 @@ class Element:
 
     def _address(self) -> list[str]:
         try:
-            return ["--address", slurm.numeric_address(self._where.node)] if self._where.node else []
+            return ["--address", commands.numeric_address(self._where.node)] if self._where.node else []
         except LaunchError as error:
-            say(f"the agent finds its address itself: {error}")
+            say(f"the agent detects its address itself: {error}")
             return []
 
     def _begin(self, run: int, command: Sequence[str]) -> None:
@@ -216,24 +239,27 @@ class Element:
         self._agent = None
         self._quick = 0 if time.monotonic() - self._since > self._limits.longest_s else self._quick + 1
         beat = replace(self._own.beat, runs=False, code=code)
-        self._own = elements.ended(self._own, beat, time.time(), self._quick, self._limits)
+        self._own = array_policy.ended(self._own, beat, time.time(), self._quick, self._limits)
         self._looked_at = -float("inf")
 
-    def _end_late(self, made: Sequence[elements.Decision]) -> None:
-        """The run is over and the agent here does not end."""
-        if not made or not isinstance(made[-1], elements.Over):
+    def _end_late(self, made: Sequence[array_policy.Decision]) -> None:
+        """Kills the agent when it does not end after the run."""
+        if not made or not isinstance(made[-1], array_policy.Over):
             return
+        self._read_record()
+        if self._closing:
+            self._over_since, self._closing = None, False
         self._over_since = self._over_since or time.monotonic()
         if time.monotonic() - self._over_since > _GRACE_S:
-            self._agent.kill()
+            given(self._agent).kill()
 
     def _give_back(self, why: str, bad: bool) -> int:
         if bad:
-            refused = slurm.drain(self._where.node, f"megatron_ft: {why}")
+            refused = commands.drain(self._where.node, f"megatron_ft: {why}")
             say(f"node {self._where.node}: {why}; " + (f"not drained: {refused}" if refused else "drained"))
-        # Not by its job's own number: one of the elements has that of the whole array.
-        refused = slurm.requeue(f"{self._where.array}_{self._where.element}")
-        told = f"to be submitted again, it cannot be requeued: {refused}" if refused else "requeued"
+        # Not by the job's own number: one of the elements has the number of the whole array.
+        refused = commands.requeue(f"{self._where.array}_{self._where.element}")
+        told = f"not requeued ({refused}): submit it again" if refused else "requeued"
         say(f"{why}: element {self._where.element} is {told}")
         return REQUEUED
 
@@ -242,13 +268,17 @@ class Element:
         self._own = replace(self._own, beat=replace(self._own.beat, told=told))
 
     def _terminated(self, number: int, _frame: object) -> None:
-        self._ending = True
+        self._ending = number
+        if (
+            number == signal.SIGHUP and self._agent is not None
+        ):  # a closed terminal signals its foreground processes only
+            self._agent.send_signal(signal.SIGHUP)
 
 
-def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: int) -> elements.Limits:
-    """From the options of an array. Raises ``LaunchError`` when nobody would be left to work."""
+def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: int) -> array_policy.Limits:
+    """Returns the limits of an array. Raises ``LaunchError`` when all elements would be spare."""
     if spares >= where.count:
         raise LaunchError(
             f"--spare-hosts is {spares} and the array has {where.count} elements; at least one must not be spare"
         )
-    return elements.Limits(where.count - spares, per_node, resume.whole_job(settings))
+    return array_policy.Limits(where.count - spares, per_node, job_restore.whole_job(settings))

@@ -1,4 +1,4 @@
-"""Hunt for a history that breaks the protocol: ``python -m megatron_ft.sim.explore --seeds 100000``.
+"""Hunt for a history that breaks the protocol: ``python -m megatron_ft.simulation.protocol.explore --seeds 100000``.
 
 Every seed is one scenario. The first that fails is told with its violations, shrunk to the smallest list of faults that
 still fails, and printed with the command that replays it.
@@ -12,27 +12,34 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.sim.cluster import History, play
-from megatron_ft.sim.scenario import Scenario, draw
+from megatron_ft.simulation.protocol.scenario import Scenario, draw, draw_fail_over
+from megatron_ft.simulation.protocol.simulated_cluster import History, play
+from megatron_ft.types import listed
 
 _CHUNK = 500
-COMMAND = "python -m megatron_ft.sim.explore"
+COMMAND = "python -m megatron_ft.simulation.protocol.explore"
 
 
-def explore(seeds: range, jobs: int, told: Callable[[int], None] = lambda seed: None) -> tuple[int | None, Counter]:
+Draw = Callable[[int], Scenario]
+
+
+def explore(
+    seeds: range, jobs: int, told: Callable[[int], None] = lambda seed: None, draw: Draw = draw
+) -> tuple[int | None, Counter]:
     """Play the scenarios of these seeds in order; the first seed that fails, None if none does, and how histories ended.
 
-    With several ``jobs`` the result is the same; ``told`` hears how far it has come.
+    ``draw`` makes a scenario of a seed. With several ``jobs`` the result is the same; ``told`` hears how far it has come.
     """
     chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
     ends: Counter = Counter()
-    for chunk, (failed, some) in zip(chunks, _results(chunks, jobs), strict=False):
+    for chunk, (failed, some) in zip(chunks, _results(chunks, jobs, draw), strict=False):
         ends += some
         if failed is not None:
             return failed, ends
@@ -40,18 +47,19 @@ def explore(seeds: range, jobs: int, told: Callable[[int], None] = lambda seed: 
     return None, ends
 
 
-def _results(chunks: Sequence[range], jobs: int) -> Iterator[tuple[int | None, Counter]]:
+def _results(chunks: Sequence[range], jobs: int, draw: Draw) -> Iterator[tuple[int | None, Counter]]:
+    play_chunk = partial(_play_chunk, draw)
     if jobs == 1:
-        yield from map(_play_chunk, chunks)
+        yield from map(play_chunk, chunks)
         return
     with ProcessPoolExecutor(jobs) as pool:
         try:
-            yield from pool.map(_play_chunk, chunks)
+            yield from pool.map(play_chunk, chunks)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _play_chunk(seeds: range) -> tuple[int | None, Counter]:
+def _play_chunk(draw: Draw, seeds: range) -> tuple[int | None, Counter]:
     ends: Counter = Counter()
     for seed in seeds:
         try:
@@ -80,13 +88,13 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     return scenario
 
 
-def command(scenario: Scenario) -> str:
-    """What replays this scenario."""
-    whole = draw(scenario.seed)
+def command(scenario: Scenario, draw: Draw = draw) -> str:
+    """Returns the command that replays this scenario."""
+    whole, which = draw(scenario.seed), " --fail-over" if draw is draw_fail_over else ""
     kept = [index for index, fault in enumerate(whole.faults) if fault in scenario.faults]
     if len(kept) == len(whole.faults):
-        return f"{COMMAND} --seed {scenario.seed}"
-    return f"{COMMAND} --seed {scenario.seed} --faults {','.join(map(str, kept)) or 'none'}"
+        return f"{COMMAND}{which} --seed {scenario.seed}"
+    return f"{COMMAND}{which} --seed {scenario.seed} --faults {','.join(map(str, kept)) or 'none'}"
 
 
 def tell(history: History) -> Iterator[str]:
@@ -106,8 +114,9 @@ def _sentence(line: dict[str, Any]) -> str:
             return f"FAULT {line['what'].split(': ', 1)[1]}"
         case "view":
             lost = "".join(f", lost {group} ({why})" for group, why in line["lost"].items())
-            joined = f", joined {_names(line['joined'])}" if line["joined"] else ""
-            return f"view {line['epoch']}, step {line['step']}: live {_names(line['live'])}{lost}{joined}; {line['reason']}"
+            joined = f", joined {listed(line['joined'])}" if line["joined"] else ""
+            live = listed(line["live"]) or "none"
+            return f"view {line['epoch']}, step {line['step']}: live {live}{lost}{joined}; {line['reason']}"
         case "adopt" | "enter":
             return f"{who} {line['event']}s view {line['view']['epoch']}"
         case "state":
@@ -118,21 +127,22 @@ def _sentence(line: dict[str, Any]) -> str:
             return f"{who} is dead"
         case "stop":
             return f"{who} stops: {line['reason']}"
+        case "claim":
+            fenced = " ".join(f"{group}.{start}" for group, start in line["fenced"])
+            what = f"fences {fenced}" if fenced else f"the store is at {line['address']}"
+            return f"claim {line['number']} by host {line['by']}: {what} ({line['reason']})"
     return " ".join([line["event"], *(f"{key} {value}" for key, value in line.items() if key not in ("t", "event"))])
-
-
-def _names(groups: Iterable[int]) -> str:
-    return " ".join(map(str, groups)) or "nobody"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: nothing found; 1: a violation; 2: misuse."""
     options = _options().parse_args(arguments)
+    of = draw_fail_over if options.fail_over else draw
     if options.seed is not None:
-        return _replay(options.seed, options.faults)
+        return _replay(of, options.seed, options.faults)
     started = time.monotonic()
     seeds = range(options.first, options.first + options.seeds)
-    failed, ends = explore(seeds, options.jobs, lambda seed: _progress(seed, seeds, started))
+    failed, ends = explore(seeds, options.jobs, lambda seed: _progress(seed, seeds, started), of)
     taken_s = time.monotonic() - started
     played = sum(ends.values())
     summary = ", ".join(f"{count} {reason}" for reason, count in ends.most_common())
@@ -143,14 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed is None:
         print(f"{played} histories, seeds {seeds.start} to {seeds.stop - 1}: no violation ({summary}; {taken_s:.0f} s)")
         return 0
-    print(f"seed {failed} fails, after {played} histories; replay it with: {COMMAND} --seed {failed}")
-    smallest = shrink(draw(failed), lambda scenario: bool(play(scenario).violations))
-    print(f"shrunk from {len(draw(failed).faults)} faults to {len(smallest.faults)}: {command(smallest)}\n")
+    print(f"seed {failed} fails, after {played} histories; replay it with: {command(of(failed), of)}")
+    smallest = shrink(of(failed), lambda scenario: bool(play(scenario).violations))
+    print(f"shrunk from {len(of(failed).faults)} faults to {len(smallest.faults)}: {command(smallest, of)}\n")
     print("\n".join(tell(play(smallest))))
     return 1
 
 
-def _replay(seed: int, faults: list[int] | None) -> int:
+def _replay(draw: Draw, seed: int, faults: list[int] | None) -> int:
     scenario = draw(seed)
     if faults is not None:
         if faults and max(faults) >= len(scenario.faults):
@@ -186,9 +196,14 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=_whole_number, default=10_000, help="how many histories (default 10000)")
     parser.add_argument("--first", type=_whole_number, default=0, help="the first seed (default 0)")
-    parser.add_argument("--jobs", type=_whole_number, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument(
+        "--jobs", type=_whole_number, default=os.cpu_count() or 1, help="processes (default: all cores)"
+    )
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
     parser.add_argument("--seed", type=_whole_number, help="replay this one, with its transcript")
+    parser.add_argument(
+        "--fail-over", action="store_true", help="only histories in which the control store can fail over"
+    )
     parser.add_argument("--faults", type=_numbers, help="with --seed: only these of its faults, e.g. 0,3; or none")
     return parser
 

@@ -18,15 +18,15 @@ class Kernel:
         self.now = 0.0
         self.count = 0
         """Calls scheduled so far: with the time, a fingerprint of the whole run."""
-        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, int, Callable[[], object]]] = []
 
-    def at(self, time: float, call: Callable[[], None], priority: int = 0) -> None:
-        """Call at ``time``; of equal times the lower priority number goes first, then who was scheduled first."""
+    def at(self, time: float, call: Callable[[], object], priority: int = 0) -> None:
+        """Call at ``time``; at equal times the lower priority number goes first, then the earlier call."""
         assert time >= self.now, f"{time} is in the past, it is {self.now}"
         self.count += 1
         heapq.heappush(self._heap, (time, priority, self.count, call))
 
-    def after(self, delay: float, call: Callable[[], None], priority: int = 0) -> None:
+    def after(self, delay: float, call: Callable[[], object], priority: int = 0) -> None:
         """Call in ``delay`` from now."""
         self.at(self.now + delay, call, priority)
 
@@ -41,12 +41,13 @@ class Kernel:
 
 
 class Future:
-    """A value that comes once; whoever waits is called with it. Later values are ignored."""
+    """A value that is set once; the waiting callbacks are called with it. Later values are ignored."""
 
     __slots__ = ("_done", "_value", "_waiter")
 
     def __init__(self) -> None:
-        self._done, self._value, self._waiter = False, None, None
+        self._done, self._value = False, None
+        self._waiter: Callable[[Any], object] | None = None
 
     def resolve(self, value: Any = None) -> None:
         if self._done:
@@ -55,7 +56,7 @@ class Future:
         if self._waiter is not None:
             self._waiter(value)
 
-    def then(self, waiter: Callable[[Any], None]) -> None:
+    def then(self, waiter: Callable[[Any], object]) -> None:
         """Call ``waiter`` with the value: at once if it is there already."""
         if self._done:
             waiter(self._value)

@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable, Iterable
 from itertools import product
 
-from megatron_ft.sim.kernel import Kernel
+from megatron_ft.simulation.protocol.kernel import Kernel
 
 Host = int
 STORE: Host = -1
 LATE_SHARE = 0.05
-"""Of the messages this many take ten times as long, whatever the link."""
+"""Share of the messages that take ten times as long, on every link."""
 
 
 class Network:
@@ -41,6 +41,12 @@ class Network:
         """Lose this share of all messages until then."""
         self._loss = (share, until)
 
+    def open(self, source: Host, target: Host) -> bool:
+        """Returns True if a message that is sent now arrives."""
+        share, until = self._loss
+        lost = self._kernel.now < until and self._rng.random() < share
+        return source == target or not (lost or self._kernel.now < self._cut.get((source, target), 0.0))
+
     def send(self, source: Host, target: Host, deliver: Callable[[], None]) -> bool:
         """False when the message is lost, which only a sender that awaits an answer would ever find out."""
         now = self._kernel.now
@@ -52,7 +58,7 @@ class Network:
             delay *= factor if now < until else 1.0
         share, until = self._loss
         lost = now < until and self._rng.random() < share
-        if lost or now < self._cut.get((source, target), 0.0):
+        if source != target and (lost or now < self._cut.get((source, target), 0.0)):
             return False
         self._kernel.after(delay, deliver)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_ft.core.stragglers import Speeds
+from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.types import GroupId
 
 Donor = tuple[GroupId, int]

@@ -1,4 +1,4 @@
-"""What a simulated history is made of: the job and a list of faults, both drawn from one seed.
+"""The scenario of a simulated history: the job and a list of faults, both drawn from one seed.
 
 A scenario is plain data: a shorter list of faults with the same seed is a scenario too, which is how a failing one is
 shrunk.
@@ -7,9 +7,9 @@ shrunk.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_ft.sim.network import STORE
+from megatron_ft.simulation.protocol.network import STORE
 
 REPORT_TIMEOUT = 15.0
 PATIENCE = 25.0
@@ -19,12 +19,20 @@ PATIENCE = 25.0
 class Fault:
     """``kind`` happens to ``targets`` at ``at`` and lasts for ``lasts`` where that means anything.
 
-    kill: the process dies, its agent says so       vanish: its host is gone too, nobody says so
-    freeze: stopped, then goes on                   accuse: everybody is told that it is dead, it is not
-    break: its connections reset, nobody died       start: a new incarnation asks for a seat
+    kill: the process dies, its agent says so       vanish: its host is gone too, without a notice
+    freeze: stopped, then goes on                   accuse: a notice says that it is dead, it is not
+    break: its connections reset, no group died     start: a new incarnation asks for a seat
     cut: what the first sends to the second is lost isolate: it sends and receives nothing
     slow: its messages take ten times as long       lose: a third of all messages are lost
-    store dies, store freezes: it comes back with what it held
+    store dies, store freezes: it comes back with what it held; where the store can fail over, it has forgotten all
+
+    Where it can, these happen to hosts, each of which has an agent, one group at most, and perhaps the store; without a
+    target, to the host of the newest claim:
+
+    host dies: with all that is on it               host freezes: all that is on it, then goes on
+    split: these hosts and the others do not hear each other, and all reach the disk
+    host isolated: from all hosts, not the disk     successor dies: soon after it has taken the store over
+    disk slow, away, away from all: a directory     claims race: these hosts claim the store for no reason
     """
 
     at: float
@@ -40,7 +48,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``redundancy`` 0 means that every group hosts every shard; see ``core.recovery.Job`` for the rest."""
+    """``redundancy`` 0 means that every group hosts every shard; see ``core.protocol.machine.Job`` for the rest.
+    ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
+    outlives everything."""
 
     seed: int
     groups: int
@@ -50,6 +60,17 @@ class Scenario:
     min_groups: int = 1
     redundancy: int = 0
     faults: tuple[Fault, ...] = ()
+    spare_hosts: int | None = None
+
+    @property
+    def fails_over(self) -> bool:
+        """The store is on a host, and can be lost with it."""
+        return self.spare_hosts is not None
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """All that have an agent at the start: those of the groups, and spare ones, whose numbers no group ever has."""
+        return (*range(self.groups), *range(self.groups + 2, self.groups + 2 + (self.spare_hosts or 0)))
 
     @property
     def quiet(self) -> float:
@@ -78,11 +99,115 @@ _ANY = {
     "store freezes": 1,
 }
 GENTLE = {"kill": 4, "break": 2, "start": 4, "store dies": 3, "store freezes": 3}
-"""Faults that are no reason to leave out anybody who lives; a third of all scenarios has no others."""
+"""Faults that are no reason to leave out a living group; a third of all scenarios has no others."""
+
+
+_HOSTS = {
+    "host dies": 6,
+    "successor dies": 3,
+    "host freezes": 4,
+    "host isolated": 4,
+    "split": 4,
+    "disk away": 2,
+    "disk away from all": 1,
+    "disk slow": 2,
+    "claims race": 2,
+    "kill": 4,
+    "freeze": 2,
+    "accuse": 2,
+    "break": 2,
+    "start": 6,
+    "cut": 3,
+    "slow": 1,
+    "lose": 1,
+    "store dies": 4,
+    "store freezes": 1,
+}
+GENTLE_TO_HOSTS = {
+    "host dies": 6,
+    "successor dies": 3,
+    "disk away from all": 3,
+    "disk slow": 2,
+    "kill": 2,
+    "break": 2,
+    "start": 5,
+    "store dies": 6,
+}
+"""The same as ``GENTLE`` where the store can fail over."""
+
+KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys())
+"""Every value of ``Fault.kind``; a drawn "rack" becomes several faults."""
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed: up to 5 groups, up to 7 faults, half of them close upon another, some all at the start.
+    """The scenario of a seed; in every fourth the store can fail over."""
+    return draw_fail_over(seed) if seed % 4 == 3 else draw_fixed(seed)
+
+
+def draw_fail_over(seed: int) -> Scenario:
+    """The scenario of a seed in which the store can fail over: up to 4 groups, up to 2 spare hosts and up to 6 faults, half
+    of them close upon another; in most of them the store's host is struck. In a fifth of them
+    groups are lost and come back.
+    """
+    rng = random.Random(f"fail-over {seed}")
+    groups, spare = rng.choice([1, 2, 2, 3, 3, 4]), rng.choice([0, 0, 1, 2])
+    scenario = Scenario(
+        seed=seed,
+        groups=groups,
+        per_shard=rng.randint(1, 2),
+        buckets=rng.randint(1, 2),
+        steps=rng.randint(2, 8),
+        min_groups=2 if groups > 2 and rng.random() < 0.1 else 1,
+        spare_hosts=spare,
+    )
+    weights = GENTLE_TO_HOSTS if rng.random() < 1 / 3 else _HOSTS
+    length = rng.choice([scenario.steps * (scenario.per_shard + 3.0)] * 3 + [5.0])
+    faults: list[Fault] = []
+    at = rng.uniform(0, length)
+    if rng.random() < 0.7:
+        kind = "host dies" if weights is GENTLE_TO_HOSTS else rng.choice(["host dies", "host freezes", "host isolated"])
+        faults.append(Fault(at, kind, (), 0.0 if kind == "host dies" else rng.choice([8.0, 30.0, 60.0]) * rng.random()))
+    if rng.random() < 0.2:
+        faults += _coming_back(rng, rng.uniform(0, length), groups, weights is GENTLE_TO_HOSTS)
+    for _ in range(rng.randint(0, 5)):
+        at = at + rng.uniform(0, 8) if faults and rng.random() < 0.5 else rng.uniform(0, 1.3 * length)
+        kind = rng.choices(list(weights), list(weights.values()))[0]
+        faults += _host_fault(rng, kind, at, groups, scenario.hosts)
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _host_fault(rng: random.Random, kind: str, at: float, groups: int, hosts: tuple[int, ...]) -> list[Fault]:
+    lasts = rng.choice([rng.uniform(0.1, 5), rng.uniform(5, 60)])
+    match kind:
+        case "host dies":
+            return [Fault(at, kind, rng.choice([(), (rng.choice(hosts),)]))]
+        case "successor dies":
+            return [Fault(at, kind)]
+        case "host freezes" | "host isolated":
+            return [Fault(at, kind, rng.choice([(), (rng.choice(hosts),)]), lasts)]
+        case "split":
+            return [Fault(at, kind, tuple(sorted(rng.sample(hosts, len(hosts) // 2))), lasts)]
+        case "disk away" | "disk slow":
+            return [Fault(at, kind, tuple(sorted(rng.sample(hosts, rng.randint(1, len(hosts))))), lasts)]
+        case "claims race":
+            return [Fault(at, kind, tuple(rng.sample(hosts, min(2, len(hosts)))))]
+        case "cut" if len(hosts) > 1:
+            ends = rng.sample(hosts, 2)
+            both = [Fault(at, "cut", (ends[0], ends[1]), lasts), Fault(at, "cut", (ends[1], ends[0]), lasts)]
+            return both[: rng.randint(1, 2)]
+        case "cut":
+            return []
+        case "store dies" if rng.random() < 0.5:
+            return [Fault(at, kind, (), rng.uniform(0.1, 5))]
+        case "store dies":  # again and again: it forgets a view that some have read
+            times = (at + i * rng.uniform(0.5, 3) for i in range(rng.randint(3, 8)))
+            return [Fault(time, kind, (), rng.uniform(0.1, 0.5)) for time in times]
+    return _fault(rng, kind, at, groups)
+
+
+def draw_fixed(seed: int) -> Scenario:
+    """The scenario of a seed with a store that outlives everything: up to 5 groups, up to 7 faults, half of them close upon
+    another, some all at the start.
 
     In a quarter of them groups come back, and meet the next fault on their way (:func:`_coming_back`), in a longer job.
     """
@@ -123,7 +248,9 @@ def _coming_back(rng: random.Random, at: float, groups: int, gentle: bool) -> li
         at += rng.uniform(0.5, 16)
         if rng.random() < 0.3:
             continue
-        kind = rng.choice(["kill", "kill", "break"] if gentle else ["kill", "kill", "vanish", "freeze", "accuse", "break"])
+        kind = rng.choice(
+            ["kill", "kill", "break"] if gentle else ["kill", "kill", "vanish", "freeze", "accuse", "break"]
+        )
         victim = rng.choice([*coming, *coming, *range(groups)])
         faults.append(Fault(at, kind, (victim,), rng.uniform(1, 30) if kind == "freeze" else 0.0))
         coming = sorted({*coming, victim})[: rng.randint(1, 3)] if kind in ("kill", "vanish") else coming

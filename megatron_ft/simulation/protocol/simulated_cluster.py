@@ -1,9 +1,9 @@
 """The simulated cluster: groups, agents, network and store on one kernel, the faults of a scenario, and the history.
 
 :func:`play` runs a scenario to its end and returns the history as lines like those of a real run's ``history.jsonl``
-(docs/run-record.md) with what only a simulation knows on top: who adopted, took and committed what. A history ends when
-every living group has committed every step, when nobody is left, or, which is a violation, when neither has come to
-pass long after the last fault.
+(docs/run-record.md) with what only a simulation knows on top: the group and the version of each adoption, transfer and
+commit. A history ends when every living group has committed every step, when no group is left, or, which is a violation,
+when neither has come to pass long after the last fault.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from megatron_ft.core import detector, replication, saving
-from megatron_ft.core.membership import first_view
-from megatron_ft.core.recovery import Job
-from megatron_ft.faults import checkers
-from megatron_ft.sim.following import Following
-from megatron_ft.sim.group import Group, Pace
-from megatron_ft.sim.kernel import Kernel
-from megatron_ft.sim.network import STORE, Network
-from megatron_ft.sim.scenario import GENTLE, PATIENCE, REPORT_TIMEOUT, Fault, Scenario
-from megatron_ft.sim.store import Store
+from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.machine import Job
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.replication import placement as replication
+from megatron_ft.runlog import invariants, lineage
+from megatron_ft.simulation.protocol.kernel import Kernel
+from megatron_ft.simulation.protocol.network import STORE, Network
+from megatron_ft.simulation.protocol.returning_group import Following
+from megatron_ft.simulation.protocol.scenario import GENTLE, GENTLE_TO_HOSTS, PATIENCE, REPORT_TIMEOUT, Fault, Scenario
+from megatron_ft.simulation.protocol.simulated_group import Group, Pace
+from megatron_ft.simulation.protocol.simulated_hosts import Hosts
+from megatron_ft.simulation.protocol.simulated_store import Operation, Store
+from megatron_ft.simulation.protocol.store_client import Client, Plain
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 LIVENESS_BOUND = 600.0
-"""So long after the last fault a history must have ended. A collective that lost a message is given up after 25, a silent
+"""A history must have ended this long after the last fault. A collective that lost a message is given up after 25, a silent
 group left out after 15 more, and the longest job takes 90 on one group."""
 SEEK_INTERVAL = 1.0
 SAVE_SHARE = 0.5
-"""Of the boundaries at which a checkpoint is ordered."""
+"""Share of the boundaries at which a checkpoint is ordered."""
 FOLLOW_PATIENCE, SEAT_PATIENCE = 20.0, 60.0
-"""So long a group that comes back waits for a state, before it asks other donors, and for a seat, before it gives up."""
+"""A joining group waits this long for a state before it asks other donors, and to become a member before it gives up."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What happened, what is wrong with it, and a fingerprint of every call the kernel made."""
+    """The lines of a played scenario, its violations, and a fingerprint of every call that the kernel made."""
 
     scenario: Scenario
     lines: list[dict[str, Any]]
@@ -55,9 +60,12 @@ def play(scenario: Scenario) -> History:
     except AssertionError as error:
         cluster.record("end", reason="assertion")
         violations.append(f"core or shell asserts: {error}")
-    violations += checkers.check_commits(cluster.lines)
-    if all(fault.kind in GENTLE for fault in scenario.faults):
-        violations += checkers.check_nobody_left_out(cluster.lines)
+    check = lineage.check if scenario.fails_over else invariants.check_commits
+    violations += check(cluster.lines)
+    gentle = GENTLE_TO_HOSTS if scenario.fails_over else GENTLE
+    if all(fault.kind in gentle for fault in scenario.faults):
+        check = lineage.check_nobody_ends if scenario.fails_over else invariants.check_nobody_left_out
+        violations += check(cluster.lines)
     text = json.dumps([cluster.lines, cluster.kernel.count, cluster.kernel.now])
     return History(scenario, cluster.lines, violations, hashlib.sha256(text.encode()).hexdigest())
 
@@ -71,6 +79,24 @@ class Seeker:
     following: Following | None = None
     inbox: list[tuple[GroupId, tuple, Any]] = field(default_factory=list)
     gone: bool = False
+    frozen_until: float = 0.0
+    client: Client | Plain | None = None
+    asking: signals.Asking | None = None
+    fenced: str = ""
+
+    def knows(self) -> list[Operation]:
+        asking = self.asking
+        return [lambda store: store.append(asking)] if asking else []
+
+    def reads(self, claim: store_failover.Claim) -> None:
+        if self.asking is not None and (self.asking.group, self.incarnation) in claim.fenced:
+            self.fenced = f"is left out by claim {claim.number}"
+
+    def moves(self) -> None:
+        pass
+
+    def conflicts(self) -> None:
+        raise AssertionError("who has no seat puts no view back")
 
 
 class Cluster:
@@ -84,6 +110,7 @@ class Cluster:
         self.store = Store(self.kernel, self.network)
         self.job = _job(scenario)
         self.lines: list[dict[str, Any]] = []
+        self.written: set[str] = set()
         self.over = ""
         self.groups: dict[tuple[GroupId, int], Group] = {}
         """The living, by group and incarnation: a frozen one may wake up when its successor is there."""
@@ -95,12 +122,16 @@ class Cluster:
         fields = {"groups": job.shards, "min_groups": job.min_groups, "buckets": job.buckets}
         self.record("begin", **fields, steps=job.steps, microbatches=job.microbatches)
         view = first_view(job.shards)
+        self.hosts: Hosts | None = None
+        if self.scenario.fails_over:
+            self.hosts = Hosts(self, self.scenario.hosts)
+            self.store = self.hosts.newest
         self.store.values["view", 0] = view
-        self.record("view", **view.to_json())
+        self.record("view", **view.to_json(), **self._branch(view))
         for me in view.live:
             self._enter(me, view)
         for fault in self.scenario.faults:
-            self.kernel.at(fault.at, lambda fault=fault: self._strike(fault), priority=-1)
+            self.kernel.at(fault.at, partial(self._strike, fault), priority=-1)
         ended = self.kernel.run(self.scenario.quiet + LIVENESS_BOUND, lambda: bool(self.over))
         self.record("end", reason=self.over if ended else "stuck", members=self._members())
 
@@ -115,31 +146,52 @@ class Cluster:
         found = [group for (number, _), group in sorted(self.groups.items()) if number == me]
         return found[-1] if found else None
 
+    def seats_on(self, host: int) -> list[tuple[GroupId, int]]:
+        """Returns the seats of the processes that live on this host."""
+        return [seat for seat in self.groups if seat[0] == host]
+
     # --- what groups call ---------------------------------------------------------------------------------------------
 
+    def client(self, group: Group, like: Client | None = None) -> Client | Plain:
+        """Returns the client through which the group talks to the control store."""
+        if self.hosts is None:
+            return Plain(self.store, group.me, lambda: group.ended)
+        return self.hosts.client(group.me, group, like)
+
+    def _branch(self, view: View, after: View | None = None, log: int = 0, decided: int = 0) -> dict[str, Any]:
+        """Returns the fields that tell views of one epoch apart, where there may be several. ``log``: number of claims that
+        the writer had read; ``decided``: number of claims when it decided on the view."""
+        if self.hosts is None:
+            return {}
+        return {"view": lineage.digest(view), "after": after and lineage.digest(after), "log": log, "decided": decided}
+
+    def under(self, view: View) -> dict[str, Any]:
+        """Returns the field of a line that names its view."""
+        return {"view": lineage.digest(view)} if self.hosts is not None else {}
+
     def contribution(self, microbatch: Microbatch) -> int:
-        return checkers.contribution(microbatch, self.job.shards, self.job.per_shard)
+        return invariants.contribution(microbatch, self.job.shards, self.job.per_shard)
 
     def seconds(self, group: Group, microbatch: Microbatch) -> float:
-        """What the group measures: often twice or four times what others do, now and then for several steps."""
+        """Returns the duration that the group measures: often a multiple of that of others, at times for several steps."""
         who = f"{self.scenario.seed} {group.me}.{group.incarnation}"
         lasting, passing = random.Random(f"lasting {who}"), random.Random(f"passing {who} {microbatch}")
         return lasting.choice([1, 1, 1, 3]) * passing.choice([1, 1, 1, 1, 2, 5]) * passing.uniform(0.5, 0.7)
 
     def order_to_save(self, group: Group) -> None:
-        """Now and then. It is heard by everybody, sooner or later; what it says of the protocol's times changes nothing."""
+        """Order a save at some boundaries. Each group is told of it at its own time."""
         state, view = group.state, group.state.view
         dice = random.Random(f"save {self.scenario.seed} {group.me}.{group.incarnation} {state.step}")
         if dice.random() > SAVE_SHARE:
             return
-        writers = saving.writers(view.live, {}, ())
+        writers = checkpoint_protocol.writers(view.live, {}, ())
         attempt = f"{group.me}.{group.incarnation}-{state.step}-{view.epoch}"
-        order = saving.Saves(state.step + dice.randint(1, 2), view.epoch, attempt, writers, group.me)
+        order = checkpoint_protocol.Saves(state.step + dice.randint(1, 2), view.epoch, attempt, writers, group.me)
         for _, other in sorted(self.groups.items()):
-            self.kernel.after(dice.uniform(0.0, 6.0), lambda other=other: other.told_to_save(order))
+            self.kernel.after(dice.uniform(0.0, 6.0), partial(other.told_to_save, order))
 
     def deliver(self, sender: GroupId, target: GroupId, incarnation: int, key: tuple, value: Any) -> None:
-        """Send to one incarnation, over a connection to that process; nobody else ever gets it."""
+        """Send to one incarnation, over a connection to that process; no other incarnation gets it."""
 
         def arrive() -> None:
             seeker = self.seekers.get(target)
@@ -150,22 +202,28 @@ class Cluster:
 
         self.network.send(sender, target, arrive)
 
-    def decide(self, store: Store, by: GroupId, view: View) -> View:
-        """At the store: the first view of an epoch stands."""
+    def decide(self, store: Store, by: Group, view: View) -> View:
+        """At the store: the first view of an epoch stands. One may be written to several stores."""
         standing = store.create(("view", view.epoch), view)
         if standing is view:
-            self.record("view", by=by, **view.to_json())
+            branch = self._branch(view, by.state.view, by.read, by.decided) if self.hosts is not None else {}
+            if not branch or branch["view"] not in self.written:
+                self.record("view", by=by.me, **view.to_json(), **branch)
+                self.written.add(branch.get("view", ""))
         return standing
 
     def stopped(self, group: Group, reason: str) -> None:
         """The process ends by itself; its agent sees that like any other end."""
         fields = {"group": group.me, "incarnation": group.incarnation, "epoch": group.state.view.epoch}
         self.record("stop", **fields, reason=reason, synced=group.state.synced)
+        if self.hosts is not None and group.me not in self.hosts.agents:
+            self._gone(group)
+            return
         self._gone(group)
         self._tell_end(group.me, group.incarnation, "stopped by itself")
 
     def look_for_end(self) -> None:
-        """It is over when nobody is left, or every living group is done."""
+        """The history is over when no group is left, or every living group is done."""
         if not self.groups:
             self.over = "nobody is left"
         elif all(group.done for group in self.groups.values()):
@@ -173,11 +231,15 @@ class Cluster:
 
     # --- life and death -----------------------------------------------------------------------------------------------
 
-    def _enter(self, me: GroupId, view: View, following: Following | None = None) -> None:
+    def _enter(self, me: GroupId, view: View, following: Following | None = None, like: Client | None = None) -> None:
         rng = self.rng
-        pace = Pace(rng.uniform(0.5, 1.5), rng.uniform(0.1, 1.0), rng.uniform(0.3, 1.0), PATIENCE, rng.uniform(-9e5, 9e5))
+        pace = Pace(
+            rng.uniform(0.5, 1.5), rng.uniform(0.1, 1.0), rng.uniform(0.3, 1.0), PATIENCE, rng.uniform(-9e5, 9e5)
+        )
         group = Group(self, me, view, pace, following)
-        self.record("enter", group=me, incarnation=group.incarnation, epoch=view.epoch, view=view.to_json())
+        fields = {"group": me, "incarnation": group.incarnation, "epoch": view.epoch, "view": view.to_json()}
+        self.record("enter", **fields, **({"branch": lineage.digest(view)} if self.hosts is not None else {}))
+        group.client = self.client(group, like)
         self.groups[me, group.incarnation] = group
         group.start()
 
@@ -188,16 +250,30 @@ class Cluster:
 
     def _tell_end(self, me: GroupId, incarnation: int, detail: str) -> None:
         """An agent saw the process end, or somebody believes it did."""
-        ended = detector.Ended(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
+        ended = signals.Ended(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
         delay = self.rng.uniform(0.05, 3.0)
-        self.kernel.after(delay, lambda: self.store.call(me, lambda store: store.append(ended), lambda: False))
+        if self.hosts is None:
+            self.kernel.after(delay, lambda: self.store.call(me, lambda store: store.append(ended), lambda: False))
+        elif me in self.hosts.agents:
+            agent = self.hosts.agents[me]
+            self.kernel.after(delay, lambda: agent.client.awake(lambda: agent.say(ended)))
+
+    def host_dies(self, host: int) -> None:
+        self.record("fault", what=f"at {self.kernel.now:.2f}: host dies {host}")
+        self._kill(host, noticed=False)
 
     def _kill(self, me: GroupId, noticed: bool) -> None:
+        if not noticed and self.hosts is not None:
+            self.hosts.die(me)
         if me in self.seekers:
             self._kill_seeker(me, "killed")
         group = self.newest(me)
         if group is None:
             return
+        if not noticed and self.hosts is not None:  # older starts, which were frozen, are gone with their host
+            for older in [self.groups[seat] for seat in sorted(self.seats_on(me)) if seat[1] != group.incarnation]:
+                self.record("dead", group=me, incarnation=older.incarnation)
+                self._gone(older)
         self.record("dead", group=me, incarnation=group.incarnation)
         self._gone(group)
         if noticed:
@@ -207,7 +283,7 @@ class Cluster:
                 self._reset(peer, group.state.view.epoch)
         if noticed:
             for _, following in group.followers:
-                self.kernel.after(self.rng.uniform(0.01, 2.0), lambda f=following: f.lose((me, group.incarnation)))
+                self.kernel.after(self.rng.uniform(0.01, 2.0), partial(following.lose, (me, group.incarnation)))
 
     def aborted(self, group: Group, epoch: int) -> None:
         """Its connections of that epoch break; the peers see it sooner or later."""
@@ -226,12 +302,24 @@ class Cluster:
         if me in self.seekers or (older is not None and not older.frozen):
             return
         self.starts[me] = self.starts.get(me, 0) + 1
-        self.seekers[me] = Seeker(self.starts[me])
+        self.seekers[me] = seeker = Seeker(self.starts[me])
+        if self.hosts is not None:
+            self.hosts.boot(me)
+            seeker.frozen_until = self.hosts.frozen.get(me, 0.0)
+            seeker.client = self.hosts.client(me, seeker)
+        else:
+            seeker.client = Plain(self.store, me, lambda: seeker.gone)
         self._seek(me, self.seekers[me])
 
     def _seek(self, me: GroupId, seeker: Seeker) -> None:
-        """What a group that comes back does now and then, until it has its seat."""
+        """Let a joining group ask for a state or for membership, at intervals, until it is a member."""
         if seeker.gone or self.over:
+            return
+        if self.kernel.now < seeker.frozen_until:
+            self.kernel.at(seeker.frozen_until, lambda: self._seek(me, seeker))
+            return
+        if seeker.fenced:
+            self._kill_seeker(me, seeker.fenced)
             return
         following, now = seeker.following, self.kernel.now
         if following is not None and following.asked is not None:
@@ -244,8 +332,10 @@ class Cluster:
             seeker.following = self._follow(me, seeker)
         elif following.advance() is not None:
             following.asked = now
-            asking = detector.Asking(me, seeker.incarnation, following.donors, following.newest)
-            self.store.call(me, lambda store: store.append(asking), lambda: seeker.gone)
+            asking = signals.Asking(me, seeker.incarnation, following.donors, following.newest)
+            seeker.asking = asking
+            assert seeker.client is not None
+            seeker.client.call(lambda store: store.append(asking))
         self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
 
     def _follow(self, me: GroupId, seeker: Seeker) -> Following | None:
@@ -256,7 +346,7 @@ class Cluster:
         following = Following(tuple(self.rng.sample(able, min(len(able), self.rng.randint(1, 2)))), self.kernel.now)
         for donor in following.donors:
             group, who = self.groups[donor], (me, seeker.incarnation)
-            self.network.send(me, donor[0], lambda group=group, who=who: group.followed_by(who, following))
+            self.network.send(me, donor[0], partial(group.followed_by, who, following))
         return following
 
     def _look_for_seat(self, me: GroupId, seeker: Seeker) -> None:
@@ -268,16 +358,19 @@ class Cluster:
         def answer(view: View | bool) -> None:
             if seeker.gone:
                 return
-            if view:
+            if isinstance(view, View):
                 del self.seekers[me]
-                self._enter(me, view, seeker.following)
+                seeker.gone = self.hosts is not None  # its client has ended with it
+                like = seeker.client if isinstance(seeker.client, Client) else None
+                self._enter(me, view, seeker.following, like)
                 for message in seeker.inbox:
                     if (me, seeker.incarnation) in self.groups:  # any of them may be its last
                         self.groups[me, seeker.incarnation].receive(*message)
             else:
                 self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
 
-        self.store.call(me, find, lambda: seeker.gone).then(answer)
+        assert seeker.client is not None
+        seeker.client.call(find).then(answer)
 
     def _kill_seeker(self, me: GroupId, how: str) -> None:
         seeker = self.seekers.pop(me)
@@ -291,17 +384,18 @@ class Cluster:
     def _strike(self, fault: Fault) -> None:
         self.record("fault", what=str(fault))
         until = self.kernel.now + fault.lasts
-        everybody = [STORE, *range(self.job.shards + 2)]
+        everybody = [STORE, *range(self.job.shards + 3)]
+        store = self.store if self.hosts is None else self.hosts.newest
         group = self.newest(fault.targets[0]) if fault.targets else None
         match fault.kind, fault.targets:
-            case ("kill" | "vanish"), (me,):
+            case (("kill" | "vanish"), (me,)):
                 self._kill(me, noticed=fault.kind == "kill")
             case "start", (me,):
                 self._start(me)
             case "freeze", (me,) if group is not None:
                 group.freeze(until)
             case "accuse", (me,) if group is not None:
-                self._tell_end(me, group.incarnation, "taken for dead")
+                self._accuse(group)
             case "break", (me,) if group is not None:
                 group.reset(group.state.view.epoch)
             case "cut", (source, target):
@@ -314,9 +408,50 @@ class Cluster:
             case "lose", ():
                 self.network.lose(0.3, until)
             case "store dies", ():
-                self.store.die(fault.lasts)
+                store.die(fault.lasts)
             case "store freezes", ():
-                self.store.freeze(fault.lasts)
+                store.freeze(fault.lasts)
+            case _ if self.hosts is not None:
+                self._strike_host(self.hosts, fault)
+
+    def _strike_host(self, hosts: Hosts, fault: Fault) -> None:
+        """Faults of a world with fail-over; without a target, of the host of the newest claim."""
+        until = self.kernel.now + fault.lasts
+        target = fault.targets[0] if fault.targets else hosts.disk.log[-1].host
+        match fault.kind:
+            case "host dies":
+                self._kill(target, noticed=False)
+            case "successor dies":
+                hosts.doomed = True
+            case "host freezes":
+                hosts.freeze(target, fault.lasts)
+                for seat in self.seats_on(target):
+                    self.groups[seat].freeze(until)
+                if target in self.seekers:
+                    self.seekers[target].frozen_until = until
+            case "host isolated" | "split":
+                side = fault.targets or [target]
+                others = [other for other in {*hosts.agents, *self.scenario.hosts} if other not in side]
+                self.network.cut(side, others, until)
+                self.network.cut(others, side, until)
+            case "disk away":
+                hosts.disk.away(fault.targets, until)
+            case "disk away from all":
+                hosts.disk.away({*hosts.agents, *self.scenario.hosts}, until)
+            case "disk slow":
+                hosts.disk.slow(fault.targets, until)
+            case "claims race":
+                for host in fault.targets:
+                    if hosts.runs(host):
+                        hosts.agents[host].take_over("it was told to")
+
+    def _accuse(self, group: Group) -> None:
+        """Everybody is told that it is dead; it is not."""
+        if self.hosts is None:
+            self._tell_end(group.me, group.incarnation, "taken for dead")
+        elif group.me in self.hosts.agents:
+            said = signals.GivenUp(group.me, 0, 0, f"host{group.me}", "is taken for dead", group.incarnation)
+            self.hosts.agents[group.me].say(said)
 
 
 def _job(scenario: Scenario) -> Job:

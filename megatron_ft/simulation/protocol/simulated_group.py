@@ -1,11 +1,11 @@
-"""One simulated group: the shell of ``runtime.leader`` and ``runtime.watcher``, without processes and tensors.
+"""One simulated group: the shell of ``worker.group_leader`` and ``coordination.watcher``, without processes and tensors.
 
-It carries out what ``core.recovery`` decides and decides nothing itself. The training thread does one thing at a time
-and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
-all-reduce is everybody sending its part to everybody, so each bucket finishes at some groups and not at others when
+It carries out what ``core.protocol.machine`` decides and decides nothing itself. The training thread does one thing at a
+time and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
+all-reduce is every group sending its part to every other, so each bucket finishes at some groups and not at others when
 one of them dies: more ways to break than a ring has.
 
-A gradient is a number with one counter per microbatch (``faults.checkers.contribution``), the model a hash of all
+A gradient is a number with one counter per microbatch (``runlog.invariants.contribution``), the model a hash of all
 gradients it has taken. How long a group *says* it needs has nothing to do with how long it takes: whatever is measured, all
 must plan alike.
 """
@@ -16,16 +16,21 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from megatron_ft.core import detector, recovery, saving
-from megatron_ft.sim.following import Donor, Following, Outcome
-from megatron_ft.sim.kernel import Future, Thread
-from megatron_ft.sim.store import Operation, Store
-from megatron_ft.types import GroupId, View
+from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
+from megatron_ft.core.lifecycle.store_failover import Claim
+from megatron_ft.core.protocol import machine, signals
+from megatron_ft.runlog import lineage
+from megatron_ft.simulation.protocol.kernel import Future, Thread
+from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
+from megatron_ft.simulation.protocol.simulated_store import Operation, Store
+from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain
+from megatron_ft.types import GroupId, View, given
 
 if TYPE_CHECKING:
-    from megatron_ft.sim.cluster import Cluster
+    from megatron_ft.simulation.protocol.simulated_cluster import Cluster
 
 Body = Generator[Future, Any, Any]
 """Part of the training thread: yields what it waits for."""
@@ -39,7 +44,7 @@ class Pace:
     update: float = 0.5
     poll: float = 1.0
     patience: float = 25.0
-    """After so long a collective is given up."""
+    """A collective is given up after this time."""
     clock: float = 0.0
 
 
@@ -53,28 +58,36 @@ class Sum(NamedTuple):
 class Group:
     """One incarnation of a group, from its seat to its end."""
 
-    def __init__(self, cluster: Cluster, me: GroupId, view: View, pace: Pace, following: Following | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, me: GroupId, view: View, pace: Pace, following: Following | None = None
+    ) -> None:
         self.me, self.cluster, self.pace = me, cluster, pace
         self.incarnation = view.incarnations.get(me, 0)
-        self.state = recovery.start(me, cluster.job, view)
-        self.next = recovery.next_action(self.state)
+        self.state = machine.start(me, cluster.job, view)
+        self.next = machine.next_action(self.state)
         self.params = f"initial model of {me}.{self.incarnation}"
         self.reset_step()
         self.ended = False
         self.frozen_until = 0.0
         self.followers: list[tuple[Donor, Following]] = []
+        self.client: Client | Plain  # given by the cluster before :meth:`start`
+        self.read = 0
+        """Number of claims that it had read when it last proposed a view; ``decided``: that were there by then."""
+        self.decided = 0
+        self._report: machine.Report | None = None
+        self._said: list[signals.Reset] = []
         self._following = following
         if following is not None:
             following.arrived = self._poke
         self._backlog: list[Any] = []
-        self._inbox: deque[recovery.Event] = deque()
+        self._inbox: deque[machine.Event] = deque()
         self._inbound: dict[tuple, dict[GroupId, Any]] = {}
         self._open: View | None = None
         self._broken = ""
         self._nudge: Future | None = None
         self._heard = 0
         self._since = view.epoch
-        self._orders: list[saving.Saves] = []
+        self._orders: list[checkpoint_protocol.Saves] = []
         self._thread = Thread(self._train())
 
     def start(self) -> None:
@@ -89,7 +102,7 @@ class Group:
 
     @property
     def done(self) -> bool:
-        return self.state.finished and isinstance(self.next, recovery.Finish)
+        return self.state.finished and isinstance(self.next, machine.Finish)
 
     # --- what happens to the process ----------------------------------------------------------------------------------
 
@@ -119,9 +132,7 @@ class Group:
 
     def _listen(self) -> None:
         """The watcher: wait for the next entries of the log, hear them, wait for those after."""
-        index = self._heard
-        future = self.cluster.store.call(self.me, lambda store: store.news(index), lambda: self.ended)
-        future.then(self._heard_notices)
+        self.client.call(lambda store: store.news(self._heard)).then(self._heard_notices)
 
     def _heard_notices(self, notices: list[Any]) -> None:
         self._heard += len(notices)
@@ -135,9 +146,11 @@ class Group:
         if self.frozen:
             self._backlog.append(notice)
             return
-        event = detector.judge(notice)
+        self._take_in(cast(machine.Event, signals.judge(notice)))
+
+    def _take_in(self, event: machine.Event) -> None:
         self._inbox.append(event)
-        if self._open is not None and detector.ends(event, self._open, self.state.step):
+        if self._open is not None and signals.ends(cast(signals.Verdict, event), self._open, self.state.step):
             self._broken = self._broken or "aborted by a notice"
         self._poke()
 
@@ -164,57 +177,154 @@ class Group:
             while self._inbox:
                 yield from self._feed(self._inbox.popleft())
             match self.next:
-                case recovery.Compute(microbatch=microbatch):
+                case machine.Compute(microbatch=microbatch):
                     yield self._sleep(self.pace.compute)
                     gradient = self.cluster.contribution(microbatch)
                     self.local = [part + gradient for part in self.local]
                     self.seconds[self.me] = self.cluster.seconds(self, microbatch)
-                    yield from self._feed(recovery.Computed(microbatch))
-                    if awaited := recovery.awaited(self.state):
+                    yield from self._feed(machine.Computed(microbatch))
+                    if awaited := machine.awaited(self.state):
                         yield from self._glance(awaited.epoch, awaited.missing)
-                case recovery.Connect(view=view):
+                case machine.Connect(view=view):
                     yield from self._attempt(self._connect(view))
-                case recovery.Transfer(view=view):
+                case machine.Transfer(view=view):
                     yield from self._attempt(self._transfer(view))
-                case recovery.Follow(step=step):
+                case machine.Follow(step=step):
                     yield from self._follow(step)
-                case recovery.Reduce(step=step, buckets=buckets):
+                case machine.Reduce(step=step, buckets=buckets):
                     yield from self._attempt(self._reduce(step, buckets))
-                case recovery.Update(step=step):
+                case machine.Update(step=step):
                     yield from self._update(step)
-                case recovery.AwaitView(epoch=epoch, missing=missing):
+                case machine.AwaitView(epoch=epoch, missing=missing):
                     yield from self._await_view(epoch, missing)
-                case recovery.Finish():
+                case machine.Finish():
                     yield from self._finish()
-                case recovery.Stop(reason=reason):
+                case machine.Stop(reason=reason):
                     self.cluster.stopped(self, reason)
                     return
 
-    def _feed(self, event: recovery.Event) -> Body:
-        self.state, actions = recovery.step(self.state, event, self.cluster.kernel.now + self.pace.clock)
+    def _feed(self, event: machine.Event) -> Body:
+        self.state, actions = machine.step(self.state, event, self.cluster.kernel.now + self.pace.clock)
         self.next = actions[-1]
         for action in actions[:-1]:
             match action:
-                case recovery.Abort(epoch=epoch, in_order=in_order):
+                case machine.Abort(epoch=epoch, in_order=in_order):
                     self._open = None
                     if not in_order:  # a real communicator shuts its sockets down
                         self.cluster.aborted(self, epoch)
-                case recovery.Publish(report=report):
-                    yield self._ask(lambda store, r=report: store.set(("report", r.epoch, r.group), r))
-                case recovery.Announce(epoch=epoch, reason=reason, after=after):
+                case machine.Publish(report=report):
+                    self._report = report
+                    yield self._ask(methodcaller("set", ("report", report.epoch, report.group), report))
+                case machine.Announce(epoch=epoch, reason=reason, after=after):
                     yield self._announce(epoch, reason, after)
-                case recovery.Propose(view=view):
-                    standing = yield self._ask(lambda store, v=view: self.cluster.decide(store, self.me, v))
+                case machine.Propose(view=view):
+                    if self.client.fails_over:
+                        if action.reads_log and not (yield from self._sealed(action)):
+                            return
+                        self.read = len(self._claimant.claims)
+                    (standing,) = yield self._ask(self._decision(view))
+                    if standing is None:
+                        return
                     yield from self._adopt(standing)
                     return
 
     def _adopt(self, view: View) -> Body:
         if view.epoch > self.state.view.epoch:
-            self.cluster.record("adopt", group=self.me, incarnation=self.incarnation, view=view.to_json())
-            yield from self._feed(recovery.ViewSeen(view))
+            fields = {"group": self.me, "incarnation": self.incarnation, "view": view.to_json()}
+            self.cluster.record("adopt", **fields, **self._branch("branch", view))
+            yield from self._feed(machine.ViewSeen(view))
+
+    def _branch(self, name: str, view: View) -> dict[str, str]:
+        """Which of the views of its epoch that is, where there may be several."""
+        return {name: lineage.digest(view)} if self.client.fails_over else {}
+
+    @property
+    def _claimant(self) -> Client:
+        assert isinstance(self.client, Client), "only where the store fails over are there claims"
+        return self.client
+
+    # --- claims -------------------------------------------------------------------------------------------------------
+
+    def _sealed(self, proposal: machine.Propose) -> Body:
+        """Read the log of claims to its end, and fence the seats that may live; False: there was news, so decide anew."""
+        self.decided = len(self._claimant.world.disk.log)
+        while True:
+            decided = yield from self._unless_decided(self._claimant.read())
+            if decided or self._inbox:
+                return False
+            need = set(proposal.fence) - store_failover.fenced(self._claimant.claims)
+            if not need:
+                return True
+            if not store_failover.may_claim([self.seat], self._claimant.claims):
+                return False
+            why = proposal.view.reason
+            claim = store_failover.fence(self._claimant.claims[-1], need, self.me, why)
+            if (yield from self._unless_decided(self._claimant.create(claim, [self.seat]))):
+                return False
+
+    def _unless_decided(self, done: Future) -> Body:
+        """Wait for the directory, which may be slow; True as soon as the next view stands, by any writer."""
+        epoch, answers = self.state.view.epoch, list[Any]()
+
+        def answered(answer: Any) -> None:
+            answers.append(answer)
+            self._poke()
+
+        done.then(answered)
+        while not answers:
+            yield self._wait(self.cluster.kernel.now + self.pace.poll)
+            if not answers:
+                view, _ = yield self._ask(lambda store: look(store, epoch, ()))
+                if view is not None:
+                    yield from self._adopt(view)
+                    return True
+        return False
+
+    def _decision(self, view: View) -> Operation:
+        """Write the view, if no other stands; not to another store than the reports are from that it was decided by."""
+        if not self.client.fails_over:
+            return lambda store: [self.cluster.decide(store, self, view)]
+        client = self._claimant
+        token = client.token
+        return lambda store: [self.cluster.decide(store, self, view) if token == client.token else None]
+
+    @property
+    def seat(self) -> store_failover.Seat:
+        return self.me, self.incarnation
+
+    @property
+    def gone(self) -> bool:
+        return self.ended
+
+    def knows(self) -> list[Operation]:
+        """The view comes first, so that no group that has missed it decides on another; then the entries of its epoch."""
+        view, report = self.state.view, self._report
+        operations: list[Operation] = [
+            lambda store: [True] if store.create(("view", view.epoch), view) == view else CONFLICT
+        ]
+        if self.state.reported and report is not None and report.epoch == view.epoch:
+            operations.append(lambda store: store.set(("report", report.epoch, report.group), report))
+        said = [signal for signal in self._said if signal.epoch >= view.epoch]
+        return operations + [lambda store, signal=signal: store.append(signal) for signal in said]
+
+    def reads(self, claim: Claim) -> None:
+        """The group ends if the claim fences it; the other fenced seats count as dead."""
+        if self.seat in claim.fenced:
+            self.cluster.stopped(self, f"left out by claim {claim.number}: {claim.reason}")
+            return
+        for died in store_failover.verdicts(claim):
+            self._take_in(died)
+
+    def moves(self) -> None:
+        self._heard = 0
+        self._take_in(machine.Replaced())
+
+    def conflicts(self) -> None:
+        epoch = self.state.view.epoch
+        self.cluster.stopped(self, f"the store was rebuilt with another view {epoch} than this group follows")
 
     def _attempt(self, operation: Body) -> Body:
-        """Run an operation of the present epoch; if it breaks, tell the core, and the others who may not know."""
+        """Run an operation of the present epoch; if it breaks, tell the core, and the other groups, which may not know."""
         epoch = self.state.view.epoch
         reason = yield from operation
         if not reason:
@@ -227,7 +337,7 @@ class Group:
     def _break(self, reason: str) -> Body:
         epoch = self.state.view.epoch
         yield self._announce(epoch, reason)
-        yield from self._feed(recovery.Broke(epoch, f"group {self.me}: {reason}"))
+        yield from self._feed(machine.Broke(epoch, f"group {self.me} reports: {reason}"))
 
     def _connect(self, view: View) -> Body:
         """Say hello to every member, and wait until all have; a notice ends it, and is heard first."""
@@ -238,7 +348,7 @@ class Group:
             return ""
         if not missing:
             self._open = view
-            yield from self._feed(recovery.Connected(view.epoch))
+            yield from self._feed(machine.Connected(view.epoch))
         return missing
 
     def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
@@ -253,7 +363,7 @@ class Group:
             if broken:
                 return broken
             self.reduced[bucket] = _sum(self._inbound[key][group] for group in view.live)
-            yield from self._feed(recovery.Reduced(bucket))
+            yield from self._feed(machine.Reduced(bucket))
         return ""
 
     def _transfer(self, view: View) -> Body:
@@ -262,10 +372,11 @@ class Group:
         if self.me == view.source:
             self._send(view.behind, ("state", view.epoch), Outcome(self.state.step, self.params, self.state.speeds))
         elif self.me in view.behind:
-            broken = yield from self._gather(("state", view.epoch), (view.source,))
+            source = given(view.source)
+            broken = yield from self._gather(("state", view.epoch), (source,))
             if broken:
                 return broken
-            outcome = self._inbound["state", view.epoch][view.source]
+            outcome = self._inbound["state", view.epoch][source]
         received: dict[int, Sum] = {}
         for bucket, lacking in view.missing.items():
             key, owner = ("bucket", view.epoch, bucket), view.final[bucket]
@@ -279,7 +390,7 @@ class Group:
         if outcome is not None:
             self._take(outcome, view)
         self.reduced.update(received)
-        yield from self._feed(recovery.Transferred(view.epoch, outcome and outcome.speeds))
+        yield from self._feed(machine.Transferred(view.epoch, outcome and outcome.speeds))
         return ""
 
     def _take(self, outcome: Outcome, view: View) -> None:
@@ -294,11 +405,12 @@ class Group:
         parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
         sums = [part.gradient for part in parts]
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
-        fields = {"group": self.me, "incarnation": self.incarnation, "epoch": self.state.view.epoch}
+        fields: dict[str, Any] = {"group": self.me, "incarnation": self.incarnation, "epoch": self.state.view.epoch}
         known = self.state.speeds.to_json()
+        fields |= self._branch("view", self.state.view)
         self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params, speeds=known)
         self.reset_step()
-        yield from self._feed(recovery.Updated(step, parts[0].seconds))
+        yield from self._feed(machine.Updated(step, parts[0].seconds))
         self._hand_on()
         self._save()
 
@@ -312,7 +424,10 @@ class Group:
         if view is not None:
             yield from self._adopt(view)
             return True
-        yield from self._feed(recovery.ReportsSeen(tuple(reports)) if reports else recovery.Tick())
+        if (
+            reports or not self.client.fails_over or self._claimant.log_answers
+        ):  # else others may not know of this store
+            yield from self._feed(machine.ReportsSeen(tuple(reports)) if reports else machine.Tick())
         return bool(reports)
 
     def _finish(self) -> Body:
@@ -327,7 +442,7 @@ class Group:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def told_to_save(self, order: saving.Saves) -> None:
+    def told_to_save(self, order: checkpoint_protocol.Saves) -> None:
         """The order has come, at any time after it was given."""
         if not self.ended:
             self._orders.append(order)
@@ -336,7 +451,7 @@ class Group:
         """At a boundary: write the parts that are due, and now and then give an order, if that is this group's to do."""
         state = self.state
         for order in list(self._orders):
-            said = saving.answer(order, self.me, state.step, state.view, state.synced, self._since)
+            said = checkpoint_protocol.answer(order, self.me, state.step, state.view, state.synced, self._since)
             if said is None:
                 continue
             self._orders.remove(order)
@@ -347,7 +462,7 @@ class Group:
         if self.me == min(state.view.live) and not state.finished:
             self.cluster.order_to_save(self)
 
-    # --- who comes back -----------------------------------------------------------------------------------------------
+    # --- joining groups -----------------------------------------------------------------------------------------------
 
     def followed_by(self, who: Donor, following: Following) -> None:
         """Another process wants the state this one stands at, and all that comes of it."""
@@ -368,19 +483,20 @@ class Group:
         self.cluster.network.send(self.me, who[0], lambda: following.take(me, outcome))
 
     def _follow(self, step: int) -> Body:
-        """Until it stands where the view does; not beyond: what a donor has made of ``step`` may be made again."""
+        """Advance to the step of the view and not beyond: a donor's result of ``step`` may be made again."""
         deadline = self._seated + self.pace.patience
+        following = given(self._following)
         while not self._inbox:
-            outcome = self._following.advance(step)
+            outcome = following.advance(step)
             if outcome is not None and outcome.step >= step:
                 if outcome.step > step:
-                    yield from self._feed(recovery.Strayed(f"it stands at {outcome.step}, the others at {step}"))
+                    yield from self._feed(machine.Strayed(f"it stands at {outcome.step}, the others at {step}"))
                     return
                 self._take(outcome, self.state.view)
-                yield from self._feed(recovery.Followed(outcome.speeds))
+                yield from self._feed(machine.Followed(outcome.speeds))
                 return
-            if self._following.lost or self.cluster.kernel.now >= deadline:
-                yield from self._feed(recovery.Strayed("a donor is gone"))
+            if following.lost or self.cluster.kernel.now >= deadline:
+                yield from self._feed(machine.Strayed("a donor is gone"))
                 return
             yield self._wait(deadline)
 
@@ -401,7 +517,7 @@ class Group:
             yield self._wait(deadline)
 
     def _wait(self, deadline: float) -> Future:
-        """Until something is heard or received, at most until the deadline."""
+        """Wait for a notice or a message, at most until the deadline."""
         self._nudge = Future()
         self.cluster.kernel.at(max(deadline, self.cluster.kernel.now), self._nudge.resolve)
         return self._nudge
@@ -419,10 +535,11 @@ class Group:
                 self.cluster.deliver(self.me, target, self.state.view.incarnations.get(target, 0), key, value)
 
     def _ask(self, operation: Operation) -> Future:
-        return self.cluster.store.call(self.me, operation, lambda: self.ended)
+        return self.client.call(operation)
 
     def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
-        signal = detector.Reset(epoch, self.me, reason, after)
+        signal = signals.Reset(epoch, self.me, reason, after)
+        self._said = [*(said for said in self._said if said.epoch >= epoch), signal]
         return self._ask(lambda store: store.append(signal))
 
 
@@ -434,7 +551,9 @@ def _sum(parts: Iterable[Sum]) -> Sum:
 _HEARD = "a notice has come in"
 
 
-def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[recovery.Report]]:
+def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[machine.Report]]:
     """The view after ``epoch`` if there is one, and the reports of these groups that are there."""
     keys = [("report", epoch, group) for group in missing]
-    return store.values.get(("view", epoch + 1)), [store.values[key] for key in keys if key in store.values]
+    later = [key for key in store.values if key[0] == "view" and key[1] > epoch] if store.forgets else ()
+    following = min(later, default=("view", epoch + 1))
+    return store.values.get(following), [store.values[key] for key in keys if key in store.values]

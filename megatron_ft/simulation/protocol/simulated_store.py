@@ -1,4 +1,4 @@
-"""The simulated control store: the operations of ``runtime.store`` as one actor behind the network.
+"""The simulated control store: the operations of ``coordination.store`` as one actor behind the network.
 
 It can be dead for a while (requests are lost, clients try again) or frozen (requests wait); what it holds survives both.
 A request whose answer was lost is sent again and answered from memory, so it takes effect once.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ft.sim.kernel import Future, Kernel
-from megatron_ft.sim.network import STORE, Host, Network
+from megatron_ft.simulation.protocol.kernel import Future, Kernel
+from megatron_ft.simulation.protocol.network import STORE, Host, Network
 
 RETRY = 2.0
 """A client that gets no answer sends its request again after this time."""
 
 Operation = Callable[["Store"], Any]
-"""What a request does; None means: not yet, ask again when something has changed."""
+"""A request; it returns None if it has to be asked again when something has changed."""
 
 
 class Request:
@@ -52,14 +52,18 @@ class Request:
 
 
 class Store:
-    """Keys, and the log of notices. ``call`` is what clients use."""
+    """Keys, and the log of notices. ``call`` is what clients use where the store never moves (``client``).
 
-    def __init__(self, kernel: Kernel, network: Network) -> None:
-        self.kernel, self.network = kernel, network
+    ``forgets``: when it dies it comes back empty, and with another ``birth``.
+    """
+
+    def __init__(self, kernel: Kernel, network: Network, host: Host = STORE, forgets: bool = False) -> None:
+        self.kernel, self.network, self.host, self.forgets = kernel, network, host, forgets
+        self.birth = 0
         self.values: dict[tuple, Any] = {}
         self.notices: list[Any] = []
-        self.queue: list[Request] = []
-        self.parked: list[Request] = []
+        self.queue: list[Any] = []  # what has been sent (:class:`Request`, ``store_client.Attempt``) and waits here
+        self.parked: list[Any] = []
         self.dead_until = self.frozen_until = 0.0
 
     @property
@@ -94,21 +98,25 @@ class Store:
         return True
 
     def news(self, index: int) -> list[Any] | None:
-        """All notices from that one on: who has just come has a whole log to read."""
+        """Returns all notices from ``index`` on; a new process reads the whole log."""
         return self.notices[index:] or None
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def die(self, lasts: float) -> None:
-        """Gone for so long, with all connections: who waited for a notice has to ask again."""
-        self.dead_until = self.kernel.now + lasts
+        """The store is gone for this long, with all connections; processes that waited for a notice have to ask again."""
+        until = self.kernel.now + lasts
+        self.dead_until = max(self.dead_until, until) if self.forgets else until
+        if self.forgets:
+            self.values, self.notices = {}, []
+            self.birth += 1
         broken, self.parked = self.parked + self.queue, []
         self.queue = []
         for request in broken:
             request.again()
 
     def freeze(self, lasts: float) -> None:
-        """Answers nothing for so long, then everything."""
+        """The store answers nothing for this long, then everything."""
         self.frozen_until = max(self.frozen_until, self.kernel.now + lasts)
         self.kernel.at(self.frozen_until, self._thaw)
 

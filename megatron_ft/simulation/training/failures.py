@@ -1,7 +1,7 @@
-"""When which groups fail: one stream per trial, the same for every policy as far as it can be.
+"""The failures of one trial, the same for every policy as far as possible.
 
-With renewal of the system neither the times nor the numbers that name the victims depend on what a policy does: two
-policies of equal seed meet the same failures.
+With the renewal "system", neither the times nor the random numbers that choose the victims depend on the policy: two
+policies with equal seeds meet the same failures.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ft.faults.causes import MIX
-from megatron_ft.sim.training.setting import Failures, Setting
+from megatron_ft.simulation.training.setting import Failures, Setting
 from megatron_ft.types import GroupId
 
 _BLOCK = 4096
 
 
 class Failure(NamedTuple):
-    """``groups`` fail at ``time``, of ``cause``; one group, or the living ones of a rack."""
+    """``groups`` fail at ``time`` because of ``cause``: one group, or the live groups of a rack."""
 
     time: float
     groups: tuple[GroupId, ...]
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
 
 class Stream:
-    """Failures of one trial, in order: :meth:`next_time`, then :meth:`take`."""
+    """The failures of one trial, in order of time. Call :meth:`next_time`, then :meth:`take`."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self._failures: Failures = setting.failures
@@ -49,7 +49,8 @@ class Stream:
         self._time, self._victim = self._draw()
 
     def started(self, now: float, groups: Collection[GroupId]) -> None:
-        """These groups start anew: where each has a clock, that of a replaced one (or of every one) begins again."""
+        """Note that ``groups`` start anew. Where each group has a clock, the clocks of these, or of replaced ones,
+        restart."""
         if not self._each:
             return
         going = {group for _, group in self._clocks} | {self._victim}
@@ -60,18 +61,18 @@ class Stream:
         self._time, self._victim = self._draw()
 
     def next_time(self, targets: Collection[GroupId]) -> float:
-        """When the next of ``targets`` fails; what would hit a group that is gone hits nobody."""
+        """Return when the next of ``targets`` fails. A failure of any other group has no effect."""
         if not targets:
             return inf
         if self._failures.of_the_living and self._victim is not None and not self._each and not self._failures.trace:
             while targets and self._victim not in targets:
-                self._victim = (self._victim + 1) % self._groups  # the next one that lives, around the ring
+                self._victim = (self._victim + 1) % self._groups  # the next live group, cyclically
         while self._victim is not None and self._victim not in targets:
             self._time, self._victim = self._draw()
         return self._time
 
     def take(self, targets: Collection[GroupId]) -> Failure:
-        """What happens at :meth:`next_time`; the stream goes on to what comes after."""
+        """Return the failure at :meth:`next_time`, and advance to the one after it."""
         time, hit, failures = self.next_time(targets), self._victim, self._failures
         assert hit is not None, "there is no further failure to take"
         self._time, self._victim = self._draw()
@@ -85,7 +86,7 @@ class Stream:
         return Failure(time, (hit,), cause)
 
     def skip_to(self, time: float) -> None:
-        """Failures before ``time`` hit nobody: there was nothing to hit."""
+        """Drop the failures before ``time``, when no group ran."""
         while self._time < time:
             self._time, self._victim = self._draw()
 
@@ -96,7 +97,7 @@ class Stream:
         heapq.heapify(self._clocks)
 
     def _draw(self) -> tuple[float, GroupId | None]:
-        """The next failure, whoever it would hit; (infinity, None) when there is none."""
+        """Return the time and the group of the next failure; (infinity, None) when there is none."""
         if self._failures.trace:
             return next(self._recorded, (inf, None))
         if self._each:
@@ -110,7 +111,7 @@ class Stream:
 
 
 def _chances(failures: Failures, groups: int, seed: int) -> np.ndarray:
-    """Cumulative chances of the groups to be hit."""
+    """Return the cumulative weights with which groups are chosen to fail."""
     weights = np.ones(groups)
     frail = round(failures.frail_share * groups)
     weights[np.random.default_rng([seed, 3]).permutation(groups)[:frail]] = failures.frail_weight

@@ -1,7 +1,7 @@
-"""What each policy makes of a loss, in units of *stacks*: the time one group takes for one shard.
+"""Cost of a loss with each policy, in *stacks*: the time that one group takes for one shard.
 
-A policy knows who is live, how long the compute part of a step is now, and what a loss costs in the running step. It
-asks ``core`` for every decision; nothing is decided here.
+A policy knows the live groups, the compute part of a step, and the cost of a loss in the running step. ``core`` makes
+every decision.
 """
 
 from __future__ import annotations
@@ -10,52 +10,63 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ft.core import baselines, load, repair, replication, roles
-from megatron_ft.core.replication import Placement
+from megatron_ft.core.replication import placement
+from megatron_ft.core.replication.placement import Placement
+from megatron_ft.core.scheduling import quota_load
+from megatron_ft.core.scheduling.policies import baselines, recover_roles, stack_repair
 from megatron_ft.errors import ConfigError
-from megatron_ft.sim.training.setting import Setting
+from megatron_ft.simulation.training.setting import Setting
 from megatron_ft.types import GroupId
 
 
 @dataclass(frozen=True)
 class Loss:
-    """``patch``: stacks to compute one after the other before the step can be reduced again; or the end of the attempt."""
+    """Consequence of a loss: ``patch`` stacks to compute, one after the other, before the next all-reduce; or a
+    wipe-out."""
 
     patch: float = 0.0
     wiped_out: bool = False
 
 
 class Policy(Protocol):
+    """What a simulated run needs to know of a policy."""
+
     live: set[GroupId]
     hosts: int
     rejoins: bool
     plans_restarts: bool
+    spares_stragglers: bool
 
     def restart(self, gone: Collection[GroupId] = ()) -> None:
-        """All groups are back, except those that are gone for ever."""
+        """Make all groups live, except those that are lost for good."""
 
     def stacks(self) -> float:
-        """How many stacks a group computes in a step, one after the other."""
+        """Return the number of stacks that a group computes in a step, one after the other."""
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
-        """These live groups are lost in the running step."""
+        """Remove live groups that are lost in the running step."""
 
     def begin_step(self) -> None:
-        """The step is committed, another one begins."""
+        """Begin the step after a committed one."""
 
     def rejoin(self, group: GroupId) -> None:
-        """A lost group is back, at a step boundary."""
+        """Add a lost group that is back, at a step boundary."""
 
 
-class _Base:
-    """Everybody live at the start. ``rejoins``: lost groups come back; ``plans_restarts``: otherwise a restart may pay.
+class _Base(Policy):
+    """A policy with all groups live at the start.
 
-    ``stacked``: a group reads ``redundancy`` shards in every step, else only its own. ``whole``: its placement is made for
-    all groups, so a restart needs all of them.
+    Attributes:
+        rejoins: Lost groups come back.
+        plans_restarts: A planned restart may be worth its time.
+        spares_stragglers: A straggler gets less work; with the other policies it delays all groups.
+        stacked: A group reads ``redundancy`` shards in every step, otherwise only its own.
+        whole: The placement is made for all groups, so a restart needs all of them.
     """
 
     rejoins = False
     plans_restarts = False
+    spares_stragglers = False
     stacked = False
     whole = False
 
@@ -66,8 +77,8 @@ class _Base:
         self.hosts = setting.redundancy if self.stacked else 1
         if self.whole and setting.restart_finds != "everybody":
             raise ConfigError(
-                f"restart_finds is {setting.restart_finds!r}; {type(self).__name__.lower()} is laid out for all groups and "
-                f"cannot restart with fewer: simulate it with everybody, or another policy"
+                f"restart_finds is {setting.restart_finds!r}; {type(self).__name__.lower()} has a placement for all groups "
+                f'and cannot restart with fewer: simulate it with "everybody", or another policy'
             )
         self.live: set[GroupId] = set()
         self.restart()
@@ -76,14 +87,14 @@ class _Base:
         self.live = set(range(self.groups)) - set(gone)
 
     def begin_step(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def rejoin(self, group: GroupId) -> None:
-        raise AssertionError(f"{type(self).__name__} knows no rejoin, group {group} cannot come back")
+        raise AssertionError(f"{type(self).__name__} has no rejoin, group {group} cannot come back")
 
 
 class Restart(_Base):
-    """Checkpoint-restart: any loss ends the attempt. Who restarts shares the whole global batch."""
+    """Checkpoint-restart: any loss ends the attempt. The groups that restart share the whole global batch."""
 
     def stacks(self) -> float:
         total, world = self.groups * self.per_shard, len(self.live)
@@ -97,7 +108,7 @@ class Restart(_Base):
 
 
 class Replication(_Base):
-    """r copies compute the same r shards; a set without a living copy is a wipe-out (SPARe's baseline)."""
+    """r copies compute the same r shards; a set without a live copy is a wipe-out (SPARe's baseline)."""
 
     stacked = True
     whole = True
@@ -121,14 +132,14 @@ class Replication(_Base):
 
 
 class Spare(_Base):
-    """SPARe: ReCtlr on stacks (core.repair)."""
+    """SPARe: ReCtlr on stacks (``core.scheduling.policies.stack_repair``)."""
 
     stacked = True
     whole = True
 
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
-        self._stacks = repair.Stacks(_placement(self.setting))
+        self._stacks = stack_repair.Stacks(_placement(self.setting))
 
     def stacks(self) -> float:
         return float(self._stacks.S)
@@ -148,15 +159,15 @@ class Spare(_Base):
 
 
 class Recover(_Base):
-    """ReCoVer: roles (core.roles); a promotion costs nothing, a policy boundary b microbatches."""
+    """ReCoVer: roles (``recover_roles``); a promotion costs nothing, a policy boundary costs b microbatches."""
 
     plans_restarts = True
 
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
-        self._roles = roles.initial(self.groups, self.per_shard)
+        self._roles = recover_roles.initial(self.groups, self.per_shard)
         if gone and self.live:
-            self._roles = roles.on_failure(self._roles, gone).roles
+            self._roles = recover_roles.on_failure(self._roles, gone).roles
             self.begin_step()
 
     def stacks(self) -> float:
@@ -164,7 +175,7 @@ class Recover(_Base):
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
         self.live -= set(groups)
-        recovery = roles.on_failure(self._roles, groups)
+        recovery = recover_roles.on_failure(self._roles, groups)
         if recovery.kind == "wipe-out":
             return Loss(wiped_out=True)
         self._roles = recovery.roles
@@ -172,14 +183,15 @@ class Recover(_Base):
 
     def begin_step(self) -> None:
         if self._roles.boundary:
-            self._roles = roles.next_step(self._roles)
+            self._roles = recover_roles.next_step(self._roles)
 
 
 class StackedQuota(_Base):
-    """Quotas at microbatch granularity (core.load); a patch is spread evenly over all survivors (core.scheduler)."""
+    """Quotas in microbatches (``quota_load``); a patch is spread evenly over all survivors (``assignment``)."""
 
     stacked = True
     plans_restarts = True
+    spares_stragglers = True
 
     def __init__(self, setting: Setting) -> None:
         self._hosting = _placement(setting) if setting.hosted else None
@@ -188,11 +200,11 @@ class StackedQuota(_Base):
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
         self._load: int | None = None
-        self._memory = load.Memory()
+        self._memory = quota_load.Memory()
 
     def stacks(self) -> float:
         if self._load is None:
-            self._load = load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._memory)
+            self._load = quota_load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._memory)
         return self._load / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
@@ -205,7 +217,7 @@ class StackedQuota(_Base):
 
 
 class StackedQuotaRejoin(StackedQuota):
-    """The same, and a lost group comes back."""
+    """Stacked quotas with groups that come back."""
 
     rejoins = True
     plans_restarts = False
@@ -226,5 +238,5 @@ POLICIES: dict[str, type[_Base]] = {
 
 
 def _placement(setting: Setting) -> Placement:
-    make = replication.golomb if setting.placement == "golomb" else replication.consecutive
+    make = placement.golomb if setting.placement == "golomb" else placement.consecutive
     return make(setting.cluster.groups, setting.redundancy)

@@ -1,4 +1,5 @@
-"""``megatron-ft simulate``: from its options to trials in several processes, a table, JSON and a picture."""
+"""The command ``megatron-ft simulate``: runs trials in several processes; prints a table or JSON, and draws a
+picture."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any
+from typing import Any, cast
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,36 +19,39 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner import inputs
-from megatron_ft.planner.cluster import Cluster
-from megatron_ft.planner.estimate import evaluate
-from megatron_ft.planner.tables import large, short
-from megatron_ft.sim.training.policies import POLICIES
-from megatron_ft.sim.training.run import PARTS, Result, simulate
-from megatron_ft.sim.training.setting import Failures, Setting
+from megatron_ft.planning import inputs
+from megatron_ft.planning.cluster import Cluster
+from megatron_ft.planning.estimate import Policy as PolicyName
+from megatron_ft.planning.estimate import evaluate
+from megatron_ft.planning.plan_tables import large, short
+from megatron_ft.simulation.training.policy_models import POLICIES
+from megatron_ft.simulation.training.setting import Failures, Setting
+from megatron_ft.simulation.training.training_run import PARTS, Result, simulate
 
 Trials = Mapping[str, Sequence[Result]]
-"""Per policy, one result for each trial."""
+"""For each policy, the results of its trials."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything, then simulate, then show."""
+    """Check all options, simulate, and show the results. Returns the exit code; raises ``ConfigError``."""
     flags = {name: getattr(options, name) for name in inputs.NAMES}
     cluster = inputs.cluster(options.preset, options.file, flags, options.values)
     settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
     for policy, setting in settings.items():
-        POLICIES[policy](setting)  # a placement that cannot be is refused here, not in a worker
+        POLICIES[policy](setting)  # an impossible placement is refused here, not in a worker process
     trials, jobs = _count("--trials", options.trials), _count("--jobs", options.jobs)
     seed = _count("--seed", options.seed, least=0)
     if options.plot:
-        from megatron_ft.planner.plots import check_path  # half a second that a table does not need
+        from megatron_ft.planning.plan_plots import (
+            check_path,
+        )  # its import takes half a second, which a table does not need
 
         check_path(options.plot)
     found = _simulate(settings, range(seed, seed + trials), jobs)
     if options.plot:
-        from megatron_ft.sim.training import plots
+        from megatron_ft.simulation.training import simulation_plots
 
-        plots.where_the_time_went(cluster, found, options.plot)
+        simulation_plots.where_the_time_went(cluster, found, options.plot)
     if options.json:
         print(json.dumps(as_json(cluster, settings, found), indent=2))
         return 0
@@ -60,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate(settings: Mapping[str, Setting], seeds: range, jobs: int) -> Trials:
-    """All policies with the same seeds. The number of processes does not change a result."""
+    """Simulate all policies with the same seeds. The number of processes does not change a result."""
     tasks = [(setting, policy, seed) for policy, setting in settings.items() for seed in seeds]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"{len(tasks)} runs", total=len(tasks))
@@ -98,10 +102,10 @@ def _policies(cluster: Cluster, text: str | None) -> list[str]:
 
 
 def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Setting:
-    """The redundancy is the one given, or the planner's best for this policy."""
+    """Return the settings of one policy, with the given redundancy or the planner's best for this policy."""
     redundancy = inputs.redundancy(options.redundancy)
     if redundancy is None:
-        redundancy = evaluate(cluster, policy).redundancy
+        redundancy = evaluate(cluster, cast(PolicyName, policy)).redundancy
     failures = Failures(
         shape=_number("--shape", options.shape),
         renewal=options.renewal,
@@ -127,14 +131,16 @@ def _setting(cluster: Cluster, policy: str, options: argparse.Namespace) -> Sett
 
 
 def read_trace(path: Path) -> tuple[tuple[float, int], ...]:
-    """Recorded failures: CSV with the columns ``seconds`` (since the start) and ``group``."""
+    """Read recorded failures: CSV with the columns ``seconds`` (since the start) and ``group``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from None
     rows = csv.DictReader(text.splitlines())
     if rows.fieldnames is None or not {"seconds", "group"} <= set(rows.fieldnames):
-        raise ConfigError(f"trace {path} has the columns {rows.fieldnames}; it needs seconds and group in its first line")
+        raise ConfigError(
+            f"trace {path} has the columns {rows.fieldnames}; its first line must name the columns seconds and group"
+        )
     found = []
     for number, row in enumerate(rows, start=2):
         try:
@@ -169,7 +175,7 @@ def _count(flag: str, text: str, least: int = 1) -> int:
 
 
 def table(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> Table:
-    """A line per policy, fastest first: how long, and where the time went (means over the trials)."""
+    """Return a table with a row per policy, fastest first. Values are means over the trials."""
     shown = Table(title="Simulated runs", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = ("policy", "r", "T / T_0", "plan", "T", "A", "failed", "wiped\nout", "planned\nrestarts", "GPU-h\nlost")
     for name in columns:
@@ -183,12 +189,12 @@ def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Resu
     finished = all(result.finished for result in results)
     time_s = mean(result.time_s for result in results)
     spread = f"\n±{pstdev(result.overhead for result in results):.3f}" if finished and len(results) > 1 else ""
-    planned = evaluate(cluster, policy, _hosted(policy, setting)).relative_time
+    planned = evaluate(cluster, cast(PolicyName, policy), _hosted(policy, setting)).relative_time
     counts = [mean(getattr(r, name) for r in results) for name in ("failures", "wipe_outs", "planned_restarts")]
     return [
         policy.replace("_rejoin", "\n+ rejoin"),
         str(setting.redundancy) if setting.redundancy > 1 else "-",
-        f"{_overhead(results):.3f}{spread}" if finished else f"given up at\nstep {min(r.steps for r in results):,}",
+        f"{_overhead(results):.3f}{spread}" if finished else f"stopped at\nstep {min(r.steps for r in results):,}",
         f"{planned:.3f}" if math.isfinite(planned) else "never",
         short(time_s) if finished else "-",
         f"{mean(result.availability for result in results):.1%}",
@@ -198,7 +204,7 @@ def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Resu
 
 
 def _hosted(policy: str, setting: Setting) -> int | None:
-    return setting.redundancy if policy in ("spare", "replication", "stacked_quota", "stacked_quota_rejoin") else None
+    return setting.redundancy if POLICIES[policy].stacked else None
 
 
 def _overhead(results: Sequence[Result]) -> float:
@@ -208,17 +214,17 @@ def _overhead(results: Sequence[Result]) -> float:
 def _legend(cluster: Cluster, settings: Mapping[str, Setting]) -> str:
     setting = next(iter(settings.values()))
     lines = [
-        f"T_0: {short(cluster.failure_free_s)} without a failure. plan: T / T_0 by the closed forms of megatron-ft plan.",
-        "r: shards a group hosts. A: share of the time that was neither checkpoint, restart nor done twice.",
+        f"T_0: {short(cluster.failure_free_s)}, the failure-free time. plan: T / T_0 as megatron-ft plan estimates it.",
+        "r: number of shards a group hosts. A: share of the time without checkpoints, restarts and work done twice.",
     ]
     if setting.shard_gb:
         held = ", ".join(f"{policy} {s.redundancy * s.shard_gb:g} GB" for policy, s in settings.items())
-        lines.append(f"Held ahead by a group: {held}.")
+        lines.append(f"Memory of a group for prefetched samples: {held}.")
     return "\n".join(lines)
 
 
 def as_json(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> dict[str, Any]:
-    """Everything: the cluster, each policy's redundancy, and each trial with every part of its time."""
+    """Return the cluster, each policy's redundancy, and each trial with all parts of its time."""
     policies = {
         policy: {
             "redundancy": settings[policy].redundancy,
@@ -234,5 +240,5 @@ def as_json(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) ->
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity: a run that was given up has no time-to-train."""
+    """Return None for infinity, which JSON does not have: a stopped run has no time-to-train."""
     return value if math.isfinite(value) else None

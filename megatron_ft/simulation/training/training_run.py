@@ -1,41 +1,43 @@
-"""One training run: steps, failures, checkpoints, restarts and rejoins on one time axis.
+"""Simulate one training run: steps, failures, checkpoints, restarts and rejoins on one time axis.
 
-A step is compute, then the all-reduce in which a loss is noticed. Then the policy decides, survivors patch, and the
-all-reduce is repeated, until one goes through without another loss. Stretches without a failure are jumped: the time of
-n steps with independent jitter is drawn as one sum.
+A step is computation, then an all-reduce, in which a loss is noticed. Then the policy decides, survivors patch, and the
+all-reduce is repeated until one completes without another loss. Steps between failures are simulated together: the time
+of n steps with independent jitter is drawn as one sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from megatron_ft.planner.estimate import Estimate, evaluate
-from megatron_ft.sim.training.failures import Failure, Stream
-from megatron_ft.sim.training.policies import POLICIES, Policy, StackedQuota
-from megatron_ft.sim.training.setting import Setting
-from megatron_ft.types import GroupId
+from megatron_ft.planning.estimate import SEARCHED, Estimate, evaluate
+from megatron_ft.planning.estimate import Policy as PolicyName
+from megatron_ft.simulation.training.failures import Failure, Stream
+from megatron_ft.simulation.training.policy_models import POLICIES, Policy
+from megatron_ft.simulation.training.setting import Setting
+from megatron_ft.types import GroupId, given
 
 PARTS = ("compute", "patch", "allreduce", "recovery", "checkpoint", "restart", "lost")
-"""Where the time of a run can go."""
+"""Parts of the time of a run."""
 LIMIT = 50.0
-"""A run that takes this many times the ideal is given up; it is then reported with the steps it has."""
+"""A run is stopped when it has taken this many times the ideal time; its result has the steps done so far."""
 HANG_S = 30.0
-"""Until a hang without a dead process is found by inspection (ByteRobust, arXiv 2509.16293: 2 to 60 s)."""
+"""Time until inspection finds a hang without a dead process (ByteRobust, arXiv 2509.16293: 2 to 60 s)."""
 FLAP_S = (5.0, 60.0)
+"""Range of the time for which a flapping link is down."""
 STRAGGLER, STRAGGLER_S = 1.1, 3600.0
-"""A straggler is 10% slow, for an hour."""
+"""A straggler takes 10% longer, for an hour."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Where the time went, in seconds, and what happened how often. ``overhead`` is time-to-train over T_0.
+    """The parts of a run's time, in seconds, and the numbers of its events.
 
-    ``availability`` is the share of the time that was neither checkpoint, restart nor work done twice; ``mean_stacks``
-    the compute part of a committed step, in stacks, patches included; ``finished`` False when it was given up.
+    ``finished`` is False when the run was stopped before its last step (``LIMIT``). ``overhead`` is the time-to-train
+    over T_0; ``availability`` the share of the time that was neither checkpoint, restart nor work done twice.
     """
 
     policy: str
@@ -71,12 +73,12 @@ class Result:
 
 
 def simulate(setting: Setting, policy: str, seed: int) -> Result:
-    """Simulate one run. The same arguments give the same result, on every machine."""
+    """Simulate one run. Equal arguments give equal results, on every machine."""
     return _Run(setting, policy, seed).run()
 
 
 class _Run:
-    """The run in the making: ``now``, the committed ``step``, and what the last checkpoint holds."""
+    """State of the run: the time ``now``, the committed ``step``, and the last checkpoint."""
 
     def __init__(self, setting: Setting, policy: str, seed: int) -> None:
         self.setting, self.cluster, self.name, self.seed = setting, setting.cluster, policy, seed
@@ -92,7 +94,7 @@ class _Run:
         self.slow_until = 0.0
         self.returns: dict[GroupId, float] = {}
         self.spares = setting.restart_finds == "everybody"
-        self.gone: set[GroupId] = set()  # where there are no spares; only repaired ones come back
+        self.gone: set[GroupId] = set()  # without spare nodes; only repaired groups come back
         self.spent = dict.fromkeys(PARTS, 0.0)
         self.count = dict.fromkeys(("failures", "masked", "wipe_outs", "planned_restarts", "rejoins", "checkpoints"), 0)
         self._save()
@@ -104,14 +106,16 @@ class _Run:
             self._boundary()
             self._jump()
             self._step()
-        times = {f"{name}_s": value for name, value in self.spent.items()}
+        times: dict[str, Any] = {f"{name}_s": value for name, value in self.spent.items()}
         finished = self.step >= cluster.steps
-        return Result(self.name, self.seed, self.step, finished, self.now, cluster.failure_free_s, **times, **self.count)
+        return Result(
+            self.name, self.seed, self.step, finished, self.now, cluster.failure_free_s, **times, **self.count
+        )
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def _boundary(self) -> None:
-        """Entries, a checkpoint if one is due, a restart if capacity is worth it."""
+        """Let groups enter, save a checkpoint that is due, and restart if that is worth it."""
         for group in [group for group, at in self.returns.items() if at <= self.now]:
             del self.returns[group]
             self.gone.discard(group)
@@ -137,9 +141,10 @@ class _Run:
         self._kept = dict(self.spent)
 
     def _worth_a_restart(self) -> bool:
-        """Renewal reward: restart when the next step takes longer than the average one of the best cycles, restart included.
+        """Return whether the next step takes longer than the average step of the best cycles, restart included.
 
-        The planner knows that average. The present cycle's own says little after an early failure: it would wait for ever.
+        The average is the planner's (renewal reward). That of the present cycle would postpone the restart for ever
+        after an early failure.
         """
         complete = len(self.policy.live) == self.cluster.groups
         if not self.policy.plans_restarts or not self.spares or complete or self.step == self.started:
@@ -149,21 +154,21 @@ class _Run:
         return self._step_s() * (1 + interruption_s / cluster.mtbf_s) > self.average_s
 
     def _restart(self) -> None:
-        """Everybody stops and starts again from the last checkpoint."""
-        self.spent |= self._kept  # what was done since the checkpoint is done again: it counts as lost only
+        """Stop all groups, and start them again from the last checkpoint."""
+        self.spent |= self._kept  # work since the checkpoint is done again and counts as lost
         self.spent["lost"] += self.now - self.saved_at
         missing = self._start_all()
         while self.spares and missing and self.policy.lose(sorted(missing)).wiped_out:
             self.count["wipe_outs"] += 1
             missing = self._start_all()
         if self.policy.rejoins:
-            self.returns |= dict.fromkeys(sorted(missing), self.now + self.cluster.rejoin_s)
+            self.returns |= dict.fromkeys(sorted(missing), self.now + given(self.cluster.rejoin_s))
         self.step = self.saved
         self._save()
         self.started = self.step
 
     def _start_all(self) -> set[GroupId]:
-        """Start every group; returns those that are missing at the end because they failed meanwhile."""
+        """Start every group. Returns the groups that are missing at the end because they failed meanwhile."""
         mode = self.setting.in_restart
         living = set(range(self.cluster.groups)) - self.gone
         ends = self.now + self._jitter(self.cluster.restart_s)
@@ -188,15 +193,15 @@ class _Run:
 
     @property
     def targets(self) -> set[GroupId]:
-        """Who can fail: the live groups, and those on their way back."""
+        """The groups that can fail: the live groups, and those that are coming back."""
         return self.policy.live | self.returns.keys() if self.returns else self.policy.live
 
     def _compute_s(self) -> float:
-        """The compute part of a step, which waits for the samples of the stack, read ahead during the step before.
+        """Return the compute part of a step. It waits for the stack's samples, which are read during the step before.
 
-        A straggler holds up everybody who cannot give it less to do.
+        A straggler delays all groups, unless the policy gives it less work.
         """
-        held_up = self.now < self.slow_until and not isinstance(self.policy, StackedQuota)
+        held_up = self.now < self.slow_until and not self.policy.spares_stragglers
         compute_s = self.policy.stacks() * self.cluster.compute_s * (STRAGGLER if held_up else 1.0)
         return max(compute_s, self.policy.hosts * self.setting.read_s)
 
@@ -204,7 +209,7 @@ class _Run:
         return self._compute_s() + self.cluster.allreduce_s
 
     def _jump(self) -> None:
-        """All steps at once that end well before anything happens."""
+        """Simulate together all steps that end well before the next event."""
         due = (self.saved_at + self.period_s, self.setting.duration_s, *self.returns.values())
         horizon = min(self.stream.next_time(self.targets), *due)
         if self.now < self.slow_until:
@@ -221,7 +226,7 @@ class _Run:
         self.step += number
 
     def _step(self) -> None:
-        """One step, with whatever is lost in it."""
+        """Simulate one step with its losses."""
         if self.step >= self.cluster.steps:
             return
         self.policy.begin_step()
@@ -236,7 +241,8 @@ class _Run:
                 return
 
     def _interrupted(self, ends: float) -> bool:
-        """Take in what fails until the all-reduce would end: notice, decide, patch. False: the end of the attempt."""
+        """Process the failures before the all-reduce's end: detection, decision, patch. False: the attempt has
+        ended."""
         cluster = self.cluster
         lost: list[GroupId] = []
         noticed, announced = self.now, True
@@ -272,17 +278,18 @@ class _Run:
         return True
 
     def _send_back(self, failure: Failure) -> None:
-        """Where groups rejoin, the lost ones are on their way back; one that fails on its way begins anew."""
+        """Schedule the return of the lost groups, where groups rejoin. A group that fails on its way back begins
+        anew."""
         if not self.policy.rejoins:
             return
-        away = self.cluster.rejoin_s
-        if failure.cause == "flap":  # the processes live, only the way to them is gone for a while
+        away = given(self.cluster.rejoin_s)
+        if failure.cause == "flap":  # the processes live, but their link is down for a while
             away = self.noise.uniform(*FLAP_S)
         for group in failure.groups:
             self.returns[group] = failure.time + away
 
     def _jitter(self, duration: float) -> float:
-        """Every duration is multiplied by N(1, jitter^2), as in SPARe's simulation; never less than nothing."""
+        """Every duration is multiplied by N(1, jitter^2), as in SPARe's simulation, but is never negative."""
         return max(0.0, duration * (1.0 + self.setting.jitter * self.noise.standard_normal()))
 
     def _spend(self, what: str, duration: float) -> None:
@@ -291,6 +298,6 @@ class _Run:
 
 
 def _estimate(setting: Setting, policy: str) -> Estimate:
-    """What the planner expects of this policy on this cluster: its T_c*, and the average step of the best cycles."""
-    hosts = policy in ("spare", "replication") or (setting.hosted and issubclass(POLICIES[policy], StackedQuota))
-    return evaluate(setting.cluster, policy, setting.redundancy if hosts else None)
+    """Return the planner's estimate for this policy on this cluster, with its T_c* and its average step."""
+    hosts = POLICIES[policy].stacked and (setting.hosted or policy in SEARCHED)
+    return evaluate(setting.cluster, cast(PolicyName, policy), setting.redundancy if hosts else None)

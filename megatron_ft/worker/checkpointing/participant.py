@@ -1,43 +1,50 @@
-"""One rank's part in saving: copy its share of the state between two steps, write it beside the next ones, say how it went.
+"""One rank's part in saving: copy its share of the state between two steps, write it during the next ones, report.
 
-Training waits for the copy only. How it went (a receipt, or why there is none) is said on the control store under
-``saved/<part>/<position>``, one key for all attempts, so the store does not grow with them.
+Training waits for the copy only. The outcome (a receipt, or the reason for none) is published on the control store
+under ``saved/<number>/<position>``, one key for all attempts, so the store does not grow with them. The number is that
+of the part; numbers after the last part belong to witnesses, groups that write nothing and only send the checksum of
+their state.
 
-Failures it assumes: whatever a disk can do, and a store that is away. Each costs this attempt to save, and nothing else.
+Failures it assumes: any failure of a disk, and a store that is away. Each costs this attempt to save, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.core import detector
-from megatron_ft.core.saving import Saves
-from megatron_ft.engines.base import Engine
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint.memory_copies import GB, Shelf
+from megatron_ft.checkpoint.writer import place_of
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
+from megatron_ft.core.protocol import signals
+from megatron_ft.engines.port import Engine
 from megatron_ft.errors import CheckpointError, FTError
-from megatron_ft.runtime import checkpoint
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.checkpoint.memory import GB, Shelf
-from megatron_ft.runtime.checkpoint.write import place_of
-from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.types import given
+from megatron_ft.worker.state_checksum import StateCheck
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _PATIENCE_S = 600.0
-"""A file system that hangs does not keep a job from ending."""
+"""Seconds: a file system that hangs does not keep a job from ending."""
 
 
-def saved_key(part: int, position: int) -> str:
-    """Where the rank at ``position`` of the group that writes ``part`` says how it went."""
-    return f"saved/{part}/{position}"
+def saved_key(voice: int, position: int) -> str:
+    """Return the key under which the rank at ``position`` of an order's ``voices[voice]`` publishes the outcome."""
+    return f"saved/{voice}/{position}"
 
 
 class Saving:
-    """``cost_s`` is what the last save has cost the training thread; ``take`` and ``decline`` are called there. ``lost``:
-    why nothing is to be waited for here any more, if so."""
+    """``cost_s`` is the time that the last save took of the training thread, which calls ``take`` and ``decline``.
+    ``lost`` returns the reason why this rank waits for nothing any more, or ""."""
 
     def __init__(self, env: RankEnvironment, agreement: Agreement, lost: Callable[[], str]) -> None:
         self._lost = lost
@@ -49,37 +56,43 @@ class Saving:
         self._shelf = Shelf(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
         self.cost_s = 0.0
 
-    def take(self, order: Saves, engine: Engine) -> None:
-        """Copy this rank's share and begin to write it."""
+    def take(self, order: Saves, engine: Engine, states: StateCheck) -> None:
+        """Copy this rank's share and begin to write it; the receipt has the checksum of its whole state. A witness
+        sends that checksum and writes nothing."""
+        if order.part_of(self._group) is None:
+            self._say_beside(order, {"state": states.whole(order.at)})
+            return
         started = time.monotonic()
-        refused = self._copy_and_start(order, engine)
+        refused = self._copy_and_start(order, engine, states)
         if refused:
             self.decline(order, refused)
         self.cost_s = time.monotonic() - started
 
-    def _copy_and_start(self, order: Saves, engine: Engine) -> str | None:
+    def _copy_and_start(self, order: Saves, engine: Engine, states: StateCheck) -> str | None:
         if order.last:
             self._wait_for_former()
         self._saver.poll()
         if self._saver.busy:  # before the copy: memory for two may not be there
             return self._saver.start(f"step {order.at}", lambda: None)
         try:
-            copy = checkpoint.snapshot(engine.state(), order.part_of(self._group), len(order.writers))
+            copy = checkpoint.snapshot(engine.state(), given(order.part_of(self._group)), len(order.writers))
         except (FTError, MemoryError, RuntimeError) as error:  # torch raises the last one when memory runs out
             return f"its state cannot be copied: {error}"
-        return self._saver.start(f"step {order.at}", lambda: self._write(order, copy))
+        whole = states.whole(order.at) if len(order.voices) > 1 else 0
+        return self._saver.start(f"step {order.at}", lambda: self._write(order, copy, whole))
 
     def _wait_for_former(self) -> None:
-        """Another chance does not come: it waits for one that was to be the last, say, and came to nothing."""
+        """Wait for the save before: this one is the last chance, e.g. after a planned last save that failed."""
         deadline = time.monotonic() + _PATIENCE_S
         while self._saver.busy and not self._lost() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _write(self, order: Saves, copy: checkpoint.Snapshot) -> None:
+    def _write(self, order: Saves, copy: checkpoint.Snapshot, whole: int) -> None:
         said: dict[str, Any] = {"error": "its writer ended for an unknown reason"}
         try:
             said = checkpoint.write_part(self._directory, order.at, order.attempt, self._position, copy)
-            # Before the word: after the last save of a run nothing is waited for.
+            said["state"] = whole
+            # Before the receipt: after the last save of a run no rank waits for anything.
             place = place_of(self._directory, order.at, order.attempt)
             for name, entry in said["files"].items():
                 self._shelf.take(place / name, entry["sha256"], entry["bytes"])
@@ -89,24 +102,26 @@ class Saving:
             self._say(order, said)
 
     def decline(self, order: Saves, why: str, late: bool = False) -> None:
-        """This rank does not save what it was asked to."""
-        said = {"error": why, "late": late}
+        """Report that this rank does not save as ordered."""
+        self._say_beside(order, {"error": why, "late": late})
+
+    def _say_beside(self, order: Saves, said: dict[str, Any]) -> None:
         threading.Thread(target=self._say, args=(order, said), name="checkpoint-word", daemon=True).start()
 
-    def tell(self, signal: detector.Signal) -> None:
-        """All groups, from any thread."""
+    def tell(self, signal: signals.Signal) -> None:
+        """Tell all groups. Callable from any thread."""
         threading.Thread(target=self._tell, args=(signal,), name="checkpoint-word", daemon=True).start()
 
-    def _tell(self, signal: detector.Signal) -> None:
-        with self._speaking, contextlib.suppress(FTError):  # who waits for it does not do so forever
+    def _tell(self, signal: signals.Signal) -> None:
+        with self._speaking, contextlib.suppress(FTError):  # the waiting group has a time limit
             self._agreement.announce(signal)
 
     def _say(self, order: Saves, said: dict[str, Any]) -> None:
-        if "error" in said:
-            print(f"megatron_ft: group {self._group}: step {order.at} is not saved: {said['error']}", flush=True)
-        key = saved_key(order.part_of(self._group), self._position)
+        if "error" in said and order.part_of(self._group) is not None:
+            _log.info(f"group {self._group}: step {order.at} is not saved: {said['error']}")
+        key = saved_key(order.voices.index(self._group), self._position)
         try:
             with self._speaking:
                 self._agreement.say(key, {**said, "step": order.at, "attempt": order.attempt})
         except FTError as error:
-            print(f"megatron_ft: group {self._group}: step {order.at} is saved in vain: {error}", flush=True)
+            _log.info(f"group {self._group}: step {order.at} is saved in vain: {error}")

@@ -1,86 +1,97 @@
-"""A group that was started again comes back into the run: it finds donors, follows them, asks for a seat and takes it.
+"""The return of a group that was started again: it finds donors, follows them, asks for a seat and takes it.
 
-The leader (position 0) decides (:class:`Return`); what it orders, all ranks of the group do (:class:`Following`), each with
-donors of its own position. Until the group has its seat nobody else waits for it. Then it has a seat but no share of the
-step, and makes the last step or two that its donors had committed by then, while the others compute.
+The leader (position 0) decides (:class:`Return`). All ranks of the group carry out its orders (:class:`Following`),
+each with donors of its own position. Until the group has its seat no other group waits for it. Then it has a seat but
+no share of the step, and makes the last step or two that its donors had committed by then, while the others compute.
 
-Failures it assumes: donors may be lost or too late at any time. Before the group has asked for a seat it begins again with
-others. After that its process ends, and its agent starts it again under a new number: an old request must not give a seat to
-a group that has not what it said it had.
+The checksums of the donors' whole states have to be equal, and equal to that of the received state. Donors whose states
+differ are reported, and the group begins again with others. While several groups live, a single donor is followed only if no
+second one answers for a while.
+
+Failures it assumes: donors may be lost or too late at any time, and their states may differ. Before the group has asked
+for a seat it begins again with others. After that its process ends, and its agent starts it again under a new number:
+an old request must not give a seat to a group that does not have the state that it reported.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_ft.core import detector
-from megatron_ft.core.protocol import Died
-from megatron_ft.engines.base import StepResult
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Died
+from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import RunStopped, StartOver, StoreError
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.guest import Donor, Gone, Guest, look_up
-from megatron_ft.types import View
+from megatron_ft.types import View, given
+from megatron_ft.utils.vital_thread import VitalThread
+from megatron_ft.worker.rejoin.state_receiver import Donor, Gone, Guest, look_up
 
 if TYPE_CHECKING:
-    from megatron_ft.runtime.crew import Crew
-    from megatron_ft.runtime.rank import Rank
+    from megatron_ft.worker.group_executor import Crew
+    from megatron_ft.worker.rank_executor import Rank
 
 DONE, INTERRUPTED, ASTRAY = 2, 1, 0
-"""What a rank answers when it was asked to follow; the worst counts."""
+"""A rank's answers to the order to follow; the worst answer counts."""
 _MOST_DONORS = 4
 _POLL_S, _AGAIN_S = 0.002, 0.1
+_ALONE_S = 10.0
+"""Seconds for which a group that finds one donor, although several groups live, looks for a second one."""
 _MARGIN = (1, 256)
-"""So many boundaries ahead the state is asked for; twice as many after each time that was too late."""
+"""Number of boundaries ahead for which the state is asked; doubled after each time that was too late."""
 
 
 def address_key(group: int, position: int) -> str:
-    """Where a rank says how it can be followed: address, port, incarnation."""
+    """Return the key under which a rank publishes how it can be followed: address, port, incarnation."""
     return f"donor/{group}/{position}"
 
 
 class Following:
-    """One rank's part. ``astray`` says why the last attempt is over; ``view`` is the newest since it began: a thread looks
-    for it, because the training thread may be at a step, and the others wait for this rank's connections. ``donors``: the
-    incarnation of each."""
+    """One rank's part.
+
+    ``astray`` is the reason why the last attempt is over. ``view`` is the newest view since it began: a thread looks
+    for it, because the training thread may be in a step, and the others wait for this rank's connections. ``donors``:
+    the incarnation of each. ``received``: when the model state was put in place (monotonic clock). ``distrusted``:
+    donors, (group, incarnation), whose state was not that of most."""
 
     def __init__(self, rank: Rank, env: RankEnvironment, agreement: Agreement) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
         self._guest: Guest | None = None
         self.donors: Mapping[int, int] = {}
+        self.distrusted: set[tuple[int, int]] = set()
         self.astray = ""
         self.bytes = 0
+        self.received = 0.0
         self.view: View | None = None
 
     @property
     def stands(self) -> int:
-        """The step whose state the engine has; -1: of none."""
+        """The step whose state the engine has; -1: none."""
         return -1 if self._guest is None else self._guest.stands
 
     @property
     def ready(self) -> bool:
-        """Whether the next step has come."""
+        """True if the next step has come."""
         return self._guest is not None and self._guest.ready()
 
     @property
     def broken(self) -> str:
-        """Why nothing more comes of a donor; empty while all are well."""
-        return self._guest.broken
+        """The reason why nothing more will come of a donor; empty while all are well."""
+        return given(self._guest).broken
 
     @property
     def carried(self) -> Mapping[str, Any]:
-        return self._guest.carried
+        return given(self._guest).carried
 
     @property
     def result(self) -> StepResult | None:
-        """Of the last step, where one was made."""
-        return self._guest.result
+        """The result of the last step, if one was made."""
+        return given(self._guest).result
 
-    def begin(self, donors: Sequence[Sequence[int]], at: int, epoch: int) -> int:
-        """Call donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
+    def begin(self, donors: Sequence[tuple[int, int]], at: int, epoch: int) -> int:
+        """Connect to donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
         self.end()
         self.astray, self.view = "", None
         self.donors = dict(donors)
@@ -88,9 +99,10 @@ class Following:
         try:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
-            guest = self._guest = Guest(self._rank.engine, env.run_id, env.position, who, found, at)
+            patience_s = env.config.fault_tolerance.detector.collective_timeout_s
+            guest = self._guest = Guest(self._rank.engine, env.key, env.position, who, found, at, patience_s)
             arguments = (guest, epoch, self.agreement.clone())
-            threading.Thread(target=self._look_for_seat, args=arguments, name="megatron_ft-seat", daemon=True).start()
+            VitalThread(self._look_for_seat, "megatron_ft-seat", arguments).start()
             self._rank.points.reach("follow", at)
         except Gone as gone:
             self.astray = str(gone)
@@ -101,7 +113,7 @@ class Following:
         return env.group in view.joined and view.incarnations[env.group] == env.incarnation
 
     def _look_for_seat(self, guest: Guest, epoch: int, agreement: Agreement) -> None:
-        """Thread: until there is one, or another attempt."""
+        """Thread: look until there is a seat, or another attempt."""
         try:
             while guest is self._guest:
                 view = agreement.view(epoch + 1)
@@ -118,7 +130,7 @@ class Following:
                     return
                 self.view = view
         except StoreError:
-            return  # the training thread finds out
+            return  # the training thread finds the reason
 
     def _find(self, group: int, incarnation: int) -> Donor:
         said = self.agreement.get(address_key(group, self.env.position))
@@ -127,8 +139,32 @@ class Following:
         return Donor(group, incarnation, said[0], said[1])
 
     def take_state(self, interrupted: Callable[[], bool] = lambda: False) -> int:
-        """Wait for the state; all ranks of the group put it in place, or none."""
-        return self._wait_then(Guest.await_state, Guest.take_state, interrupted)
+        """Wait for the state; all ranks of the group put it in place, or none. Raises ``StartOver`` if the state that
+        this rank then holds differs from that of its donors."""
+        answer = self._wait_then(self._await_one_state, Guest.take_state, interrupted)
+        self.received = time.monotonic()
+        if answer == DONE and {self._rank.states.whole(self.stands)} != set(given(self._guest).checksums.values()):
+            raise StartOver(
+                f"group {self.env.group} starts over: the state it has put in place for step {self.stands} is not that of "
+                f"its donors"
+            )
+        return answer
+
+    def _await_one_state(self, guest: Guest, interrupted: Callable[[], bool]) -> bool:
+        """As :meth:`Guest.await_state`; also reports donors whose states differ, and raises ``Gone``."""
+        if not guest.await_state(interrupted):
+            return False
+        states = guest.checksums
+        if len(set(states.values())) == 1:
+            return True
+        groups, when = " ".join(map(str, sorted(states))), f"at the beginning of step {guest.at}"
+        epoch, *others = guest.epochs
+        if epoch is not None and not others:  # else one may be out already, and the others have redone a step
+            view = self.agreement.look_at_view(epoch)
+            everyone = view is not None and view.epoch == epoch and states.keys() == set(view.live)
+            accused = self._rank.guard.accuse(when, guest.at, self.donors, states, everyone)
+            self.distrusted.update((group, self.donors[group]) for group in accused)
+        raise Gone(f"the states of groups {groups} differ {when}")
 
     def make_step(self, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Wait for the next step; all ranks make it, or none."""
@@ -145,7 +181,7 @@ class Following:
         answer = self._together(answer)
         if answer == DONE:
             self._rank.pulse.enter("working")
-            act(self._guest)
+            act(given(self._guest))
             self._rank.pulse.advance()
             self._rank.pulse.enter("waiting")
         return answer
@@ -153,8 +189,8 @@ class Following:
     def _together(self, answer: int) -> int:
         return answer if self._rank.inner is None else self._rank.inner.least(answer)
 
-    def hear(self, verdict: detector.Verdict) -> None:
-        """Any thread: a donor that is frozen says nothing more, and its connection stands."""
+    def hear(self, verdict: signals.Verdict) -> None:
+        """Give up a donor that is frozen: it sends nothing more, and its connection stays. Callable from any thread."""
         guest = self._guest
         if guest is None or not isinstance(verdict, Died):
             return
@@ -162,14 +198,14 @@ class Following:
             guest.give_up(verdict.group, verdict.reason)
 
     def see(self, view: View) -> None:
-        """Any thread: a donor that this view has gone on without may be on a host that is cut off, and says nothing more."""
+        """Give up a donor that is not in ``view``: it may be on a host that is cut off. Callable from any thread."""
         guest = self._guest
-        for group, incarnation in self.donors.items() if guest is not None else ():
-            if not view.seats(group, incarnation):
+        for group, incarnation in self.donors.items():
+            if guest is not None and not view.seats(group, incarnation):
                 guest.give_up(group, f"group {group}: view {view.epoch} has gone on without it")
 
     def end(self) -> None:
-        """This rank needs its donors no more."""
+        """Disconnect: this rank does not need its donors any more."""
         guest, self._guest = self._guest, None
         if guest is not None:
             self.bytes += guest.received
@@ -177,17 +213,18 @@ class Following:
 
 
 class Return:
-    """The leader's part, from the first word to the seat. ``hear`` is called now and then, and raises what ends it."""
+    """The leader's part, from the search for donors to the seat. ``hear`` is called regularly, and raises to end it."""
 
     def __init__(self, following: Following, crew: Crew, hear: Callable[[], None]) -> None:
         self._following, self._crew, self._hear = following, crew, hear
         self._env, self._agreement = following.env, following.agreement
-        self._margin = _MARGIN[0]
+        self._margin, self._tries = _MARGIN[0], 0
         self._epoch = self._env.epoch
         self._view: View | None = None
+        self._alone_since: float | None = None
 
     def seat(self) -> View:
-        """The view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
+        """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
         while True:
             self._hear()
             donors = self._find_donors()
@@ -198,32 +235,50 @@ class Return:
             time.sleep(_AGAIN_S)
 
     def _find_donors(self) -> list[Donor]:
-        """A few live groups, those after this one first, that stand at the same step, or nearly."""
-        # Only looked at: who has no seat yet does not put a view back when the store has forgotten.
-        while (raw := self._agreement.get(f"view/{self._epoch}")) is not None:
-            self._view, self._epoch = View.from_json(raw), self._epoch + 1
+        """Return a few live groups at the same step, or nearly; each try begins with other groups."""
+        # A group without a seat only looks: it does not put a view back when the store has forgotten.
+        while (view := self._agreement.look_at_view(self._epoch)) is not None:
+            self._view, self._epoch = view, view.epoch + 1
         me, groups = self._env.group, self._env.config.room
         found: list[Donor] = []
-        for group in ((me + number) % groups for number in range(1, groups)):
+        for number in range(groups - 1):
+            group = (me + 1 + (self._tries + number) % (groups - 1)) % groups
             said = self._agreement.get(address_key(group, 0))
-            if said is None or (self._view is not None and not self._view.seats(group, said[2])):
-                continue  # a host that is gone would let it wait for an answer
-            answer = look_up(Donor(group, said[2], said[0], said[1]), self._env.run_id, 0, "")
+            if said is None or (group, said[2]) in self._following.distrusted:
+                continue
+            if self._view is not None and not self._view.seats(group, said[2]):
+                continue  # a call to a host that is gone would wait for an answer
+            answer = look_up(Donor(group, said[2], said[0], said[1]), self._env.key, 0, "")
             if answer is not None:
                 answer[1].close()
                 if answer[0].epoch is not None and answer[0].step >= 0:
                     found.append(answer[0])
             if len(found) == _MOST_DONORS:
                 break
-        newest = max((donor.epoch for donor in found), default=0)
-        return [donor for donor in found if donor.epoch == newest]  # others have been left out, or are about to know more
+        newest = max((given(donor.epoch) for donor in found), default=0)
+        # The other donors have been left out, or are about to be ahead.
+        donors = [donor for donor in found if donor.epoch == newest]
+        return [] if self._waits_for_second(donors) else donors
+
+    def _waits_for_second(self, donors: Sequence[Donor]) -> bool:
+        """Return True while a second donor may come: the state of a single one can be compared with no other."""
+        view, me = self._view, self._env.group
+        live = () if view is None else view.live
+        members = {(group, given(view).incarnations.get(group, 0)) for group in live if group != me}
+        if len(donors) != 1 or len(members - self._following.distrusted) < 2:
+            self._alone_since = None
+            return False
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        return now - self._alone_since < _ALONE_S
 
     def _follow(self, donors: list[Donor]) -> View | None:
-        """Get a state, follow, and ask for a seat; None when another attempt has to be made."""
+        """Get a state, follow, and ask for a seat; None if another attempt has to be made."""
         at = max(donor.step for donor in donors) + self._margin
         names = [(donor.group, donor.incarnation) for donor in donors]
-        if self._crew.follow(names, at, donors[0].epoch) != DONE or self._crew.take_state() != DONE:
-            self._margin = min(2 * self._margin, _MARGIN[1])
+        if self._crew.follow(names, at, given(donors[0].epoch)) != DONE or self._crew.take_state() != DONE:
+            self._margin, self._tries = min(2 * self._margin, _MARGIN[1]), self._tries + 1
             return None
         asked = False
         while True:
@@ -231,6 +286,8 @@ class Return:
             view = self._following.view
             if view is not None and self._following.has_seat(view):
                 return view
+            if view is not None and view.seats(self._env.group, self._env.incarnation):
+                return self._over(asked, f"view {view.epoch} stands, and the one with its seat was missed")
             if view is not None and not all(view.seats(*name) for name in names):
                 return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
             if self._following.ready:
@@ -239,16 +296,17 @@ class Return:
             elif not asked:
                 asked = True
                 stands = self._following.stands
-                self._agreement.announce(detector.Asking(self._env.group, self._env.incarnation, tuple(names), stands))
+                self._agreement.announce(signals.Asking(self._env.group, self._env.incarnation, tuple(names), stands))
             elif self._following.broken:
                 return self._over(asked, self._following.broken)
             else:
                 self._look_for_end()
                 time.sleep(_POLL_S)
 
-    def _over(self, asked: bool, why: str) -> None:
+    def _over(self, asked: bool, why: str) -> View | None:
         if asked:
             raise StartOver(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
+        return None
 
     def _look_for_end(self) -> None:
         if self._agreement.get("ended") is not None:

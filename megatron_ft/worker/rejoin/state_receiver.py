@@ -1,11 +1,12 @@
-"""One rank of a group that comes back: it takes its state from ranks of equal position, and makes their steps after them.
+"""One rank of a group that comes back: it takes its state from ranks of equal position, and repeats their steps.
 
 Each donor sends its share of the state and, step by step, its share of the gradients that the optimizer took
-(``runtime.donor``). Threads receive, the training thread puts in place: what it has is always the state of one step, whole.
-Nothing here touches other groups' training, nor the control store but to look up where donors are.
+(``worker.rejoin.state_sender``). Threads receive, and the training thread puts the data in place, so its state is
+always that of one complete step. The training of other groups is not affected, and the control store is used only to
+look up donors.
 
-Failures it assumes: any donor may vanish, stop, be slow, or be one step short of what is needed. Then this attempt is over
-(:class:`Gone`), and another one may begin.
+Failures it assumes: any donor may vanish, stop, be slow, or be one step short of the needed one. Then this attempt is
+over (:class:`Gone`), and another one may begin.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ft.engines.base import Engine, StepResult
-from megatron_ft.runtime import transfer, wire
+from megatron_ft.auth.handshake import LONGEST_HELLO
+from megatron_ft.auth.secret import Key
+from megatron_ft.collectives import framing, state_transfer
+from megatron_ft.engines.port import Engine, StepResult
+from megatron_ft.types import given
 
 _LOOK_S = 0.05
+DONOR = "donor"
+"""The purpose of the key for both ends of these connections."""
 
 
 class Gone(Exception):
@@ -29,7 +35,7 @@ class Gone(Exception):
 
 
 class Donor(NamedTuple):
-    """One whom this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands."""
+    """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands."""
 
     group: int
     incarnation: int
@@ -39,35 +45,46 @@ class Donor(NamedTuple):
     epoch: int | None = None
 
 
-def look_up(donor: Donor, run_id: str, position: int, who: str) -> tuple[Donor, socket.socket] | None:
-    """Call it and hear where it stands; None if nobody answers there, or somebody else does."""
+def look_up(donor: Donor, key: Key, position: int, who: str) -> tuple[Donor, socket.socket] | None:
+    """Connect to a donor and read where it stands; None if it does not answer. ``key``: the run's."""
+    end = None
     try:
-        end = wire.call(donor.address, donor.port, run_id, {"position": position, "who": who})
-        said = wire.hear(end)
-    except (OSError, ValueError):
-        return None
-    if said["incarnation"] != donor.incarnation:
+        end = framing.call(donor.address, donor.port, key.of(DONOR), {"position": position, "who": who})
+        said = framing.hear(end, LONGEST_HELLO)
+        if said["incarnation"] == donor.incarnation:
+            return donor._replace(step=said["step"], epoch=said["epoch"]), end
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    if end is not None:
         end.close()
-        return None
-    return donor._replace(step=said["step"], epoch=said["epoch"]), end
+    return None
 
 
 class _Stream:
-    """What one donor sends; its thread puts the gradients of each step into ``steps``."""
+    """The data of one donor; its thread puts the gradients of each step into ``steps``."""
 
     def __init__(self, group: int, end: socket.socket, part: int, parts: int) -> None:
         self.group, self.end, self.part, self.parts = group, end, part, parts
         self.words: dict[str, Any] | None = None
-        self.steps: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
+        self.steps: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
         self.error = ""
 
 
 class Guest:
     """One attempt to follow ``donors`` from the state of step ``at``. ``stands`` is the step whose state the engine has,
-    ``received`` how many bytes have come. Raises :class:`Gone`."""
+    ``received`` how many bytes have come; ``patience_s``: seconds after which a donor that sends nothing is given up.
+
+    Raises :class:`Gone`."""
 
     def __init__(
-        self, engine: Engine, run_id: str, position: int, who: str, donors: Sequence[Donor], at: int
+        self,
+        engine: Engine,
+        key: Key,
+        position: int,
+        who: str,
+        donors: Sequence[Donor],
+        at: int,
+        patience_s: float = 1800.0,
     ) -> None:
         self._engine, self.stands, self.at = engine, -1, at
         self.received = 0
@@ -78,15 +95,15 @@ class Guest:
         self._skeleton: Any = None
         self._streams: list[_Stream] = []
         for part, donor in enumerate(donors):
-            found = look_up(donor, run_id, position, who)
+            found = look_up(donor, key, position, who)
             if found is None:
                 self.close()
                 raise Gone(f"group {donor.group} cannot be reached")
             stream = _Stream(donor.group, found[1], part, len(donors))
             self._streams.append(stream)
             try:
-                wire.say(stream.end, {"at": at, "part": part, "parts": len(donors)})
-                stream.end.settimeout(None)
+                framing.say(stream.end, {"at": at, "part": part, "parts": len(donors)})
+                stream.end.settimeout(patience_s)
             except OSError as error:
                 self.close()
                 raise Gone(f"group {donor.group}: {error}") from None
@@ -98,13 +115,15 @@ class Guest:
     def _receive(self, stream: _Stream) -> None:
         try:
             while True:
-                words = wire.hear(stream.end)
+                words = framing.hear(stream.end)
                 if "state" in words:
                     self._receive_state(stream, words)
                 else:
                     self._receive_step(stream, words)
-        except (OSError, ValueError, KeyError, Gone) as error:
-            self._fail(stream, f"group {stream.group}: {error}")
+        except (
+            Exception
+        ) as error:  # no memory (MemoryError, torch's RuntimeError), too: else the training thread would wait on
+            self._fail(stream, f"group {stream.group}: {str(error) or type(error).__name__}")
 
     def _receive_state(self, stream: _Stream, words: dict[str, Any]) -> None:
         with self._changed:
@@ -112,8 +131,8 @@ class Guest:
                 self._skeleton, self._tensors = words["skeleton"], _room_for(words["skeleton"])
             elif self._skeleton != words["skeleton"]:
                 raise Gone("donors describe their states differently")
-        parts = wire.shares_of([wire.as_bytes(tensor) for tensor in self._tensors], stream.part, stream.parts)
-        wire.receive(stream.end, parts)
+        parts = framing.bytes_shares_of(self._tensors, stream.part, stream.parts)
+        framing.receive(stream.end, parts)
         with self._changed:
             self.received += sum(map(len, parts))
             stream.words = words
@@ -121,8 +140,8 @@ class Guest:
 
     def _receive_step(self, stream: _Stream, words: dict[str, Any]) -> None:
         room = [torch.empty(len(part), dtype=part.dtype) for part in self._own_share(stream)]
-        parts = [wire.as_bytes(part) for part in room]
-        wire.receive(stream.end, parts)
+        parts = [framing.as_bytes(part) for part in room]
+        framing.receive(stream.end, parts)
         with self._changed:
             self.received += sum(map(len, parts))
             stream.steps[words["step"]] = (words, room)
@@ -134,53 +153,63 @@ class Guest:
             self._changed.notify_all()
 
     def give_up(self, group: int, why: str) -> None:
-        """Any thread: nothing more will come of that donor, whatever its connection looks like."""
+        """Give up a donor, whatever its connection looks like. Callable from any thread."""
         for stream in self._streams:
             if stream.group == group:
                 self._fail(stream, why)
 
     @property
     def broken(self) -> str:
-        """Why nothing more comes of a donor; empty while all are well."""
+        """The reason why nothing more will come of a donor; empty while all are well."""
         return next((stream.error for stream in self._streams if stream.error), "")
 
     def _own_share(self, stream: _Stream) -> list[torch.Tensor]:
-        """Of the engine's reduced buckets, what this donor sends the values of."""
+        """Return the parts of the engine's reduced buckets whose values this donor sends."""
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
-        return wire.shares_of(buckets, stream.part, stream.parts)
+        return framing.shares_of(buckets, stream.part, stream.parts)
 
     # --- putting in place, the training thread ------------------------------------------------------------------------
 
     def await_state(self, interrupted: Callable[[], bool]) -> bool:
-        """Until all of the state is there; False when ``interrupted`` became true first. Raises ``Gone``."""
+        """Wait for the complete state; False if ``interrupted`` became true first. Raises ``Gone``."""
         return self._await(lambda stream: stream.words is not None, interrupted)
 
     def take_state(self) -> None:
-        """Make it the engine's."""
+        """Load the received state into the engine."""
         tensors = iter(self._tensors)
-        state = transfer.unflatten(self._skeleton, lambda dtype, shape, device: next(tensors).to(device))
+        state = state_transfer.unflatten(self._skeleton, lambda dtype, shape, device: next(tensors).to(device))
         self._engine.load_state(state)
         self._tensors, self._skeleton = [], None
-        self.carried = self._streams[0].words["carried"]
+        self.carried = given(self._streams[0].words)["carried"]
         self.stands = self.at
 
+    @property
+    def checksums(self) -> dict[int, int]:
+        """For each donor's group a checksum of the donor's whole state; valid once the state is there."""
+        return {stream.group: given(stream.words)["checksum"] for stream in self._streams}
+
+    @property
+    def epochs(self) -> set[int | None]:
+        """The epochs in which the donors began the step, once the state is there; in one, their states are equal."""
+        return {given(stream.words)["epoch"] for stream in self._streams}
+
     def ready(self) -> bool:
-        """Whether the next step has come, from all donors."""
+        """True if the next step has come, from all donors."""
         with self._changed:
             return all(self.stands in stream.steps for stream in self._streams)
 
     def await_step(self, interrupted: Callable[[], bool]) -> bool:
-        """Until the next step is there; False when ``interrupted`` became true first. Raises ``Gone``."""
+        """Wait for the next step; False if ``interrupted`` became true first. Raises ``Gone``."""
         return self._await(lambda stream: self.stands in stream.steps, interrupted)
 
     def make_step(self) -> None:
-        """Make it, as the donors have."""
+        """Make the next step as the donors have made it."""
         step = self.stands
         for stream in self._streams:
             words, room = stream.steps.pop(step)
             for own, values in zip(self._own_share(stream), room, strict=True):
                 own.copy_(values)
-        self.result = StepResult(*words["result"])
+        self.result = StepResult.from_json(words["result"])
         self.carried = words["carried"]
         self._engine.repeat(self.result)
         self.stands = step + 1
@@ -197,10 +226,10 @@ class Guest:
         return True
 
     def close(self) -> None:
-        """Nothing more is needed of the donors."""
+        """Disconnect from the donors."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
-                wire.hang_up(stream.end)
+                framing.hang_up(stream.end)
 
 
 def _room_for(skeleton: Any) -> list[torch.Tensor]:
@@ -210,5 +239,5 @@ def _room_for(skeleton: Any) -> list[torch.Tensor]:
         tensors.append(torch.empty(shape, dtype=dtype))
         return tensors[-1]
 
-    transfer.unflatten(skeleton, make)
+    state_transfer.unflatten(skeleton, make)
     return tensors

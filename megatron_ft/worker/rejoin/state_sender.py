@@ -1,20 +1,23 @@
-"""What a living rank does for one of equal position in a group that comes back: hand over its state, and then every step.
+"""The donor's side of a group's return: a living rank sends its state, and then every step, to one of equal position.
 
-All of it happens beside training. At the boundary that was agreed on, a thread begins to send this rank's share of the
-state (it is spread over several donors), while the next step is computed; from then on, at each boundary, its share of the
-gradients the optimizer has just taken: with these the other rank makes the same step. Neither is copied as a whole:
-parameters do not change before the next update, nor reduced gradients before the next reduction. What has not been sent when
-that comes the training thread copies first (:meth:`Donor.settle`). Nothing is copied while nobody follows.
+All of it happens beside training. At the agreed boundary, a thread begins to send this rank's share of the state
+(several donors divide it), while the next step is computed. From then on, at each boundary, it sends its share of the
+gradients that the optimizer has just taken; with these the follower makes the same step. Neither is copied as a whole:
+parameters do not change before the next update, nor reduced gradients before the next reduction. The training thread
+copies first what has not been sent by then (:meth:`Donor.settle`). Nothing is copied without a follower.
 
-Failures it assumes: who follows may vanish, stop or be slow at any time: nobody waits for it, and one that does not take
-what is sent to it is dropped. Whatever goes wrong here concerns the one who follows alone.
+With its share of the state a donor sends a checksum of its whole state, so that the returning group does not combine
+parts of different states.
+
+Failures it assumes: a follower may vanish, stop or be slow at any time. No rank waits for it, and a follower that does
+not take the data is dropped. Every failure here concerns the follower alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
-import select
 import socket
 import threading
 import time
@@ -23,24 +26,30 @@ from typing import Any
 
 import torch
 
-from megatron_ft.engines.base import Engine, StepResult
-from megatron_ft.runtime import transfer, wire
-from megatron_ft.runtime.environment import RankEnvironment
+from megatron_ft.auth.handshake import LONGEST_HELLO, Door, Hello
+from megatron_ft.collectives import framing, state_transfer
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.engines.port import Engine, StepResult
+from megatron_ft.utils import file_descriptors
+from megatron_ft.worker.rejoin.state_receiver import DONOR
+from megatron_ft.worker.state_checksum import StateCheck
+
+_log = logging.getLogger(__name__)
 
 _MOST_WAITING = 8
-"""Steps that are kept for one who follows; each is a copy of this rank's share of the gradients."""
+"""Number of steps that are kept for a follower; each is a copy of this rank's share of the gradients."""
 _SEND_S = 60.0
-"""So long one who follows may take nothing."""
+"""Seconds after which a follower that takes nothing is dropped."""
 _STATE_PACE, _STEP_PACE, _LONGEST_S = 0.5, 0.25, 10.0
-"""A share of the state is sent over half the time of a step, one of a step's gradients over a quarter of it, neither over
-more than these seconds: the machine belongs to training, but at the entry others wait for the gradients."""
+"""A share of the state is sent over half the time of a step, one of a step's gradients over a quarter of it, neither
+over more than this number of seconds: training has priority, but at the entry other groups wait for the gradients."""
 _PIECE = 2**20
-"""What ``wire`` sends at a time, too. Smaller tensors are copied at once: a model's buffers may change in a forward pass."""
+"""Bytes per piece, as in ``collectives.framing``. Smaller tensors are copied at once: forward may change buffers."""
 
 
 class _Parcel:
-    """Flat tensors of bytes to be sent, read where they are until they are settled. ``state``: an update changes them;
-    else a reduction does."""
+    """Flat tensors of bytes to be sent, read in place until they are settled. ``state``: an update changes them,
+    otherwise a reduction does."""
 
     def __init__(self, words: dict[str, Any], parts: list[torch.Tensor], pace_s: float, state: bool) -> None:
         self.words, self.pace_s, self.state = words, pace_s, state
@@ -54,14 +63,14 @@ class _Parcel:
                 self._pieces[number] = self._pieces[number].to("cpu", copy=True)
 
     def settle(self) -> None:
-        """What is still to be sent may change from now on."""
+        """Copy the unsent rest, which may change from now on."""
         with self._lock:
             for number in range(self._next, len(self._pieces)):
                 if self._live[number]:
                     self._pieces[number], self._live[number] = self._pieces[number].clone(), False
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """In order; each is good until the next is asked for."""
+        """Yield the pieces in order; each is valid until the next is requested."""
         room = torch.empty(_PIECE, dtype=torch.uint8)
         for number in range(len(self._pieces)):
             with self._lock:
@@ -69,11 +78,11 @@ class _Parcel:
                 if self._live[number]:
                     piece = room.copy_(piece)
             yield piece
-            self._pieces[number] = room  # sent: not held any longer
+            self._pieces[number] = room  # sent: no longer held
 
 
 class _Follower:
-    """One connection. ``part`` of ``parts`` is what this rank sends; ``at``: the step whose state comes first."""
+    """One connection. This rank sends share ``part`` of ``parts``; ``at``: the step whose state comes first."""
 
     def __init__(self, end: socket.socket, who: str, part: int, parts: int, at: int) -> None:
         self.end, self.who, self.part, self.parts, self.at = end, who, part, parts, at
@@ -87,7 +96,7 @@ class _Follower:
         self.queue.put(parcel)
 
     def settle(self, state: bool) -> None:
-        """Training thread: what a reduction changes is about to change, and with ``state`` what an update does, too."""
+        """Training thread: copy what a reduction, or with ``state`` an update, is about to change."""
         for parcel in self._unsettled:
             if not self.gone and (state or not parcel.state):
                 parcel.settle()
@@ -96,27 +105,27 @@ class _Follower:
     def drop(self) -> None:
         if not self.gone:
             self.gone = True
-            wire.hang_up(self.end)
-            self.queue.put(None)  # in case it is waited for
+            framing.hang_up(self.end)
+            self.queue.put(None)  # wakes a thread that waits for it
 
     def serve(self) -> None:
-        """Thread: send what is put, in order, each over ``pace_s``, until the other end has gone."""
+        """Thread: send the queued parcels in order, each over ``pace_s``, until the other end has gone."""
         try:
             while not self.gone:
-                self._send(self.queue.get())  # what was sent is not held while the next is waited for
-        except OSError:
-            pass  # it will ask somebody else, or its agent starts it again
+                self._send(self.queue.get())  # a sent parcel is not held during the next wait
+        except (OSError, RuntimeError, MemoryError):
+            pass  # the follower will choose another donor, or its agent starts it again
         finally:
             self.drop()
 
     def _send(self, parcel: _Parcel | None) -> None:
         if parcel is not None and not self.gone:
-            wire.say(self.end, parcel.words)
-            wire.send(self.end, parcel.pieces(), _Pace(parcel.bytes, parcel.pace_s))
+            framing.say(self.end, parcel.words)
+            framing.send(self.end, parcel.pieces(), _Pace(parcel.bytes, parcel.pace_s))
 
 
 class _Pace:
-    """Sleeps between pieces, so that all of them take a given time."""
+    """Sleeps between pieces, so that sending all of them takes a given time."""
 
     def __init__(self, total: int, pace_s: float) -> None:
         self._total, self._pace_s = max(total, 1), pace_s
@@ -130,39 +139,43 @@ class _Pace:
 
 
 class Donor:
-    """One rank's. ``epoch`` is the present one, or None while this rank has no state to give; any thread asks.
+    """One rank's donor side. ``epoch`` is the present one, or None while this rank has no state to give; any thread
+    asks.
 
-    ``where`` is told once, with the address, the port and the incarnation, by which the others find this rank.
+    ``where`` is called once, with the address, the port and the incarnation by which the other ranks find this one.
     """
 
     def __init__(
         self,
         env: RankEnvironment,
         engine: Engine,
+        states: StateCheck,
         epoch: Callable[[], int | None],
         where: Callable[[list[Any]], None],
     ) -> None:
-        self._env, self._engine, self._epoch = env, engine, epoch
+        self._env, self._engine, self._states, self._epoch = env, engine, states, epoch
         self._step = -1
         self._lock = threading.Lock()
         self._followers: list[_Follower] = []
         self._began, self._step_s = time.monotonic(), 0.0
-        self._listener = wire.listen(env.address)
-        where([env.address, self._listener.getsockname()[1], env.incarnation])
-        threading.Thread(target=self._accept, name="megatron_ft-donor", daemon=True).start()
+        listener = framing.listen(env.address)
+        port = listener.getsockname()[1]
+        self._door = Door(listener, env.key.of(DONOR), self._answer, "megatron_ft-donor")
+        where([env.address, port, env.incarnation])
 
     # --- training thread ----------------------------------------------------------------------------------------------
 
     def boundary(self, step: int, result: StepResult | None, carried: Callable[[], Mapping[str, Any]]) -> None:
-        """``step`` is about to begin; the reduced buffers hold the means of the one before.
+        """Begin ``step``; the reduced buffers hold the means of the step before.
 
         Args:
-            result: of the step before, if this rank has taken it with these gradients; else who follows misses something.
-            carried: what the leader of the group hands over with the state.
+            result: result of the step before, if this rank has made it with these gradients; otherwise a follower lacks
+                a step.
+            carried: returns the values that the group's leader sends with the state.
         """
         now = time.monotonic()
         self._step_s, self._began = now - self._began, now
-        self._step = step  # first: who comes too late for this boundary sees it
+        self._step = step  # first: a follower that is too late for this boundary sees it
         if not self._followers:
             return
         with self._lock:
@@ -174,10 +187,10 @@ class Donor:
                 self._go_on(follower, step, result, carried())
 
     def _hand_over(self, follower: _Follower, step: int, carried: Mapping[str, Any]) -> None:
-        skeleton, tensors = transfer.flatten(self._engine.state())
-        flat = [wire.as_bytes(tensor) for tensor in tensors]
-        mine = wire.shares_of(flat, follower.part, follower.parts)
+        skeleton, tensors = state_transfer.flatten(self._engine.state())
+        mine = framing.bytes_shares_of(tensors, follower.part, follower.parts)
         words = {"state": step, "skeleton": skeleton, "carried": carried}
+        words |= {"epoch": self._epoch(), "checksum": self._states.whole(step)}
         follower.put(words, mine, self._pace_s(_STATE_PACE), state=True)
 
     def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
@@ -185,15 +198,17 @@ class Donor:
             follower.drop()
             return
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
-        shares = wire.shares_of(buckets, follower.part, follower.parts)
-        mine = [wire.as_bytes(piece) for piece in shares]
+        shares = framing.shares_of(buckets, follower.part, follower.parts)
+        mine = [framing.as_bytes(piece) for piece in shares]
         words = {"step": step - 1, "result": result.to_json(), "carried": carried}
         follower.put(words, mine, self._pace_s(_STEP_PACE), state=False)
-        if any(self._engine.reduced(bucket) is self._engine.local(bucket) for bucket in range(self._engine.num_buckets)):
+        if any(
+            self._engine.reduced(bucket) is self._engine.local(bucket) for bucket in range(self._engine.num_buckets)
+        ):
             follower.settle(state=False)  # of a single live group: the next microbatch adds to them
 
     def settle(self, state: bool) -> None:
-        """Reduced gradients are about to change; with ``state``, parameters and the optimizer's state are, too."""
+        """Copy unsent data before reduced gradients change; with ``state``, parameters and optimizer state, too."""
         for follower in self._followers:
             follower.settle(state)
 
@@ -202,48 +217,41 @@ class Donor:
 
     # --- other threads ------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                end, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(end,), name="megatron_ft-donor", daemon=True).start()
-
-    def _answer(self, end: socket.socket) -> None:
-        """Who calls says who it is and is told where this rank stands; then it may follow."""
+    def _answer(self, end: socket.socket, hello: Hello) -> None:
+        """Tell the caller, a rank of this run, where this rank stands; then it may follow."""
         try:
-            end.settimeout(wire.CALL_TIMEOUT_S)
-            hello = wire.hear(end)
-            if hello.get("token") != wire.token(self._env.run_id) or hello.get("position") != self._env.position:
+            if hello.get("position") != self._env.position:
                 end.close()
                 return
-            wire.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
-            asked = wire.hear(end)
+            framing.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
+            asked = framing.hear(end, LONGEST_HELLO)
             end.settimeout(_SEND_S)
-            follower = _Follower(end, hello["who"], asked["part"], asked["parts"], asked["at"])
-        except (OSError, ValueError, KeyError):
+            part, parts, at = int(asked["part"]), int(asked["parts"]), int(asked["at"])
+            if not 0 <= part < parts:
+                raise ValueError(f"part {part} of {parts} was asked for")
+            follower = _Follower(end, str(hello["who"]), part, parts, at)
+        except (OSError, ValueError, KeyError, TypeError):
             end.close()
             return
-        with self._lock:
-            self._followers.append(follower)
+        with self._lock:  # a boundary may be far away: gone followers are not kept until then
+            self._followers = [*(other for other in self._followers if not other.gone), follower]
         if self._step >= follower.at:  # this boundary has passed
             follower.drop()
             return
-        print(f"megatron_ft: group {self._env.group}: {follower.who} follows from step {follower.at}", flush=True)
-        threading.Thread(target=self._watch, args=(follower,), name="megatron_ft-donor", daemon=True).start()
+        _log.info(f"group {self._env.group}: {follower.who} follows from step {follower.at}")
+        with contextlib.suppress(RuntimeError):  # without a thread for it, a send finds out that the other end has gone
+            threading.Thread(target=self._watch, args=(follower,), name="megatron_ft-donor", daemon=True).start()
         follower.serve()
 
     @staticmethod
     def _watch(follower: _Follower) -> None:
-        """Nothing is said on the connection any more: if something can be read, its other end has gone."""
+        """Wait for the other end to go: it sends nothing any more, so a readable connection has ended."""
         with contextlib.suppress(OSError, ValueError):
-            select.select([follower.end], [], [])
+            file_descriptors.readable(follower.end, None)  # its end is shut down when it is dropped
         follower.drop()
 
     def close(self) -> None:
-        wire.hang_up(self._listener)
+        self._door.close()
         with self._lock:
             for follower in self._followers:
                 follower.drop()
-

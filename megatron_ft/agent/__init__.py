@@ -1,0 +1,1 @@
+"""The per-node agent: it starts ranks, watches them, reports their ends, and starts lost groups again."""

@@ -1,0 +1,254 @@
+"""The control-store client of one agent: what it announces to all groups and asks the store, which may be away.
+
+An outage of the store loses nothing: ranks train on, announcements are made when the store is back, and earlier ones are
+repeated when it has come back empty. A question may block for the store's timeout, so it is repeated only after a while.
+
+While nothing happens, nothing is asked: a thread waits for the next notice (``coordination.watcher``). After a notice the
+agent asks for the news; only after a notice about a view or the run's end, it asks for the newest view, or the end.
+
+Failures it assumes: the store is gone or silent for a while, or comes back empty. An exception that ends the thread is
+printed with its traceback.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from megatron_ft.coordination import key_sweeper, watcher
+from megatron_ft.coordination.client import DONE
+from megatron_ft.coordination.store import NOTICES, ControlStore, StoreLostMemory
+from megatron_ft.core.protocol import key_lifetimes, signals
+from megatron_ft.errors import StoreError
+from megatron_ft.types import View
+from megatron_ft.utils.console import say
+from megatron_ft.utils.vital_thread import described
+
+_RETRY_S = 1.0
+_FAR_S = 20.0
+"""Seconds between two questions without a notice: a view's writer may be lost before it announces it."""
+_NEWS, _VIEW, _ENDED = "news", "view", "ended"
+_GAP = 16
+"""After the store has come back empty, this number of further epochs is searched: only the newest views were put back."""
+
+Answer = TypeVar("Answer")
+
+
+class Voice:
+    """One agent's client, on a connection of its own. ``own``: keys that this agent alone writes; it puts them back."""
+
+    def __init__(self, store: ControlStore, own: Mapping[str, Any]) -> None:
+        self._store, self._own = store, dict(own)
+        self._said: list[tuple[signals.Signal, str]] = []
+        self._unsaid: list[tuple[signals.Signal, str]] = []
+        self._away_until: float | None = None
+        self._heard, self._memory, self._looked_in = 0, store.memory, store.memory
+        self._asked: dict[str, float] = {}
+        self._stirred: dict[str, float] = {}
+        self._looked_at_floor = -float("inf")
+        self._also: Callable[[signals.Verdict], None] = lambda verdict: None
+        self._ear: watcher.Watcher | None = None
+        self._deaf = False
+
+    def listen(self, heard: Callable[[signals.Verdict], None] = lambda verdict: None) -> None:
+        """Listen from now on; the run must have begun. ``heard`` gets every verdict, in the listening thread."""
+        self._also = heard
+        self._ear = watcher.Watcher(self._store.clone(), self._hear, self.stir, self.stir, failed=self._deafen)
+        self._ear.start()
+
+    def _hear(self, verdict: signals.Verdict) -> None:
+        self._also(verdict)
+        questions = {signals.Agreed: (_NEWS, _VIEW), signals.Over: (_NEWS, _ENDED)}
+        self._stirred |= dict.fromkeys(questions.get(type(verdict), (_NEWS,)), time.monotonic())
+
+    def _deafen(self, error: BaseException) -> None:
+        """Listening thread: note that it ends by a bug. From now on the agent asks the store itself, without pauses."""
+        traceback.print_exception(error)
+        say(f"the thread that listens for notices {described(error)}; the agent goes on without it")
+        self._ear, self._deaf = None, True
+
+    def stir(self, error: StoreError | None = None) -> None:
+        """Ask everything anew: anything may have happened. Any thread may call it."""
+        self._stirred |= dict.fromkeys((_NEWS, _VIEW, _ENDED), time.monotonic())
+
+    def hurry(self) -> None:
+        """Ask the store at once: it is at another address from now on. Any thread may call it."""
+        if self._away_until is not None:
+            self._away_until = 0.0
+
+    def close(self) -> None:
+        if (ear := self._ear) is not None:
+            ear.stop()
+
+    def _is_due(self, question: str) -> bool:
+        """Return whether the answer may have changed since that question was asked last."""
+        now, last = time.monotonic(), self._asked.get(question, -float("inf"))
+        due = self._ear is None or self.away or self._stirred.get(question, last - 1.0) >= last or now - last >= _FAR_S
+        if due:
+            self._asked[question] = now
+        return due
+
+    def tell(self, signal: signals.Signal | None = None) -> None:
+        """Tell every group this signal, after all that could not be told before."""
+        if signal is not None:
+            self._unsaid.append((signal, uuid.uuid4().hex))
+
+        def announced() -> bool:
+            # Not the entry itself: when the store has come back empty, the list begins with the earliest signals again.
+            watcher.announce(self._store, *self._unsaid[0])
+            return True
+
+        while self._unsaid and self._ask(announced) is not None:
+            self._said.append(self._unsaid.pop(0))
+
+    @property
+    def told(self) -> bool:
+        """Return whether all that was to be told is on the store."""
+        return not self._unsaid
+
+    def news(self) -> list[signals.Signal]:
+        """Return the signals of all senders since the last call; all of them again when the store has come back empty."""
+        found: list[signals.Signal] = []
+        if not self._is_due(_NEWS):
+            return found
+        if self._heard == 0 or time.monotonic() - self._looked_at_floor > _FAR_S:
+            found += self._skipped()
+        while (entry := self._ask(self._next_notice)) is not None:
+            self._heard += 1
+            found.append(signals.from_json(entry))
+        if self._deaf:
+            for signal in found:
+                self._also(signals.judge(signal))
+        return found
+
+    def _skipped(self) -> list[signals.Signal]:
+        """Return what still matters of notices that were deleted before they were read here."""
+        self._follow_memory()
+        there = self._ask(lambda: (key_sweeper.skipped(self._store, self._heard),))
+        if there is None:
+            return []
+        self._looked_at_floor = time.monotonic()
+        if there[0] is None or self._memory != self._store.memory:
+            return []
+        self._heard, said = there[0]
+        return list(map(signals.from_json, said))
+
+    def _follow_memory(self) -> None:
+        if self._memory != self._store.memory:  # another log
+            self._heard, self._memory = 0, self._store.memory
+
+    def _next_notice(self) -> dict[str, Any] | None:
+        self._follow_memory()
+        return self._store.get(f"{NOTICES}/{self._heard}")
+
+    def newest_view(self, known: View) -> View:
+        """Return the newest view that stands; ``known`` while no newer one is found."""
+        if not self._is_due(_VIEW):
+            return known
+        epoch = last = known.epoch + 1
+        while epoch <= last:
+            raw = self.get(f"view/{epoch}")
+            if raw is not None:
+                known, last = View.from_json(raw), epoch + 1
+            if self._looked_in != self._store.memory:
+                self._looked_in, last = self._store.memory, epoch + _GAP
+            epoch += 1
+        # The views after the known one may have been deleted while this agent did not look.
+        while (raw := self._ask(partial(key_sweeper.oldest_view, self._store, known.epoch))) is not None:
+            known = self._walk(View.from_json(raw))
+        self._prune(known)
+        return known
+
+    def _walk(self, known: View) -> View:
+        while (raw := self.get(f"view/{known.epoch + 1}")) is not None:
+            known = View.from_json(raw)
+        return known
+
+    def _prune(self, view: View) -> None:
+        """Forget keys that a store that comes back empty could not need any more."""
+        needed = key_lifetimes.kept([own for own, _ in self._said], view)
+        self._said = [said for said in self._said if said[0] in needed]
+        present = key_lifetimes.Present(view, key_lifetimes.floor_of(view, 0))
+        self._own = {key: value for key, value in self._own.items() if not key_lifetimes.expired(key, present)}
+
+    def say(self, key: str, value: Any) -> bool:
+        """Write a key that only this agent writes, and again after the store came back empty. False: it is away."""
+        self._own[key] = value
+
+        def written() -> bool:
+            self._store.set(key, value)
+            return True
+
+        return self._ask(written) is not None
+
+    def knows(self, key: str, value: Any) -> None:
+        """Note that ``value`` stands at ``key``: this agent puts it back, too, when the store has come back empty."""
+        self._own[key] = value
+
+    def claim(self, key: str, value: Any) -> Any | None:
+        """Write a key unless it exists; return what stands there, None while unknown. Values name their writer."""
+        standing = self._ask(lambda: self._store.create(key, value))
+        if standing == value:
+            self._own[key] = value
+        return standing
+
+    def get(self, key: str) -> Any | None:
+        """Return what stands there; None while that is unknown."""
+        return self._ask(lambda: self._store.get(key))
+
+    @property
+    def away(self) -> bool:
+        """Return whether the store did not answer when it was asked last."""
+        return self._away_until is not None
+
+    def ended(self) -> bool:
+        """Return whether the run has reached its end; False while that is unknown."""
+        if _ENDED not in self._own and self._is_due(_ENDED):
+            end = self._ask(lambda: self._store.get(_ENDED))
+            if end is not None:
+                self._own[_ENDED] = end  # the group that wrote it may be gone when the store forgets it
+        return _ENDED in self._own
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        """The last group's statement about the run's end: ``step`` and ``saved`` of the record's ``end`` line."""
+        end = self._own.get(_ENDED)
+        return end if isinstance(end, Mapping) else {}
+
+    def say_ended(self, end: Mapping[str, Any]) -> None:
+        """Announce the end that the record shows, for agents that have not heard of it if the store has forgotten."""
+        self.say(_ENDED, {name: end[name] for name in ("step", "saved") if name in end})
+
+    def done(self, seat: str) -> bool:
+        """Return whether that start of a group is done; False while that is unknown."""
+        return seat in (self._ask(lambda: self._store.members(DONE)) or {})
+
+    def _ask(self, operation: Callable[[], Answer]) -> Answer | None:
+        """Return the store's answer; None while it is away."""
+        if self._away_until is not None and time.monotonic() < self._away_until:
+            return None
+        try:
+            try:
+                answer = operation()
+            except StoreLostMemory:
+                self._remind()
+                answer = operation()
+        except StoreError as error:
+            if self._away_until is None:
+                say(f"{error}; a recovery waits for one")
+            self._away_until = time.monotonic() + _RETRY_S
+            return None
+        if self._away_until is not None:
+            say("the control store answers again")
+            self.stir()  # a question without an answer counts as asked
+        self._away_until = None
+        return answer
+
+    def _remind(self) -> None:
+        """Repeat this agent's announcements after the store came back empty; the groups rebuild it."""
+        self._store.restore(own=self._own)
+        self._unsaid, self._said = [*self._said, *self._unsaid], []

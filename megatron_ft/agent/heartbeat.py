@@ -1,0 +1,189 @@
+"""Beats between the agents of a run: one small datagram to the other hosts, ten times a second
+(``core.detection.link_detector`` judges, and chooses the receivers where hosts are many).
+
+An agent has nothing else to do, so its beat shows that its host and the way from it work, however busy the ranks are.
+One thread sends and receives; it never touches the control store, which may block.
+
+A beat also carries the newest claim that its host knows, and whether that host reaches the control store
+(``core.lifecycle.store_failover``). Every beat carries a counter and an HMAC with the run's secret, over all that and
+the numbers of both hosts. A beat that another process sends, or repeats, is dropped.
+
+Failures it assumes: datagrams are lost, doubled, late, replayed or forged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ft.auth.secret import MAC_BYTES, Key
+from megatron_ft.core.detection import link_detector
+from megatron_ft.utils import file_descriptors
+from megatron_ft.utils.vital_thread import VitalThread
+
+BEAT_S = 0.1
+_MESSAGE = struct.Struct(f"!4sIQi?{MAC_BYTES}s")
+_SIGNED = struct.Struct("!IIQi?")
+_MAGIC = b"mft3"
+_BURST = 1000
+
+
+@dataclass(frozen=True)
+class Said:
+    """The content of a beat: the number of the newest claim known to the sender (-1: none), and whether the sender
+    hears the control store's host, or is answered by the store."""
+
+    newest: int = -1
+    reaching: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Host ``rank`` is silent for ``silent_s``, or is heard again (``heard``)."""
+
+    rank: int
+    silent_s: float
+    heard: bool
+
+
+class Beats:
+    """This host's side of the beats. ``address``: the one by which the other hosts reach it; it beats from the first
+    :meth:`add` on.
+
+    ``least_s`` may be changed at any time: silences shorter than that never count. ``key``: of the run.
+    """
+
+    def __init__(self, address: str, rank: int, key: Key, least_s: float) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((address, 0))
+        self._socket.setblocking(False)
+        self._rank, self.least_s = rank, least_s
+        self._key = key.of("beat")
+        self.says = Said()
+        """The content of this host's beats; may be replaced at any time."""
+        self._said: dict[int, Said] = {}
+        self._count = 0
+        self._counts: dict[int, int] = {}
+        """The highest counter that was received from each host."""
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._heard: dict[int, int] = {}
+        self._peers: dict[int, link_detector.Peer] = {}
+        self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._failed: list[BaseException] = []
+        self._thread = VitalThread(self._run_on, "megatron_ft-beats", failed=self._failed.append)
+
+    @property
+    def port(self) -> int:
+        return self._socket.getsockname()[1]
+
+    def add(self, peers: Mapping[int, tuple[str, int]]) -> None:
+        """Send beats to these hosts, too, and listen to them. Known hosts, and this one, are skipped."""
+        new = {rank: address for rank, address in peers.items() if rank != self._rank and rank not in self._peers}
+        # Replaced, not changed: the thread may be using the old ones.
+        self._heard = {**self._heard, **dict.fromkeys(new, 0)}
+        self._peers = {**self._peers, **{rank: link_detector.Peer() for rank in new}}
+        self._addresses = {**self._addresses, **new}
+        if new and not self._thread.is_alive():
+            self._thread.start()
+
+    @property
+    def begun(self) -> bool:
+        """Return whether there is, or was, another host."""
+        return bool(self._peers)
+
+    def changes(self) -> list[Change]:
+        """Return the changes since the last call. Raises the exception that has ended the thread: without it this host
+        is lost to all others."""
+        if self._failed:
+            raise self._failed[0]
+        found = []
+        while not self._changes.empty():
+            found.append(self._changes.get())
+        return found
+
+    def anybody_heard(self) -> bool:
+        """Return whether any other host is heard now."""
+        return any(not peer.lost for peer in self._peers.values())
+
+    def known(self) -> set[int]:
+        """Return the hosts that are listened to."""
+        return set(self._peers)
+
+    def silent(self) -> set[int]:
+        """Return the hosts that are not heard now."""
+        return {rank for rank, peer in self._peers.items() if peer.lost}
+
+    def said(self) -> dict[int, Said]:
+        """Return the content of the newest beats of the hosts that are heard now; hosts never heard are left out."""
+        return {rank: said for rank, said in list(self._said.items()) if not self._peers[rank].lost}
+
+    def silences(self) -> list[Change]:
+        """Return for how long each silent host has not been heard, as :meth:`changes` would give it now."""
+        return [Change(rank, peer.silent_s, heard=False) for rank, peer in self._peers.items() if peer.lost]
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
+
+    def _run_on(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            self._send()
+            due = max(due + BEAT_S, time.monotonic())
+            while (rest := due - time.monotonic()) > 0:
+                if file_descriptors.readable(self._socket, rest):
+                    self._receive()
+            self._receive()
+            self._judge(time.monotonic())
+
+    def _send(self) -> None:
+        self._count += 1
+        says = self.says
+        for rank, address in self._addresses.items():
+            mac = self._mac(self._rank, rank, self._count, says)
+            message = _MESSAGE.pack(_MAGIC, self._rank, self._count, says.newest, says.reaching, mac)
+            try:
+                self._socket.sendto(message, address)
+            except OSError:
+                continue  # no route, no buffer, refused: the receiver will miss the beat
+
+    def _receive(self) -> None:
+        for _ in range(_BURST):
+            try:
+                data = self._socket.recv(64)
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # an earlier beat was refused: no process listens there any more
+            if len(data) == _MESSAGE.size:
+                self._take(*_MESSAGE.unpack(data))
+
+    def _take(self, magic: bytes, rank: int, count: int, newest: int, reaching: bool, mac: bytes) -> None:
+        """Count a beat, unless it is forged, or not newer than the last one of that host."""
+        said = Said(newest, reaching)
+        newer = magic == _MAGIC and rank in self._heard and count > self._counts.get(rank, 0)
+        if newer and hmac.compare_digest(mac, self._mac(rank, self._rank, count, said)):
+            self._counts[rank] = count
+            self._said[rank] = said
+            self._heard[rank] += 1
+
+    def _mac(self, sender: int, receiver: int, count: int, said: Said) -> bytes:
+        return self._key.mac(_SIGNED.pack(sender, receiver, count, said.newest, said.reaching))[:MAC_BYTES]
+
+    def _judge(self, now: float) -> None:
+        for rank, before in self._peers.items():
+            after = link_detector.listen(before, self._heard[rank], now, self.least_s)
+            self._peers[rank] = after
+            if after.lost != before.lost:
+                silent_s = before.silent_s if before.lost else after.silent_s
+                self._changes.put(Change(rank, silent_s, heard=before.lost))

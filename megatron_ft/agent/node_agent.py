@@ -1,0 +1,736 @@
+"""The per-node agent: keeps the control store running, starts the ranks, reports their deaths, never kills a healthy rank.
+
+The agent learns of a death from ``waitpid`` and signals only processes that it started and has not yet waited for, so it
+can never hit a reused pid. It decides nothing about training; it reports what it observes. With ``fault_tolerance.rejoin``
+it starts the ranks of a lost group again (``agent.restarter``), after it has ended what remains of the group. A host
+without ranks (``agent.join``) waits for ranks that have lost their host (``agent.spare_host``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.agent import (
+    agent_client,
+    checkpoint_cache,
+    forkserver,
+    job_restore,
+    join,
+    peers,
+    rank_monitor,
+    rank_process,
+    restarter,
+    run_lock,
+    stall_watch,
+    store_takeover,
+)
+from megatron_ft.agent.operator_requests import STORE_KEY, host_key
+from megatron_ft.agent.rank_process import Rank
+from megatron_ft.agent.spare_host import Spare, start_key
+from megatron_ft.agent.tracker_process import Tracking
+from megatron_ft.auth import secret
+from megatron_ft.checkpoint import restore as origins
+from megatron_ft.config.rank_env import RankEnvironment, seat
+from megatron_ft.config.schema import AUTO, RunConfig
+from megatron_ft.coordination import key_sweeper, store
+from megatron_ft.core.lifecycle import spare_policy
+from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.messages import Died, Missed
+from megatron_ft.errors import NOT_SAVED, GroupLeft, LaunchError
+from megatron_ft.runlog import history, run_directory
+from megatron_ft.types import Exit, given, host_name
+from megatron_ft.utils.console import say
+from megatron_ft.utils.signal_wakeup import Wakeup, stop_signals
+
+_GRACE_S = 10.0
+"""Seconds that ranks have to end after SIGTERM; also for a rank outside of the run's last view after the run's end."""
+_SAVE_GRACE_S = 25.0
+"""Seconds after SIGTERM where a last checkpoint has to be saved; Slurm and Kubernetes usually send SIGKILL after 30 s."""
+_KILLED_S, _KILLED_LOOK_S = 10.0, 0.005
+"""The agent waits at most this long for killed ranks; a rank that is inside the kernel may not end for hours."""
+_STARTING_S = 5.0
+"""Before the first step, a shorter silence of a host does not count."""
+_RECORD_EVERY_S = 5.0
+"""The record may be long, so it is not read more often than this while the store is away."""
+_SAID = float("inf")
+_STORE_TIMEOUT_S = 5.0
+_CLOSING_EVERY_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The options of ``megatron-ft launch`` on one host.
+
+    Attributes:
+        config: the run's settings.
+        run_dir: the run directory.
+        script: the training script; ``arguments`` are passed to it.
+        port: port of the embedded control store; 0 takes a free one.
+        hosts: number of hosts that begin the run; ``host_rank`` is this host's number, from 0.
+        store: address of the control store, ``HOST:PORT``; None where the agents find it by themselves.
+        address: the address by which other hosts reach this one; None: detected.
+        job_id: name of the launch, the same on all hosts, or None.
+        target: an address on the hosts' network, if one is known.
+        track: names of trackers.
+        overwrite: delete an earlier run in the run directory.
+        private: other users may not read the run directory.
+        resume: whether to go on from a checkpoint, as ``--resume``.
+        newcomer: set when this host joins a run that exists already.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    script: Path
+    arguments: Sequence[str] = ()
+    port: int = 0
+    hosts: int = 1
+    host_rank: int = 0
+    store: str | None = None
+    address: str | None = None
+    job_id: str | None = None
+    target: str | None = None
+    track: Sequence[str] = ()
+    overwrite: bool = False
+    private: bool = False
+    resume: str = job_restore.AUTO
+    newcomer: join.Newcomer | None = None
+
+
+class Agent:
+    """One run on one node. The constructor makes the checks and raises ``FTError``; :meth:`run` starts processes, and
+    returns 0 only if the job reached its end.
+
+    Ranks are forked from ``forks``; without it, each rank is an interpreter of its own.
+    """
+
+    def __init__(self, options: LaunchOptions, forks: forkserver.ForkServer | None = None) -> None:
+        self._options, self._config = options, options.config
+        if not options.script.is_file():
+            raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
+        newcomer = self._newcomer = options.newcomer
+        where = (
+            newcomer.place
+            if newcomer is not None
+            else peers.place(
+                options.hosts,
+                options.host_rank,
+                options.address,
+                options.store,
+                options.port,
+                options.job_id,
+                self._config,
+                options.run_dir,
+                options.target,
+            )
+        )
+        self._leads = where.rank == 0
+        run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
+        self._claims = run_lock.Claims(options.run_dir, self._config, run_id, where.others)
+        self._saved: job_restore.Directory | None = None
+        try:
+            if self._leads:
+                self._claims.take()
+                self._saved = job_restore.Directory(self._config, run_id, options.resume, self._claims.former)
+            self._run_dir = self._prepare_record()
+            own = secret.make(self._run_dir) if self._leads else secret.load(self._run_dir, peers.MEET_TIMEOUT_S)
+            history.write_as(where.rank)  # before any process is started: processes inherit it
+            least_s = max(_STARTING_S, self._config.fault_tolerance.detector.heartbeat_timeout_s)
+            self._hosts = peers.Hosts(
+                where, self._config, least_s, self._run_dir, run_id, own
+            )  # forks the store's keeper
+            self._run_id = self._claims.run_id = self._hosts.run_id
+            if self._leads and where.hosts > 1 and self._config.fault_tolerance.store == AUTO:
+                self._write_config()  # here the other hosts may find the store
+            self._config = self._hosts.settle()
+            self._claims.begin()
+        except BaseException:
+            self._release()
+            raise
+        self._copies = checkpoint_cache.prepare(self._config, self._hosts)
+        self._store = store.ControlStore(self._hosts.store, self._run_id, _STORE_TIMEOUT_S, secret=own)
+        self._store.when_forged(lambda key: self._note("forged", key=key, **self._hosts.who))
+        self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
+        self._voice = agent_client.Voice(self._store, self._first)
+        self._returns = self._prepare_returns()
+        self._sweeper = key_sweeper.Sweeper(
+            self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._returns.seats.view
+        )
+        self._spare = Spare(self._hosts, self._voice, self._returns)
+        watched = self._config.fault_tolerance.detector
+        self._stalls = stall_watch.Stalls(self._voice, self._hosts, self._returns, watched, self._note)
+        self._standstill = stall_watch.Standstill(self._config.fault_tolerance.store_patience_s)
+        self._idles = newcomer is not None and not newcomer.groups
+        self._ranks: list[Rank] = []
+        self._starts: dict[int, int] = {}  # group -> number of its last start on this host
+        self._stuck: dict[tuple[int, int], Rank] = {}  # per place, the last rank that was given up
+        command = [str(options.script), *options.arguments]
+        self._starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
+        self._monitor = rank_monitor.Monitor(rank_monitor.limits(self._config.fault_tolerance.detector))
+        self._exits: dict[tuple[int, int], tuple[Rank, Exit]] = {}
+        self._failed_after: list[tuple[Path, Exit, signal.Signals | None]] = []
+        self._signalled: signal.Signals | None = None
+        self._tracking = Tracking(options.track, self._run_dir)
+        self._complained = self._speaks = False
+        self._closing_due: float | None = None
+        self._history, self._look_again = history.Watched(self._run_dir), 0.0
+        self._last_step: float | None = None  # read from the record when the store was first found away
+        self._succession: store_takeover.Succession | None = None
+
+    def _prepare_record(self) -> Path:
+        if not self._leads:
+            return self._options.run_dir.resolve()
+        saved = given(self._saved)
+        aside = (
+            run_directory.NOTHING if not saved.on else run_directory.ANY if saved.origin else run_directory.UNFINISHED
+        )
+        return run_directory.prepare(self._options.run_dir, self._options.overwrite, aside, self._options.private)
+
+    def _first_keys(self) -> dict[str, Any]:
+        """Return the keys that are on the control store before any rank is started."""
+        origin = given(self._saved).origin
+        view = first_view(self._config.groups, origin.step if origin else 0)
+        return {"view/0": view.to_wire(), **({origins.KEY: origin.to_json()} if origin else {})}
+
+    def _release(self) -> None:
+        self._claims.release()
+        if self._saved is not None:
+            self._saved.release()
+
+    def run(self) -> int:
+        try:
+            self._enter()
+        except BaseException:
+            self._release()
+            raise
+        wakeup = Wakeup(stop_signals())
+        try:
+            for group, position in self._hosts.ranks:
+                self._ranks.append(self._start_rank(group, position, 0))
+            if self._newcomer is not None:
+                self._come()
+            if not self._config.fault_tolerance.rejoin.enabled:
+                self._starter.end_forks()  # no further rank will be forked
+            self._write_ranks()
+            self._tracking.start()
+            self._supervise(wakeup)
+            self._stay_for_others(wakeup)
+            self._speaks = self._hosts.speaks and not self._voice.away  # before hosts leave with the store
+        finally:
+            self._starter.end_forks()
+            self._end_all()
+            code = self._conclude()
+            self._tracking.end()
+            if self._succession is not None:
+                self._succession.stop()
+            self._voice.close()
+            self._sweeper.stop()
+            self._hosts.leave(self._store)
+            if self._copies is not None:
+                self._copies.close(over=code == 0)
+            self._release()
+            wakeup.close()
+        return code
+
+    def _enter(self) -> None:
+        """Begin the run, or join it, and wait for the other hosts."""
+        if self._leads:
+            self._write_config()
+            self._store.begin()
+            for key, value in self._first.items():
+                self._store.set(key, value)
+        if self._newcomer is None:
+            self._hosts.meet()
+        else:
+            self._hosts.greet(self._newcomer.cards)
+        self._store.check_begun()
+        self._begin_succession()
+        self._voice.listen(self._sweeper.hear)
+        self._sweeper.start()
+        self._voice.say(host_key(self._hosts.place.rank), self._hosts.card)
+        fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
+        if self._leads:
+            if self._hosts.place.hosts > 1:
+                say(self._hosts.store_said)
+                fields["store"] = self._hosts.store_said
+            self._note("start", run_id=self._run_id, **self._hosts.who, **fields)
+            if (origin := given(self._saved).origin) is not None:
+                self._note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
+
+    def _begin_succession(self) -> None:
+        """From here on let another host take over the embedded store of a lost host, if all share the run directory."""
+        if not self._hosts.succeeds:
+            return
+        for key in ("view/0", origins.KEY):  # only host 0's agent would put these back
+            if (value := self._store.get(key)) is not None:
+                self._voice.knows(key, value)
+        for rank, card in self._hosts.partners.items():  # a lost host cannot put its card back, and later hosts need it
+            self._voice.knows(host_key(rank), card)
+        self._succession = store_takeover.Succession(
+            self._hosts,
+            given(self._hosts.locator),
+            self._run_dir,
+            lambda: frozenset((rank.group, rank.incarnation) for rank in self._living()),
+            lambda: self._returns.seats.view,
+            self._starter.told,
+            self._voice.hurry,
+            lambda what, detail: self._note("store", what=what, **self._hosts.who, detail=detail),
+        )
+        self._succession.start()
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def _start_rank(self, group: int, position: int, incarnation: int) -> Rank:
+        env = RankEnvironment(
+            run_id=self._run_id,
+            group=group,
+            position=position,
+            store=self._hosts.store_address,
+            address=self._hosts.place.address,
+            run_dir=self._run_dir,
+            config=self._config,
+            incarnation=incarnation,
+            copies=self._hosts.copies,
+            epoch=self._returns.seats.view.epoch,
+            host_rank=self._hosts.who["host_rank"],
+            claims=self._hosts.succeeds,
+            secret=self._hosts.secret,
+        )
+        self._starts[group] = incarnation
+        return self._starter.start(env)
+
+    def _reap_strays(self) -> None:
+        # Ranks that have ended are left out: in a run of weeks, their pids may be used again.
+        known = {rank.process.pid for rank in self._living()} | self._hosts.pids()
+        forkserver.reap_strays(known | self._tracking.pids())
+
+    def _supervise(self, wakeup: Wakeup) -> None:
+        """Until no rank is left, report deaths, forward signals, and give up ranks that are outside of the ended run."""
+        deadline: float | None = None
+        while self._living() or (deadline is None and (self._returns.pending() or self._waits())):
+            for number in wakeup.wait(self._monitor.pause_s):
+                if number == signal.SIGCHLD:
+                    self._monitor.stir()
+                elif number != signal.SIGHUP or self._signalled is None:
+                    # A closed terminal can send SIGHUP several times: from the kernel, and from the shell.
+                    grace_s = self._told_to_stop(signal.Signals(number))
+                    deadline = deadline or time.monotonic() + grace_s
+            for rank in self._living():
+                if rank.process.poll() is not None:
+                    self._buried(rank)
+            self._reap_strays()
+            self._hosts.look_after_store()
+            self._claims.look(self._hosts.foremost)
+            self._look()
+            self._listen()
+            self._voice.tell()
+            self._tracking.look()
+            if deadline is None and (self._ended() or self._ended_elsewhere()):
+                deadline = time.monotonic() + _GRACE_S
+            self._say_closing()
+            if deadline is None:
+                self._bring_back()
+                if self._end_given_up():
+                    deadline = time.monotonic() + _GRACE_S
+            elif time.monotonic() > deadline:
+                self._kill_leftover()
+                if self._given_up() and time.monotonic() > deadline + _GRACE_S:
+                    return  # a rank that was killed and does not end is inside the kernel (state D)
+
+    def _given_up(self) -> list[Rank]:
+        """Return the given-up ranks of this host, of their group's last start, when all groups are lost."""
+        if not self._returns.wiped_out or self._ended():
+            return []
+        return [rank for rank in self._stuck.values() if rank.incarnation == self._starts[rank.group]]
+
+    def _end_given_up(self) -> bool:
+        """End given-up ranks, which may hang for ever, when all groups are lost. Return whether there were any."""
+        living = [rank for rank in self._given_up() if rank.ended is None]
+        for rank in living:
+            rank.drop()
+        return bool(living)
+
+    def _living(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.ended is None]
+
+    def _tell(self, said: signals.Signal) -> None:
+        self._voice.tell(said)
+        self._returns.hear(said)
+
+    def _look(self) -> None:
+        """Give up ranks that live but cannot continue by themselves."""
+        living = {rank.watched.pid: rank for rank in self._living()}
+        for watched in self._monitor.look([rank.watched for rank in living.values()], self._stalls.is_outage):
+            rank, where = living[watched.pid], self._hosts.who
+            self._stuck[rank.group, rank.position] = rank
+            fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, **where}
+            self._tell(signals.GivenUp(**fields, why=watched.given_up, incarnation=rank.incarnation))
+            detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
+            self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
+        self._stalls.look(self._living())
+        if self._standstill.look(living.values(), bool(self._hosts.unheard()), self._voice.away):
+            self._end_standstill()
+
+    def _end_standstill(self) -> None:
+        """End the ranks of this host, which can neither go on nor find out why: the run can be started again."""
+        patience_s = self._config.fault_tolerance.store_patience_s
+        silent = [host for host in sorted(self._hosts.beats.silent()) if self._hosts.groups(host)]
+        lost = " ".join(map(self._hosts.said, silent))
+        why = (
+            f"no control store has answered for {patience_s:g} s, and without one the step cannot go on without {lost}"
+        )
+        say(f"{why}; the ranks of this host are ended")
+        for rank in self._living():
+            rank.end(why)
+
+    def _listen(self) -> None:
+        """Report which hosts have become silent or are heard again. Hosts are busiest while ranks start."""
+        if self._hosts.beats.least_s == _STARTING_S and self._recorded().last_step is not None:
+            self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
+        changes = self._hosts.beats.changes()
+        if changes or self._hosts.beats.silent():
+            self._voice.stir()  # where links are cut, a notice may be late or lost
+        for change in changes:
+            parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
+            silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
+            if not self._ended():
+                verdict = signals.judge(silent)
+                assert isinstance(verdict, Died | Missed)
+                say(verdict.reason)
+                self._tell(silent)
+                self._note("silence", **vars(silent))
+
+    def _known_starts(self, silent: signals.Silent) -> signals.Silent:
+        """Return the signal with the newest known starts of groups that were started again."""
+        newest = {group: self._returns.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
+        return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
+
+    def _buried(self, rank: Rank) -> None:
+        """Report that a rank has ended, first to the survivors, then in the record. A dropped rank was reported before."""
+        noticed = time.time()
+        rank.ended = noticed
+        self._ranks.remove(rank)
+        self._voice.stir()  # the meaning depends on whether the run has ended
+        code = given(rank.process.returncode)
+        death = Exit(
+            group=rank.group,
+            position=rank.position,
+            pid=rank.process.pid,
+            **self._hosts.who,
+            signal=signal.Signals(-code).name if code < 0 else None,
+            code=code if code >= 0 else None,
+            **rank.last_words(),
+        )
+        if code == 0 and not self._ended() and (end := self._recorded_end()):
+            self._voice.say_ended(end)  # the rank had the store's answer, and the store has died since
+        if code and self._is_failure_after(rank):
+            self._failed_after.append((rank.log, death, self._signalled))
+        if not rank.dropped and not self._ended():
+            self._tell(signals.Ended(death, rank.incarnation))
+            if not self._exits or self._returns.seated(rank.group, rank.incarnation):
+                place = rank.group, rank.position  # a newcomer without a seat is not why the run ends
+                self._exits.pop(place, None)  # keeps the dict in the order of the exits
+                self._exits[place] = rank, death
+            if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
+                self._record_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
+        self._write_ranks()
+
+    def _is_failure_after(self, rank: Rank) -> bool:
+        """Return whether a rank that did not end with code 0 failed, or was stopped by a signal to this agent, after the
+        last step, where scripts write their final model."""
+        left_out = rank.dropped or (rank.killed and self._signalled is None)
+        if left_out or not self._ended():
+            return False
+        view = self._voice.newest_view(self._returns.seats.view)  # a start that was left out need not write a model
+        member = rank.group in view.live and view.incarnations.get(rank.group, 0) == rank.incarnation
+        return member and self._voice.done(seat(rank.group, rank.incarnation))
+
+    def _record_fault(self, fields: dict[str, Any], noticed: float, how: str) -> None:
+        """Record a fault. ``detected_s`` counts from the injection; None for a fault that was not injected."""
+        injected = self._recorded().injected(fields["pid"])
+        self._note(
+            "fault",
+            **fields,
+            how=how,
+            detected_s=None if injected is None else round(noticed - injected, 6),
+        )
+
+    def _told_to_stop(self, number: signal.Signals) -> float:
+        """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
+        first, self._signalled = self._signalled is None, self._signalled or number
+        if first and self._recorded().begun and self._living() and self._config.fault_tolerance.checkpoint.directory:
+            self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
+            return _SAVE_GRACE_S
+        for rank in self._living():
+            rank.process.send_signal(signal.SIGINT)  # SIGTERM would ask a group to leave in order
+        return _GRACE_S
+
+    def _say_closing(self) -> None:
+        """Record that scripts still run after the last step, e.g. to write their final model: supervisors have to wait."""
+        if self._signalled is not None or not self._ended():
+            return
+        now = time.monotonic()
+        due, self._closing_due = self._closing_due, self._closing_due or now + _CLOSING_EVERY_S
+        if due is None or now < due:
+            return
+        self._closing_due = now + _CLOSING_EVERY_S
+        done = {rank.group for rank in self._living() if self._voice.done(seat(rank.group, rank.incarnation))}
+        if done:
+            self._note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
+
+    def _kill_leftover(self) -> None:
+        """Kill ranks after the grace period: all of them after a stop signal, else only those outside of the run."""
+        for rank in self._living():
+            if self._signalled is not None or not self._voice.done(seat(rank.group, rank.incarnation)):
+                rank.kill()
+
+    def _stay_for_others(self, wakeup: Wakeup) -> None:
+        """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""
+        if not self._hosts.serves or not self._hosts.beats.begun:
+            return
+        while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
+            if any(number != signal.SIGCHLD for number in wakeup.wait(rank_monitor.LOOK_EVERY_S)):
+                return
+            self._hosts.look_after_store()
+            self._listen()
+            self._voice.tell()
+
+    def _end_all(self) -> None:
+        """End every process of the run, in whatever state the agent is."""
+        living, deadline = self._living(), time.monotonic() + _KILLED_S
+        for rank in living:
+            rank.process.kill()
+        for rank in living:
+            while rank.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(_KILLED_LOOK_S)
+            rank.ended = time.time()
+            if rank.process.poll() is None:
+                where = f"rank {rank.position} of group {rank.group} (pid {rank.process.pid})"
+                say(f"{where} was killed and has not ended within {_KILLED_S:g} s: it is inside the kernel (state D)")
+        self._write_ranks()
+        self._starter.close()
+
+    # --- lost groups that come back -----------------------------------------------------------------------------------
+
+    def _prepare_returns(self) -> restarter.Returns:
+        settings = self._config.fault_tolerance
+        here = {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks}
+        return restarter.Returns(
+            self._voice,
+            settings,
+            here,
+            self._hosts.shared(),
+            first_view(self._config.groups),
+            # Where this host has all groups and none of them lives, a store that is away has no news for it.
+            settings.store_patience_s if self._hosts.place.others else 0.0,
+            lambda group, incarnation: self._recorded().has_committed(group, incarnation),
+            fenced=lambda group, incarnation: self._hosts.is_fenced(group, incarnation),
+        )
+
+    def _bring_back(self) -> None:
+        """Start groups that are due, and end ranks that wait for a seat when no group has the model any more."""
+        heard = self._voice.news()
+        for signal_ in heard:
+            self._hear(signal_)
+        self._returns.look(heard)
+        for part, last in self._spare.look() if self._idles else ():
+            self._take_over([(part.group, position) for position in part.positions], last)
+            self._note("host", **self._hosts.who, what="took over", groups=[part.group])
+        for start in self._returns.due(self._hosts.unheard()):
+            older = [rank for rank in self._living() if rank.group == start.group]
+            for rank in older:
+                rank.drop()  # it is stopped, stuck, or waits for its group; the new start needs its place
+            if not older and self._may_start(start):
+                self._start_again(start)
+        for refusal in self._returns.refusals():
+            self._note("given_up", **vars(refusal))
+            self._tell(signals.Refused(self._hosts.place.rank, refusal.group, refusal.incarnation))
+        if self._returns.hopeless:
+            for rank in self._living():
+                if not self._returns.seated(rank.group, rank.incarnation):
+                    rank.drop()
+
+    def _may_start(self, start: restarter.Start) -> bool:
+        """Return whether this host is to make that start; False while that is unknown."""
+        first = min(position for group, position in self._hosts.ranks if group == start.group)
+        owner = self._voice.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
+        if owner not in (None, self._hosts.place.rank):
+            self._returns.forget(start.group)
+            self._idles = True  # this host was taken for lost; news of its replacement is on the way
+        return owner == self._hosts.place.rank
+
+    def _start_again(self, start: restarter.Start) -> None:
+        self._returns.started(start)
+        new, where = [], self._hosts.who
+        for position in (position for group, position in self._hosts.ranks if group == start.group):
+            try:
+                new.append(self._start_rank(start.group, position, start.incarnation))
+            except OSError as error:  # no process, memory or file available: that start counts as died
+                why = f"could not be started: {error}"
+                gone = {"group": start.group, "position": position, "pid": 0, **where}
+                self._tell(signals.GivenUp(**gone, why=why, incarnation=start.incarnation))
+                break
+        self._ranks += new
+        self._write_ranks()
+        fields = {**vars(start), "after_s": round(start.after_s, 6)}
+        self._note("restart", **fields, pids=[rank.process.pid for rank in new], **where)
+
+    # --- hosts that come, and go --------------------------------------------------------------------------------------
+
+    def _come(self) -> None:
+        """Announce this host, and that it runs the groups it adds."""
+        groups = given(self._newcomer).groups
+        added = [(group, position) for group in groups for position in range(self._config.ranks_per_group)]
+        self._hosts.room = len(added) or self._hosts.room
+        self._take_over(added, join.FIRST - 1)
+        self._note("host", **self._hosts.who, what="added" if groups else "spare", groups=list(groups))
+        say(self._hosts.store_said)
+
+    def _take_over(self, new: Sequence[tuple[int, int]], last: int) -> None:
+        """Run these ranks on this host from now on. ``last``: the last start of their group that is over."""
+        me = self._hosts.place.rank
+        corrections = self._hosts.move(me, new, last + 1)
+        self._starter.house(self._hosts.ranks)
+        self._tell(signals.Housed(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
+        for correction in corrections:
+            self._tell(self._known_starts(correction))
+        shared = self._hosts.shared()
+        for part in spare_policy.parts_of(me, new):
+            self._returns.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
+
+    def _hear(self, signal_: signals.Signal) -> None:
+        self._spare.hear(signal_)
+        if isinstance(signal_, Stops) and not self._config.fault_tolerance.checkpoint.directory:
+            signal.raise_signal(signal.SIGTERM)  # without checkpoints, act as if each agent had been signalled itself
+        if not isinstance(signal_, signals.Housed) or signal_.host == self._hosts.place.rank:
+            return
+        before = self._hosts.ranks
+        for correction in self._hosts.hear(signal_):
+            self._tell(self._known_starts(correction))
+        if (
+            signal_.host in self._hosts.beats.known()
+        ):  # otherwise its number is given away again after the host and the store are lost
+            self._voice.knows(join.number_key(signal_.host), signal_.name)
+        if moved := set(before) - set(self._hosts.ranks):
+            self._give_up_to(host_name(signal_.name, signal_.host), moved)
+
+    def _give_up_to(self, other: str, moved: Collection[tuple[int, int]]) -> None:
+        """Give up ranks that another host runs now: this host was taken for lost, or had failed with them too often."""
+        groups = sorted({group for group, _ in moved})
+        say(f"groups {' '.join(map(str, groups))} are on {other} now")
+        for rank in self._living():
+            if (rank.group, rank.position) in moved:
+                rank.drop()
+        for group in groups:
+            self._returns.forget(group)
+        self._starter.house(self._hosts.ranks)
+        self._idles = True
+
+    def _waits(self) -> bool:
+        """Return whether this host stays without ranks: it may get some, and leaving early would look like a loss."""
+        over = self._ended() or self._returns.hopeless or self._returns.in_vain or self._ended_elsewhere()
+        return self._idles and not over
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> bool:
+        return self._voice.ended()
+
+    def _ended_elsewhere(self) -> bool:
+        """Return whether the record shows the end: a host that is cut off from the store cannot hear of it otherwise."""
+        if not self._voice.away:
+            self._last_step = None
+            return False
+        if time.monotonic() < self._look_again:
+            return False
+        self._look_again = time.monotonic() + _RECORD_EVERY_S
+        end = self._recorded_end()
+        self._say_committed(self._recorded().last_step)
+        return bool(end)
+
+    def _say_committed(self, step: int | None) -> None:
+        """Print, once while the store is away, that a step begun since then was committed."""
+        step = -1 if step is None else step
+        if self._last_step is None:
+            self._last_step = step
+        elif step > self._last_step + 1:
+            self._last_step = _SAID
+            say(f"step {step} was committed since: training goes on without the control store")
+
+    def _recorded_end(self) -> Mapping[str, Any] | None:
+        return self._recorded().end
+
+    def _recorded(self) -> history.Summary:
+        """Return what the record says by now; while the file system is away, what it said last."""
+        try:
+            return self._history.look()
+        except OSError:
+            return self._history.known
+
+    def _conclude(self) -> int:
+        """Return the exit code, and print the line that explains it."""
+        self._voice.stir()
+        # All groups may have left with the store's answer and the store have died since: then the record has the end.
+        if self._ended() or self._recorded_end():
+            return self._conclude_end(self._voice.end or self._recorded_end() or {})
+        recorded = self._recorded()
+        ended = [(rank.log, death) for rank, death in self._exits.values()]
+        code, reason = run_directory.why(recorded.last_step, self._signalled, ended, self._idles)
+        if self._signalled is None and (stuck := self._given_up()):  # whatever their exit codes were afterwards
+            code, reason = run_directory.why_given_up(recorded.last_step, stuck[-1].log, stuck[-1].watched.given_up)
+        reason += run_directory.what_is_saved(recorded) if self._config.fault_tolerance.checkpoint.directory else ""
+        if (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced():
+            self._note("stop", reason=reason, exit_code=code)
+        say(reason)
+        return code
+
+    def _conclude_end(self, end: Mapping[str, Any]) -> int:
+        """Conclude a run that has made its last step: what comes after that step may have failed or not been saved."""
+        failure = run_directory.what_failed_after(end, self._failed_after)
+        unsaved = run_directory.what_is_not_saved(end)
+        if not failure and not unsaved:
+            return 0
+        if failure or self._leads or self._speaks:
+            self._note("not_saved", reason=failure or unsaved, exit_code=NOT_SAVED)
+        say(failure or unsaved)
+        return NOT_SAVED
+
+    # --- record ------------------------------------------------------------------------------------------------------
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Append to the record. A failure to write (disk full) is printed once; it is no reason to stop a run."""
+        if self._claims.usurped:  # the directory belongs to another run
+            return
+        try:
+            history.append(self._run_dir, event, **fields)
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            say(f"run record not written, training goes on: {error}")
+        self._complained = True
+
+    def _write_config(self) -> None:
+        command = [str(self._options.script), *self._options.arguments]
+        place, directory = self._hosts.place, os.getcwd()
+        where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address, "job": place.job, "hosts": place.hosts}
+        how = {"host": self._hosts.name(), "directory": directory, "command": command}
+        run_directory.write_config(self._run_dir, {**where, **self._config.to_json(), **how})
+
+    def _write_ranks(self) -> None:
+        if self._claims.usurped:
+            return
+        living = [rank.listed(self._hosts.name()) for rank in self._living()]
+        try:
+            run_directory.write_ranks(self._run_dir, living, self._hosts.place.rank)
+        except OSError as error:
+            self._complain(error)

@@ -1,0 +1,216 @@
+"""The embedded control store in processes of its own: an agent starts a keeper, the keeper keeps a store running.
+
+The agent owns the listening socket, so the port belongs to the run from the first moment to the last: no other program
+can take it between two stores, and a client that connects meanwhile is served as soon as the next store is there. The
+keeper only forks a store, waits for its end and forks the next, which is therefore there within milliseconds, without
+importing torch again. A store comes back empty; groups and agents rebuild what it has to know
+(``store.ControlStore.restore``).
+
+The keeper of host 0 serves from the start. Those of other hosts stand by: they own their port and do nothing, until
+their host takes the store over (``agent.store_takeover``).
+
+Failures it assumes: the store dies or is stopped, any number of times; the keeper dies (its store dies with it, and the
+agent starts another one); the agent dies, and then both end. A store that runs but does not answer is not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_ft.agent import process_keeper
+from megatron_ft.coordination import store
+from megatron_ft.runlog import history, run_directory
+from megatron_ft.types import given
+from megatron_ft.utils import atomic_file, lifeline, net
+from megatron_ft.utils.console import say
+
+
+class Keeper:
+    """The agent's side. ``address``: where the store answers; ``port`` 0 takes a free one. ``serves``: whether there is
+    to be a store. Any thread may call its methods.
+
+    Raises ``LaunchError`` when the port is in use.
+    """
+
+    def __init__(self, bind: str, port: int, run_dir: Path, serves: bool = True) -> None:
+        self._run_dir, self.serves = run_dir, serves
+        self._listener = store.listen(bind, port)
+        self.address = net.joined(bind, self._listener.getsockname()[1])
+        self._order: int | None = None
+        self._lock = threading.Lock()
+        self.pid: int | None = self._start()
+
+    def look(self) -> None:
+        """Start another keeper if this one has died: it was killed, because it does not end by itself."""
+        with self._lock:
+            if self.pid is None:
+                return
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if not ended:
+                return
+            pid, self.pid = self.pid, None
+            if self.serves:
+                why = process_keeper.ended_with(os.waitstatus_to_exitcode(status))
+                say(f"the keeper of the control store (pid {pid}) {why}, and took the store along; another is started")
+                self.pid = self._start()
+
+    def serve(self) -> None:
+        """Have a store from now on. A keeper that stands by starts it within milliseconds."""
+        with self._lock:
+            if self.serves:
+                return
+            self.serves = True
+            try:
+                if self.pid is not None and self._order is not None:
+                    os.write(self._order, b"1")
+                    return
+            except BrokenPipeError:  # the keeper was killed
+                os.waitpid(given(self.pid), 0)
+            self.pid = self._start()
+
+    def stand_by(self) -> None:
+        """Have no store any more: another host has it."""
+        with self._lock:
+            if self.serves:
+                self.serves = False
+                self._end()
+
+    def close(self) -> None:
+        """End the keeper, and the store with it."""
+        with self._lock:
+            self._end()
+            self._listener.close()
+            if self.serves:
+                with contextlib.suppress(OSError):
+                    (self._run_dir / run_directory.STORE).unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        pid, self._order = self.pid, None
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+                os.waitpid(pid, 0)
+            self.pid = None
+
+    def _start(self) -> int | None:
+        """Start a keeper: the first by a fork, which takes no time; later ones, beside other Python threads, where a
+        fork would not be safe, as a new process when they have to serve. Until then there is none."""
+        agent = os.getpid()
+        if threading.active_count() == 1:
+            awaited, order = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(order)
+                _run(lambda: _keep(self._listener, self._run_dir, agent, None if self.serves else awaited))
+            os.close(awaited)
+            if self.serves:
+                os.close(order)
+            else:
+                self._order = order
+            return pid
+        if not self.serves:
+            return None
+        command = [sys.executable, "-m", "megatron_ft.agent.store_keeper", "--run-dir", str(self._run_dir)]
+        actions = [(os.POSIX_SPAWN_DUP2, self._listener.fileno(), 0)]
+        return os.posix_spawn(sys.executable, [*command, "--agent", str(agent)], os.environ, file_actions=actions)
+
+
+# --- in the keeper ----------------------------------------------------------------------------------------------------
+
+
+def _keep(listener: socket.socket, run_dir: Path, agent: int, order: int | None = None) -> NoReturn:
+    """Fork stores, one after the other, until the agent ends. ``order``: wait first until something can be read from it."""
+    lifeline.end_with(agent)
+    os.setsid()  # Ctrl-C on the terminal is for the agent
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # the keeper waits for it
+    # The server asks the name server for every client's name: a silent name server costs a second, not ten.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    if order is not None and not os.read(order, 1):
+        raise SystemExit  # the agent has ended
+    process_keeper.keep(
+        lambda: _fork_store(listener),
+        "the control store",
+        lambda pid: _write(run_dir, pid, listener),
+        lambda what, pid, detail: _note(run_dir, what, pid, detail),
+    )
+    raise AssertionError("a store is kept until the agent ends")
+
+
+def _fork_store(listener: socket.socket) -> int:
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _run(lambda: _serve(listener, keeper))
+    return pid
+
+
+def _serve(listener: socket.socket, keeper: int) -> NoReturn:
+    lifeline.end_with(keeper)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    server = store.serve_on(listener)
+    while server is not None:
+        signal.pause()
+    raise AssertionError("a store serves until it is killed")
+
+
+def _write(run_dir: Path, pid: int, listener: socket.socket) -> None:
+    address = net.joined(*listener.getsockname()[:2])
+    entry = {"pid": pid, "host": socket.gethostname(), "address": address, "started": round(time.time(), 6)}
+    with contextlib.suppress(OSError):  # a full disk is no reason to have no store
+        atomic_file.write_json(run_dir / run_directory.STORE, entry)
+
+
+def _note(run_dir: Path, what: str, pid: int, detail: str) -> None:
+    with contextlib.suppress(OSError):
+        history.append(run_dir, "store", what=what, pid=pid, host=socket.gethostname(), detail=detail)
+
+
+# --- both processes ---------------------------------------------------------------------------------------------------
+
+
+def _run(part: Callable[[], NoReturn]) -> NoReturn:
+    """Run the outermost call of a forked process, which never returns to the code that forked."""
+    try:
+        _detach()
+        part()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _detach() -> None:
+    """Close the agent's output, so that its reader does not wait for this process."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+
+
+def main() -> NoReturn:
+    """Keep a control store running, as the agent's command line says."""
+    parser = argparse.ArgumentParser(
+        description="Keep the control store of a run; its listening socket is standard input."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--agent", type=int, required=True)
+    options = parser.parse_args()
+    listener = socket.socket(fileno=os.dup(0))
+    _run(lambda: _keep(listener, options.run_dir, options.agent))
+
+
+if __name__ == "__main__":
+    main()

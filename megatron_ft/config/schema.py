@@ -1,0 +1,573 @@
+"""The ``"fault_tolerance"`` section of a DeepSpeed-style JSON config, and the run that it describes.
+
+The section is typed, frozen, and validated once, before any process starts: :func:`load` raises ``ConfigError``, with
+the value, the rule and the remedy, for an unknown key, a value of the wrong type or out of range, and settings that
+contradict each other. An explicit value always takes precedence over the environment. Keys outside the section belong
+to the engine: DeepSpeed gets them, and the torch-native engine names them in a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.config import parallelism
+from megatron_ft.config.store_address import EtcdAddress
+from megatron_ft.config.validators import (
+    AUTO,
+    POSITIVE,
+    STRING,
+    TRUE_OR_FALSE,
+    Auto,
+    Rule,
+    is_number,
+    nearest,
+    no_duplicates,
+    number,
+    one_of,
+    or_auto,
+    whole_number,
+)
+from megatron_ft.core.protocol.state import Job
+from megatron_ft.core.replication import placement as replication
+from megatron_ft.errors import ConfigError
+
+EMBEDDED, OWN_ETCD = "embedded", "etcd"
+"""Values of ``store`` beside "auto" and the address of an etcd (``store_address``)."""
+STACKED_QUOTA, DROP, RESTART = "stacked_quota", "drop", "restart"
+"""Values of ``policy``."""
+
+USED_ENGINE_KEYS = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fault_tolerance",
+    }
+)
+ENGINE_KEYS = frozenset(
+    """optimizer scheduler fp16 bf16 amp zero_optimization zero_allow_untested_optimizer steps_per_print
+    wall_clock_breakdown dump_state prescale_gradients gradient_predivide_factor sparse_gradients
+    communication_data_type activation_checkpointing flops_profiler comms_logger tensorboard wandb csv_monitor
+    monitor_config aio autotuning data_types data_efficiency curriculum_learning elasticity pipeline
+    compression_training checkpoint tensor_parallel memory_breakdown seed disable_allgather sparse_attention""".split()
+)
+"""Keys of DeepSpeed that only DeepSpeed acts on."""
+
+
+def _model(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a JSON object like Hugging Face's config.json, or the path of such a file"
+        )
+    return dict(value)
+
+
+def _domains_or_auto(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...] | Auto:
+    if value == AUTO:
+        return AUTO
+    rule = f'it must be "{AUTO}" or a list with the failure domain (e.g. rack) of each group'
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name} is {value!r}; {rule}")
+    kinds = {type(domain) for domain in value}
+    if not (kinds <= {str} or kinds <= {int}):  # 1 and "1" would silently be two racks
+        raise ConfigError(f"{name} is {value!r}; {rule}, all of them strings or all of them whole numbers")
+    return tuple(value)
+
+
+def _store(name: str, value: Any) -> str:
+    text: str = STRING(name, value)
+    if text in (AUTO, EMBEDDED, OWN_ETCD):
+        return text
+    if "://" not in text:
+        raise ConfigError(
+            f'{name} is {value!r}; it must be "{AUTO}", "{EMBEDDED}", "{OWN_ETCD}" or '
+            f'"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
+        )
+    try:
+        address = EtcdAddress.parse(value)
+    except ValueError as error:
+        shown = re.sub(r"password=[^&]*", "password=...", value)
+        raise ConfigError(f"{name} is {shown!r}{error}") from None
+    if address.own:
+        raise ConfigError(f'{name} is {value!r}; for an etcd of the run\'s own give "{OWN_ETCD}"')
+    return text
+
+
+def setting(default: Any, rule: Any) -> Any:
+    """A field of a section: ``rule`` takes its full name and a value from JSON, and returns the value in force."""
+    return field(default=default, metadata={"rule": rule})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectorConfig:
+    """Timeouts and thresholds after which a rank, a host or a group counts as failed.
+
+    The end of a process needs none of them: its agent notices at once. docs/timeouts.md lists what each of them ends.
+    """
+
+    collective_timeout_s: float = setting(1800.0, POSITIVE)
+    """Seconds, > 0. A collective operation between groups that takes longer ends the epoch."""
+    report_timeout_s: float = setting(60.0, POSITIVE)
+    """Seconds, > 0. At the end of an epoch, the next view leaves out a live group that has not reported in this time.
+    It must be longer than the group's longest microbatch, because a group reports between two microbatches."""
+
+    stopped_timeout_s: float = setting(0.5, POSITIVE)
+    """Seconds, > 0. A rank whose process is stopped (SIGSTOP) for longer has failed."""
+    hang_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Seconds, > 0, or "auto". A rank that makes no progress for longer has failed. Auto: ten times the longest time
+    between two signs of progress so far, at least a minute."""
+
+    storage_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Seconds, > 0 and at most ``collective_timeout_s``, or "auto": the same as ``collective_timeout_s``. Limit that
+    replaces ``hang_timeout_s`` for a rank that is inside the dataset or in the kernel (state D) while ranks of other
+    groups are there, too: the file system does not answer."""
+    outside_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Seconds, > 0 and at most ``collective_timeout_s``, or "auto": the same as ``collective_timeout_s``. A rank that
+    spends longer in the script's own code between two steps (evaluation, saving) has failed."""
+    stall_notice_s: float = setting(10.0, POSITIVE)
+    """Seconds, > 0. When groups have waited this long for another group, the agent logs which groups wait, for which,
+    and where it is. It repeats the line whenever the time has doubled, and logs the end of the wait."""
+
+    heartbeat_timeout_s: float = setting(0.8, POSITIVE)
+    """Seconds, > 0. A host is cut off when none of its heartbeats has arrived for longer. The limit grows where
+    heartbeats have been seen to arrive late."""
+
+    straggler_factor: float = setting(
+        1.5, Rule("0, or a number > 1", lambda value: is_number(value) and (value == 0 or value > 1), float)
+    )
+    """Ratio > 1, or 0 to turn this off. A group whose time per microbatch exceeds this many times the median of the
+    other groups, in ``straggler_steps`` consecutive steps, gets fewer microbatches until it is as fast as the others
+    again."""
+    straggler_steps: int = setting(3, whole_number(1))
+    """Number of consecutive slow steps, >= 1, before a group gets fewer microbatches."""
+
+    state_check_steps: int = setting(64, whole_number(0))
+    """Number of steps, >= 0, in which the parameters, buffers and optimizer state of all groups are compared once, a
+    part of them at a time. 0: they are compared only before a checkpoint and at the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejoinConfig:
+    """Whether lost groups are started again, and how many groups a run may have."""
+
+    enabled: bool = setting(True, TRUE_OR_FALSE)
+    """true or false. The agents of a lost group's hosts start it again, and it enters the run at the beginning of a
+    step."""
+    restarts_per_hour: int = setting(6, whole_number(1))
+    """Number of restarts of one group, >= 1, within an hour. A group that is lost once more is not started again,
+    unless a spare host takes it over."""
+    max_groups: int | Auto = setting(AUTO, or_auto(whole_number(1)))
+    """Largest number of groups at the same time, >= the number at the start, when ``megatron-ft join`` adds hosts; or
+    "auto": twice the number at the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Whether, where and how often the run is saved, for failures that the groups do not survive
+    (docs/checkpoints.md)."""
+
+    directory: str = setting("", STRING)
+    """Path of a directory on a file system that all hosts share, relative to where the launcher is started. "": no
+    checkpoints."""
+    period_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Seconds between two checkpoints, > 0, or "auto": computed from the measured time of a save and the measured time
+    between ends of the job."""
+    keep: int = setting(3, whole_number(1))
+    """Number of checkpoints to keep, >= 1. The oldest are deleted."""
+    memory_gb: float = setting(0.0, number(0))
+    """Memory of each host, in 10^9 bytes, >= 0, for copies of the newest checkpoints' files: the host's own and those
+    of another host. A start reads from these copies. They outlive the job, but not the host. 0: no copies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultToleranceConfig:
+    """The section ``fault_tolerance``. The defaults suit most runs."""
+
+    policy: str = setting(STACKED_QUOTA, one_of(STACKED_QUOTA, DROP, RESTART))
+    """What happens to the microbatches of a lost group. ``stacked_quota``: the other groups compute them. Two baselines
+    to compare with: ``drop``, the batch becomes smaller, and a slow group keeps its load (``straggler_factor`` is 0);
+    ``restart``, the loss of any group ends the run, and the launcher starts it again from the newest checkpoint."""
+    redundancy: int | Auto = setting(AUTO, or_auto(whole_number(1)))
+    """Number of groups that host each shard, from 1 to the number of groups, or "auto": the number that
+    ``core.replication.placement`` recommends. After :func:`resolve` it is a number."""
+    placement: str = setting("golomb", one_of("golomb", "consecutive", "full"))
+    """Which groups host which shards; groups prefetch the samples of the shards they host. ``golomb``: any two shards
+    share at most one host. ``consecutive``: neighbouring groups. ``full``: every group hosts every shard, and
+    prefetches only its own."""
+    failure_domains: tuple[str, ...] | tuple[int, ...] | Auto = setting(AUTO, _domains_or_auto)
+    """List with the failure domain (rack, switch) of each group, all strings or all whole numbers, or "auto": unknown.
+    The hosts of a shard are spread over the domains. It needs ``placement`` "golomb"."""
+    store: str = setting(AUTO, _store)
+    """Control store, through which groups agree. ``embedded``: a process of the run on host 0; another host takes it
+    over when host 0 is lost, if all hosts share the run directory. ``etcd``: an etcd that the run starts on its first
+    three hosts, any of which may be lost. ``etcd://host:port,host:port,host:port``: an etcd that runs already, or
+    ``etcds://...?ca=FILE`` with TLS (docs/security.md). "auto": ``etcd`` where three hosts have the program, else
+    ``embedded`` (docs/hosts.md)."""
+    store_patience_s: float = setting(60.0, POSITIVE)
+    """Seconds, > 0. A recovery waits this long for a control store that answers. Then the run ends with exit code 7,
+    and can be started again from its newest checkpoint."""
+    min_groups: int = setting(1, whole_number(1))
+    """Smallest number of live groups, from 1 to the number at the start. With fewer the run stops."""
+    bucket_mb: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Largest size of a gradient bucket in MiB of fp32, > 0, or "auto": an eighth of the gradients, between 1 and 25. A
+    bucket that was reduced before a failure is not reduced again."""
+    reduce_dtype: str = setting("fp32", one_of("fp32", "bf16"))
+    """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
+    exact in both."""
+    loss_reduction: str = setting("microbatch", one_of("microbatch", "token"))
+    """What the loss and the gradient of a step are averaged over. ``microbatch``: the loss function returns the mean
+    loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens' losses
+    and the number of these tokens, and all tokens of the step have equal weight."""
+    overlap: bool = setting(True, TRUE_OR_FALSE)
+    """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
+    either way."""
+    nonfinite: str = setting("skip", one_of("skip", "recompute", "stop"))
+    """What follows a step whose gradient has an inf or nan. ``skip``: the step makes no update. ``recompute``: another
+    group first computes the microbatches it came from. ``stop``: the run ends."""
+    seed: int = setting(0, whole_number(0))
+    """Seed, >= 0, of everything random that belongs to a microbatch: its samples and its dropout masks."""
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
+    """The section ``detector``: timeouts and thresholds."""
+    rejoin: RejoinConfig = field(default_factory=RejoinConfig)
+    """The section ``rejoin``: restarts of groups."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """The section ``checkpoint``."""
+    model: Mapping[str, Any] = field(default_factory=dict, metadata={"rule": _model})
+    """Description of the model with the keys of Hugging Face's config.json, or the path of such a file, relative to the
+    config. It is checked against the ranks of a group before any process starts; the script gets it as
+    ``session.config.model``."""
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for a value that its rule refuses, or for values that contradict each other."""
+        _check(self, "fault_tolerance")
+        detector = self.detector
+        for name in ("storage_timeout_s", "outside_timeout_s"):
+            value = getattr(detector, name)
+            if value != AUTO and value > detector.collective_timeout_s:
+                raise ConfigError(
+                    f"fault_tolerance.detector.{name} is {value} and detector.collective_timeout_s is "
+                    f"{detector.collective_timeout_s}; the other groups wait for a rank no longer than "
+                    f"collective_timeout_s: raise that, too, or lower {name}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run: the section and the batch, resolved for a number of groups.
+
+    The global batch of every step is ``shards * microbatches_per_group * samples_per_microbatch`` samples. A run has as
+    many shards as groups at its start. A run that goes on from a checkpoint keeps the number of shards it began with,
+    because the result must not depend on the number of groups.
+    """
+
+    groups: int
+    """Number of groups at the start, >= 1."""
+    ranks_per_group: int = 1
+    """Number of ranks in each group, >= 1."""
+    samples_per_microbatch: int = 1
+    """``train_micro_batch_size_per_gpu``."""
+    microbatches_per_group: int = 1
+    """G, the number of microbatches of a shard in each step."""
+    gradient_clipping: float = 0.0
+    """Largest norm of a step's gradient, >= 0. 0: gradients are not clipped."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """The other settings of the file, which are DeepSpeed's, unchanged."""
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    """The section ``fault_tolerance``."""
+    shards: int = 0
+    """N, the number of shards. 0: equal to ``groups``."""
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            object.__setattr__(self, "shards", self.groups)
+
+    @property
+    def microbatches(self) -> int:
+        """N*G, the number of microbatches in every step."""
+        return self.shards * self.microbatches_per_group
+
+    @property
+    def room(self) -> int:
+        """The largest number of groups at the same time. Group numbers are below it."""
+        asked = self.fault_tolerance.rejoin.max_groups
+        return 2 * self.groups if asked == AUTO else asked
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of a group, ``pipeline.stages`` of the config."""
+        return parallelism.stages(self.engine)
+
+    @property
+    def slices(self) -> int:
+        """Number of tensor-parallel ranks of a stage, ``tensor_parallel.autotp_size`` of the config."""
+        return parallelism.slices(self.engine)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Description of the model, ``fault_tolerance.model``."""
+        return self.fault_tolerance.model
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as JSON objects. The launcher hands it to its ranks and writes it to the run directory."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> RunConfig:
+        """Inverse of :meth:`to_json`."""
+        section = dict(raw["fault_tolerance"])
+        section["detector"] = DetectorConfig(**section["detector"])
+        section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
+        section["checkpoint"] = CheckpointConfig(**section.get("checkpoint", {}))
+        section["failure_domains"] = _domains_or_auto("fault_tolerance.failure_domains", section["failure_domains"])
+        return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
+
+
+def load(path: str | Path, *, groups: int, ranks_per_group: int | None = None, shards: int | None = None) -> RunConfig:
+    """Read a config file and resolve it; arguments as for :func:`resolve`. Raises ``ConfigError``."""
+    return resolve(read(path), groups=groups, ranks_per_group=ranks_per_group, shards=shards)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the settings of a config file, with the content of the file that ``fault_tolerance.model`` names.
+
+    Raises ``ConfigError`` for a file that does not exist, cannot be read, or is no JSON object.
+    """
+    path = Path(path)
+    raw = _json(path, "config")
+    section = raw.get("fault_tolerance")
+    if isinstance(section, dict) and isinstance(section.get("model"), str):
+        raw["fault_tolerance"] = {**section, "model": _json(path.parent / section["model"], "fault_tolerance.model")}
+    return raw
+
+
+def _json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        kind = "DeepSpeed-style JSON file" if what == "config" else "JSON file, relative to the config"
+        raise ConfigError(f"{what} {path} does not exist; give the path of a {kind}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from None
+    try:
+        raw = json.loads(text, object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{what} {path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{what} {path} holds a {type(raw).__name__}; it must be a JSON object {{...}}")
+    return raw
+
+
+def resolve(
+    raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None = None, shards: int | None = None
+) -> RunConfig:
+    """Validate the settings ``raw`` for a run, and fill in what they leave open.
+
+    Args:
+        raw: The content of a config file.
+        groups: Number of groups, >= 1.
+        ranks_per_group: Number of ranks in each group, >= 1. None: the number that the pipeline and tensor parallelism
+            of ``raw`` need.
+        shards: Number of shards. None: one for each group. A run that goes on from a checkpoint gives the number it
+        began with.
+
+    Raises:
+        ConfigError: with the value, the rule and the remedy.
+    """
+    whole_number(1)("--groups", groups)
+    if ranks_per_group is not None:
+        whole_number(1)("--ranks-per-group", ranks_per_group)
+    known = USED_ENGINE_KEYS | ENGINE_KEYS
+    for key in raw:
+        if key not in known | parallelism.REFUSED_KEYS:
+            raise ConfigError(f"setting {key!r} is not known{nearest(key, known)}")
+    clipping = number(0)("gradient_clipping", raw.get("gradient_clipping", 0.0))  # 0 turns clipping off
+    section = _section(FaultToleranceConfig, raw.get("fault_tolerance", {}), "fault_tolerance")
+    section.check()
+    if section.min_groups > groups:
+        raise ConfigError(
+            f"fault_tolerance.min_groups is {section.min_groups} but the run starts with {groups} groups; "
+            f"lower it or start with more --groups"
+        )
+    if section.rejoin.max_groups != AUTO and section.rejoin.max_groups < groups:
+        raise ConfigError(
+            f"fault_tolerance.rejoin.max_groups is {section.rejoin.max_groups} but the run starts with {groups} groups; "
+            f"raise it or leave it out"
+        )
+    if section.policy == RESTART:
+        section = _restart(section, groups)
+    if section.policy == DROP:  # a slow group keeps its shard
+        section = replace(section, detector=replace(section.detector, straggler_factor=0.0))
+    parallelism.check(raw, section.model)
+    if section.checkpoint.directory:  # a rank may be started elsewhere, and a script may go elsewhere
+        where = replace(section.checkpoint, directory=os.path.abspath(section.checkpoint.directory))
+        section = replace(section, checkpoint=where)
+    shards = shards or groups
+    samples, per_group = _batch(raw, shards)
+    run = RunConfig(
+        groups=groups,
+        shards=shards,
+        ranks_per_group=parallelism.ranks_per_group(raw, ranks_per_group),
+        samples_per_microbatch=samples,
+        microbatches_per_group=per_group,
+        gradient_clipping=clipping,
+        engine={key: value for key, value in raw.items() if key in ENGINE_KEYS},
+        fault_tolerance=section,
+    )
+    placement = placement_of(run)
+    for warning in placement.warnings:
+        warnings.warn(f"fault_tolerance.failure_domains: {warning}", stacklevel=2)
+    return replace(run, fault_tolerance=replace(section, redundancy=placement.redundancy))
+
+
+def _restart(section: FaultToleranceConfig, groups: int) -> FaultToleranceConfig:
+    """The section for the policy "restart": a run with a lost group ends."""
+    if not section.checkpoint.directory:
+        raise ConfigError(
+            'fault_tolerance.policy is "restart" but fault_tolerance.checkpoint.directory is empty: every loss would throw '
+            "away the whole run; name a directory"
+        )
+    return replace(section, min_groups=groups, rejoin=replace(section.rejoin, enabled=False))
+
+
+def placement_of(run: RunConfig) -> replication.Placement:
+    """Return which groups host which shards. All processes of a run call this function, so they have the same
+    placement.
+
+    Raises ``ConfigError`` for a redundancy or failure domains that the placement cannot have.
+    """
+    settings, redundancy = run.fault_tolerance, _redundancy(run)
+    if settings.failure_domains != AUTO:
+        return replication.domain_aware(_domains(run), redundancy)
+    if settings.placement == "golomb":
+        return replication.golomb(run.shards, redundancy)
+    if settings.placement == "consecutive":
+        return replication.consecutive(run.shards, redundancy)
+    return replication.full(run.shards)
+
+
+def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, steps: int) -> Job:
+    """Return the settings of the step protocol for a run; its groups and the replay of its record use this function."""
+    settings = run.fault_tolerance
+    return Job(
+        shards=run.shards,
+        per_shard=run.microbatches_per_group,
+        buckets=buckets,
+        steps=steps,
+        min_groups=settings.min_groups,
+        report_timeout_s=settings.detector.report_timeout_s,
+        straggler_factor=settings.detector.straggler_factor,
+        straggler_steps=settings.detector.straggler_steps,
+        placement=placement,
+        drop=settings.policy == DROP,
+    )
+
+
+def _redundancy(run: RunConfig) -> int:
+    """Return the redundancy in force. A number that the run cannot have is refused, not changed."""
+    settings, groups, name = run.fault_tolerance, run.shards, "fault_tolerance.redundancy"
+    asked, placement = settings.redundancy, settings.placement
+    if asked == AUTO:
+        largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
+        return groups if placement == "full" else min(replication.optimal_redundancy(groups), largest)
+    if asked > groups:
+        raise ConfigError(
+            f"{name} is {asked} but the run starts with {groups} groups, and a group hosts a shard once; lower it to at "
+            f"most {groups} or start with more --groups"
+        )
+    if placement == "full" and asked != groups:
+        raise ConfigError(
+            f'{name} is {asked} but with placement "full" each of the {groups} groups hosts every shard; leave it out, or '
+            f'use placement "golomb"'
+        )
+    if placement == "golomb" and settings.failure_domains == AUTO and asked > replication.largest_redundancy(groups):
+        raise ConfigError(
+            f'{name} is {asked}; with placement "golomb" any two shards share at most one host, which {groups} groups '
+            f"allow up to redundancy {replication.largest_redundancy(groups)}: lower it, start with more --groups, or use "
+            f'placement "consecutive" or "full"'
+        )
+    return asked
+
+
+def _domains(run: RunConfig) -> tuple[str | int, ...]:
+    settings, name = run.fault_tolerance, "fault_tolerance.failure_domains"
+    if settings.placement != "golomb":
+        raise ConfigError(
+            f'{name} is given but placement is "{settings.placement}", which does not look at domains; use placement '
+            f'"golomb", or leave {name} out'
+        )
+    if len(settings.failure_domains) != run.groups:
+        raise ConfigError(
+            f"{name} names {len(settings.failure_domains)} domains but the run starts with {run.groups} groups; name one "
+            f"for each group, in order"
+        )
+    # Shard i belongs to group i; a shard beyond the last group has no group, and gets a domain of its own.
+    beyond = range(run.groups, run.shards)
+    missing = (-1 - shard if isinstance(settings.failure_domains[0], int) else f"no group {shard}" for shard in beyond)
+    return (*settings.failure_domains, *missing)[: run.shards]
+
+
+def _batch(raw: Mapping[str, Any], groups: int) -> tuple[int, int]:
+    """Return samples per microbatch and microbatches per group.
+
+    DeepSpeed's rule: train_batch_size = micro batch x accumulation steps x groups. Any two of them give the third.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name in names:
+        if name in raw:
+            whole_number(1)(name, raw[name])
+    total, samples, per_group = (raw.get(name) for name in names)
+    if total is None:
+        return samples or 1, per_group or 1
+    if samples is not None and per_group is not None:
+        if total != samples * per_group * groups:
+            raise ConfigError(
+                f"train_batch_size is {total} but {samples} samples x {per_group} microbatches x {groups} groups are "
+                f"{samples * per_group * groups}; drop one of the three settings or correct it"
+            )
+        return samples, per_group
+    known = samples or per_group or 1
+    if total % (known * groups):
+        raise ConfigError(
+            f"train_batch_size {total} cannot be divided over {groups} groups"
+            + (f" x {known} {'samples per microbatch' if samples else 'microbatches per group'}" if known > 1 else "")
+            + f"; use a multiple of {known * groups} or another number of --groups"
+        )
+    rest = total // (known * groups)
+    return (samples, rest) if samples is not None else (rest, per_group or 1)
+
+
+def _section(cls: type, raw: Any, where: str) -> Any:
+    """Build a section from JSON. Raises ``ConfigError`` for unknown keys and for values that their rules refuse."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where} is {raw!r}; it must be a JSON object {{...}}")
+    defaults, values = cls(), {}
+    known = {f.name: f for f in fields(cls)}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigError(f"setting {where}.{key} is not known{nearest(key, known)}")
+        default, name = getattr(defaults, key), f"{where}.{key}"
+        nested = is_dataclass(default)
+        values[key] = _section(type(default), value, name) if nested else known[key].metadata["rule"](name, value)
+    return cls(**values)
+
+
+def _check(section: Any, where: str) -> None:
+    for f in fields(section):
+        value, name = getattr(section, f.name), f"{where}.{f.name}"
+        _check(value, name) if is_dataclass(value) else f.metadata["rule"](name, value)
+
+
+def is_embedded(store: str) -> bool:
+    """Return whether the setting ``store`` starts the embedded control store, at least until the hosts have met
+    (auto)."""
+    return store in (AUTO, EMBEDDED)

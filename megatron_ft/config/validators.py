@@ -1,0 +1,81 @@
+"""Rules for single settings: each refuses a value with its name, the value and the rule.
+
+pydantic is not used. Most checks relate several settings to each other or to the number of groups, and name a remedy;
+those would remain. These rules are shorter than a translation of pydantic's errors into the same messages would be.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Final, Literal
+
+from megatron_ft.errors import ConfigError
+
+AUTO: Final = "auto"
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on one value, and how a message names it after "it must be". ``kind`` converts an accepted value."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+    kind: type | None = None
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return the value. Raises ``ConfigError`` where the rule does not accept it."""
+        if not self.accepts(value):
+            raise ConfigError(f"{name} is {value!r}; it must be {self.words}")
+        return value if self.kind is None or value == AUTO else self.kind(value)
+
+
+TRUE_OR_FALSE = Rule("true or false", lambda value: isinstance(value, bool))
+STRING = Rule("a string", lambda value: isinstance(value, str))
+
+
+def whole_number(least: int) -> Rule:
+    """Accept whole numbers that are not below ``least``."""
+    return Rule(f"a whole number >= {least}", lambda value: type(value) is int and value >= least)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def number(least: float) -> Rule:
+    """Accept finite numbers that are not below ``least``."""
+    return Rule(f"a number >= {least:g}", lambda value: is_number(value) and value >= least, float)
+
+
+POSITIVE = Rule("a number > 0", lambda value: is_number(value) and value > 0, float)
+
+
+def one_of(*allowed: str) -> Rule:
+    """Accept these words."""
+    return Rule(f"one of: {', '.join(allowed)}", lambda value: value in allowed)
+
+
+def or_auto(rule: Rule) -> Rule:
+    """Accept "auto", and what ``rule`` accepts."""
+    return Rule(f'"{AUTO}" or {rule.words}', lambda value: value == AUTO or rule.accepts(value), rule.kind)
+
+
+def nearest(key: str, known: Collection[str]) -> str:
+    """Return the end of a message about an unknown key: the known key that is most similar, else all of them."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(sorted(known))}"
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these keys and values. Raises ``ConfigError`` for a key that is given twice."""
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ConfigError(f"setting {key!r} is given twice; a parser would silently keep the last one: remove one")
+        seen[key] = value
+    return seen

@@ -1,0 +1,223 @@
+"""The narrow port between the training loop (``worker.group_leader``) and a training engine.
+
+An engine owns the model, the optimizer and two gradient buffers per bucket. The *local* buffer accumulates every
+microbatch that this group computes, and only :meth:`Engine.begin_step` clears it. The *reduced* buffer holds the sum
+over the live groups. A reduction can be repeated because the local gradient is kept. Both are flat, fp32, ``[elements +
+TAIL]``; ``collectives.bucket_allreduce`` fills the reduced buffer from the local one.
+
+Failures it assumes: none of its own. A reduction may fail at any time and write garbage into the reduced buffer, also
+later. An exception that an engine raises ends its group, and the other groups take over its microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_ft.types import Bucket, Microbatch
+
+TAIL = 2
+"""Number of elements at the end of a bucket: the sum of the losses and the number of microbatches. They are reduced
+with the gradients, so every bucket proves by itself that it contains all microbatches of the step. Bucket 0 has an
+engine's ``slots`` before them: numbers of the session, equally many for each group (``worker.step_timer.Slots``), which
+are equal in all groups after the reduction. Before the slots, bucket 0 has the ``riders`` of
+``engines.buckets.Buckets``."""
+
+Progress = Callable[[str], None]
+"""Called by an engine with the name of the action that it is about to take; fault injection uses it."""
+
+Ready = Callable[[Bucket], None]
+"""Called by an engine inside a backward pass when a bucket has received its last contribution of the microbatch. The
+calling thread may be autograd's; the training thread waits for it."""
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random number generators of all devices.
+
+    Without an accelerator ``torch.manual_seed`` does the same, but formats three stack traces for missing backends,
+    which takes half the time of a small step.
+    """
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
+
+
+class Miscount(AssertionError):
+    """A bucket does not hold exactly the step's microbatches. All groups raise it, because their sums are equal."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one committed step.
+
+    Args:
+        step: number of the step, from 0.
+        loss: mean over the global batch.
+        microbatches: the number of microbatches that the reduction itself counted.
+        gradient_norm: norm over all buckets before clipping; may be inf or nan.
+        tokens: number of tokens in the step with ``loss_reduction`` ``"token"``, where ``loss`` is the mean over them;
+            else 0.
+    """
+
+    step: int
+    loss: float
+    microbatches: int
+    gradient_norm: float
+    tokens: int = 0
+
+    def to_json(self) -> list[Any]:
+        """Return the fields in the order of the constructor's arguments."""
+        return [self.step, self.loss, self.microbatches, self.gradient_norm, self.tokens]
+
+    @classmethod
+    def from_json(cls, raw: Sequence[Any]) -> StepResult:
+        """Inverse of :meth:`to_json`. Checkpoints of earlier versions have no ``tokens``."""
+        return cls(*raw)
+
+
+class Gradients(Protocol):
+    """The buckets to reduce, of one engine or of all ranks of a group (``collectives.intra_group_gradients``)."""
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of gradient buckets; the same in every group."""
+
+    def tail(self, bucket: Bucket) -> int:
+        """Return how many elements at the end of a bucket are not gradients. They are never rounded on the wire."""
+
+    def local(self, bucket: Bucket) -> torch.Tensor:
+        """Return the local buffer; the caller must not write to it."""
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        """Return the reduced buffer. The caller sums in it, sends it to another group or receives it from one."""
+
+    def keep_local(self, bucket: Bucket) -> None:
+        """Use the local buffer as the reduced one in this step, because this group is the only live one.
+
+        This is safe because :meth:`update` is the first to change the buffer, and no group can ask for this step again
+        after that.
+        """
+
+    def replace_reduced(self, bucket: Bucket) -> None:
+        """Replace the reduced buffer by a fresh one: an abandoned collective may still write into the old one."""
+
+
+class Engine(Gradients, Protocol):
+    """The operations that the session needs of an engine."""
+
+    @property
+    def alike(self) -> bool:
+        """True if all ranks of a group hold the same state. If False, the engine makes their initial states agree."""
+
+    @property
+    def slots(self) -> int:
+        """The number of elements that bucket 0 has between its gradients and its tail."""
+
+    def begin_step(self) -> None:
+        """Clear the local buffers at the beginning of a step."""
+
+    def compute(
+        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+    ) -> None:
+        """Run forward and backward of one microbatch; add gradient, loss and count to the local buffers.
+
+        Args:
+            microbatch: id of the microbatch.
+            batch: its samples, as the dataset returned them.
+            seed: seed of all random choices, e.g. dropout.
+            progress: see :data:`Progress`.
+            ready: called with each bucket that is complete before backward ends, at most once per bucket, in any order.
+                An engine may omit buckets, e.g. one with a parameter that gets no gradient. Default: no calls.
+        """
+
+    def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
+        """Divide the reduced sums, clip the means to the global norm and take the optimizer's step.
+
+        If that norm is not finite, the step counts, but parameters, optimizer and scheduler keep their values.
+
+        Args:
+            step: number of the step; random numbers that the optimizer draws follow from the run's seed and it.
+            microbatches: number of microbatches in the step; the divisor, unless tokens are counted.
+            progress: see :data:`Progress`.
+
+        Raises:
+            Miscount: a bucket does not hold exactly ``microbatches``.
+        """
+
+    def repeat(self, result: StepResult) -> None:
+        """Take the optimizer's step that another group took with ``result``. The reduced buffers must hold the values
+        that :meth:`update` left in them there."""
+
+    def local_finite(self) -> bool:
+        """Return True if this group's own gradients and losses of the step are finite, after a norm that is not."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the complete state of a group: nested mappings of tensors and plain values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state`."""
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor for all tensors of :meth:`state`, and the optimizer's settings as one tensor
+        (``engines.state_tensors``), without copies. All groups have the same names, shapes and dtypes in the same
+        order, and between two steps the same values."""
+
+    def fingerprint(self) -> tuple[float, str]:
+        """Return the L2 norm of all parameters, and the sha256 of their bytes."""
+
+
+class Control(Protocol):
+    """A channel for short messages (a few integers) between ranks of a group that compute together."""
+
+    def tell(self, position: int, words: Sequence[int]) -> None:
+        """Send ``words`` to the rank at ``position`` without blocking."""
+
+    def heard(self, position: int) -> tuple[int, ...] | None:
+        """Return the next message from ``position``, or None if none has arrived."""
+
+    def hear(self, position: int) -> tuple[int, ...]:
+        """Wait for the next message from ``position`` and return it."""
+
+
+class Listed(NamedTuple):
+    """A microbatch to compute; ``patch`` is True if another group had it before."""
+
+    microbatch: Microbatch
+    patch: bool
+
+
+class Work(Protocol):
+    """The services of the session for an engine whose ranks compute microbatches together."""
+
+    def listed(self) -> Sequence[Listed]:
+        """Return the group's microbatches in order, at position 0 only. The sequence may grow at any time."""
+
+    def batch(self, microbatch: Microbatch) -> Any:
+        """Return the samples of ``microbatch``."""
+
+    def seed(self, microbatch: Microbatch) -> int:
+        """Return the seed of all random choices for ``microbatch``."""
+
+    def span(self, kind: str, listed: Listed) -> AbstractContextManager[None]:
+        """Return the context of one pass, ``forward`` or ``backward``, for the timeline and for fault injection."""
+
+    def computed(self, microbatch: Microbatch) -> None:
+        """Report that the backward pass of ``microbatch`` has ended at this rank."""
+
+
+class JointEngine(Engine, Protocol):
+    """An engine whose ranks compute every microbatch together (pipeline, tensor parallelism). Each rank has its own
+    parameters and its own buckets. ``compute`` is not used."""
+
+    @property
+    def loads(self) -> bool:
+        """True if this rank needs samples."""
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The positions with which this rank needs a channel (:class:`Control`); the relation is symmetric."""
+
+    def flush(self, control: Control, work: Work) -> None:
+        """Run forward and backward of every listed microbatch until none is left. All ranks of the group call it."""

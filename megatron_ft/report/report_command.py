@@ -1,0 +1,41 @@
+"""The command ``megatron-ft report``: prints tables and Slurm's description of the job, and draws pictures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from megatron_ft.errors import LaunchError
+from megatron_ft.report import run_plots, run_tables, slurm_section
+from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.utils import terminal
+
+
+def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
+    """Print and draw the report of a run. Returns the exit code.
+
+    ``described`` returns Slurm's description of a job. Raises ``LaunchError`` or ``RecordError``.
+    """
+    record = RunRecord.load(options.run_dir)
+    reference = RunRecord.load(options.reference) if options.reference else None
+    jobs = slurm_section.jobs(record)
+    if options.slurm and not jobs:
+        raise LaunchError(
+            f"--slurm: {options.run_dir} was not supervised in Slurm (megatron-ft supervise); leave it out"
+        )
+    console = terminal.console()
+    console.print(run_tables.failures_table(record))
+    console.print(run_tables.summary_table(record, reference))
+    if jobs:
+        console.print(slurm_section.supervisor_table(record))
+    for job in jobs if options.slurm else ():
+        console.print(f"\nSlurm's record of job {job}; slurm/README.md explains the states:")
+        console.print(described(job), markup=False, highlight=False, soft_wrap=True)
+    for name, plot in (
+        ("loss.png", lambda path: run_plots.loss_plot(record, reference, path)),
+        ("timeline.png", lambda path: run_plots.timeline_plot(record, path)),
+    ):
+        path = options.run_dir / name
+        plot(path)
+        console.print(f"picture: {path}")
+    return 0

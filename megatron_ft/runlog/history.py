@@ -1,0 +1,474 @@
+"""The run record's ``history.jsonl`` (docs/run-record.md): exactly one line per step, whichever groups die.
+
+Every group keeps the last lines it *would* have written; only the lowest living group writes them. When that group
+dies, the next lowest reads the file and adds the missing lines. The processes of one host append to one file, whole
+lines with one ``write``; with several hosts each has its own file, and readers merge them. A writer killed inside that
+call can leave a torn line. No process truncates the file (that could cut off another process's line): the next append
+starts on a new line and readers skip what is not JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.types import groups_of, spans
+
+_log = logging.getLogger(__name__)
+
+FILE = "history.jsonl"
+_OTHERS = "history.*.jsonl"
+VARIABLE = "MEGATRON_FT_RECORD"
+"""Environment variable that names the writer, for an agent and all its processes; "" writes :data:`FILE`."""
+_IDENTITY = {
+    "begin": "event",
+    "view": "epoch",
+    "recovery": "epoch",
+    "step": "step",
+    "stragglers": "step",
+    "survivor": "group",
+    "end": "event",
+}
+"""The field that identifies a line of an event: a second line with the same value is a copy."""
+_REMEMBERED = 64
+"""Lines that a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""
+_TAIL_BYTES = 2**20
+"""Bytes that a new writer reads back for lines that are there already: a month's record is not read within a step."""
+
+_CHUNK_BYTES = 2**20
+_FEW_GROUPS = 16
+_NUMBERED = ("view", "step")
+_HELD, _HELD_S = 1024, 5.0
+"""Lines and seconds to wait for a view or a step that another file must have."""
+_STARTS, _VIEWS, _INJECTED = 8, 16, 4096
+"""Entries that a summary keeps: starts of a group, views in which no step is committed yet, and injected faults."""
+_HARMLESS = ("slow", "nan", "bitflip")
+"""Injected faults that end no process: a later death has another cause."""
+
+
+class Tail:
+    """The lines that are added to a run's history. The files need not exist yet, and another run may replace them.
+
+    A last line without its newline is waited for; one that is not JSON is skipped. Of several files the lines of each
+    stay in their order; :class:`_Order` merges them.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._order = run_dir, _Order()
+        self._parts: dict[Path, _Part] = {}
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the lines since the last call."""
+        return list(self.each())
+
+    def each(self, last: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the lines since the last call, one by one: the first call on a long record needs no memory for all of
+        it. ``last``: do not wait for lines that are still missing."""
+        for path in files(self._run_dir):
+            self._parts.setdefault(path, _Part(path))
+        if any(part.is_another() for part in self._parts.values()):
+            self._order = _Order()
+        merged = heapq.merge(*(part.new() for part in self._parts.values()), key=lambda line: line.get("t", 0.0))
+        several = len(self._parts) > 1
+        for line in merged:
+            yield from self._order.take(line, several)
+        yield from self._order.overdue(last)
+
+
+class _Part:
+    """One file of a history."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset, self._rest = path, -1, 0, b""
+
+    def is_another(self) -> bool:
+        """Return True if the file was replaced since the last read; it is then read from its beginning."""
+        try:
+            inode = self._path.stat().st_ino
+        except FileNotFoundError:
+            return False
+        before, self._inode = self._inode, inode
+        if before != inode:
+            self._offset, self._rest = 0, b""
+        return before not in (-1, inode)
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset, self._rest = inode, 0, b""
+                file.seek(self._offset)
+                while data := file.read(_CHUNK_BYTES):
+                    self._offset += len(data)
+                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    yield from filter(None, map(parse, lines))
+        except FileNotFoundError:
+            return
+
+
+class _Order:
+    """Merges the lines of several files by ``t``, from clocks that may differ; views and steps are sorted by their
+    number.
+
+    Groups on several hosts may write the same line; the first counts. A step or a view that comes too early is held
+    back until those before it have come, unless they are so late that they must be missing.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._seen: set[tuple[str, Any]] = set()
+        self._held: list[dict[str, Any]] = []
+        self._since = 0.0
+
+    def take(self, line: dict[str, Any], several: bool) -> Iterator[dict[str, Any]]:
+        """Yield the lines that are due after ``line`` has come. ``several``: there is more than one file."""
+        if not several:
+            self._note(line)
+            yield line
+        elif self._is_new(line):
+            if self._is_early(line):
+                self._since = self._since if self._held else time.monotonic()
+                self._held.append(line)
+                if len(self._held) > _HELD:
+                    yield from self._release()
+                return
+            self._note(line)
+            yield line
+            while ready := [held for held in self._held if not self._is_early(held)]:
+                self._held = [held for held in self._held if self._is_early(held)]
+                for held in sorted(ready, key=_number):
+                    if self._is_new(held):
+                        self._note(held)
+                        yield held
+
+    def overdue(self, all_of_them: bool) -> Iterator[dict[str, Any]]:
+        """Yield the lines that were held back long enough."""
+        if self._held and (all_of_them or time.monotonic() - self._since > _HELD_S):
+            yield from self._release()
+
+    def _release(self) -> Iterator[dict[str, Any]]:
+        held, self._held = self._held, []
+        for line in sorted(held, key=_number):
+            if self._is_new(line):
+                self._note(line)
+                yield line
+
+    def _is_new(self, line: dict[str, Any]) -> bool:
+        event = line["event"]
+        if event in _NUMBERED:
+            return line.get(_IDENTITY[event], 0) > self._newest.get(event, -1)
+        return event not in _IDENTITY or _key(line) not in self._seen
+
+    def _is_early(self, line: dict[str, Any]) -> bool:
+        event = line["event"]
+        return event in _NUMBERED and line.get(_IDENTITY[event], 0) > self._newest.get(event, -1) + 1
+
+    def _note(self, line: dict[str, Any]) -> None:
+        event = line["event"]
+        if event in _NUMBERED:
+            self._newest[event] = max(line.get(_IDENTITY[event], 0), self._newest.get(event, -1))
+        elif event == "resume":
+            self._newest.setdefault("step", line.get("step", 0) - 1)
+        elif event in _IDENTITY:
+            self._seen.add(_key(line))
+
+
+def _number(line: Mapping[str, Any]) -> tuple[int, bool, int]:
+    """The sort key of views and steps: the view of an epoch, then its steps."""
+    return line.get("epoch", 0), line["event"] == "step", line.get("step", 0)
+
+
+class Summary:
+    """The facts of a run's history that an agent needs, however long that is. Its lines are fed to :meth:`take`.
+
+    Attributes:
+        empty: True before the first line.
+        begun: training has begun; ``ended``, ``stopped``: there is an ``end`` or ``stop`` line.
+        end: the ``end`` line.
+        last_step: the highest committed step, None before the first.
+        saved: the newest step from which a later start can go on, None without one.
+        over: True if the last of the lines that start, end or stop a run is one of the latter two.
+        live: groups of the newest view.
+    """
+
+    def __init__(self) -> None:
+        self.empty, self.begun, self.ended, self.stopped, self.over = True, False, False, False, False
+        self.end: Mapping[str, Any] | None = None
+        self.last_step: int | None = None
+        self.saved: int | None = None
+        self.live: Sequence[int] = ()
+        self._injected: dict[int, float] = {}
+        self._seats: dict[int, tuple[Sequence[int], Mapping[str, int]]] = {}
+        self._committed: dict[int, set[int]] = {}
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take in the next line of the record."""
+        self.empty = False
+        match line["event"]:
+            case "step":
+                self.last_step = line["step"] if self.last_step is None else max(self.last_step, line["step"])
+                live, starts = self._seats.pop(line["epoch"], ((), {}))  # the first step of its epoch is enough
+                for group in live:
+                    own = self._committed.setdefault(group, set())
+                    own.add(starts.get(str(group), 0))
+                    if len(own) > _STARTS:
+                        own.discard(min(own))
+            case "view":
+                self.live = line["live"]
+                self._seats = {epoch: seats for epoch, seats in self._seats.items() if epoch > line["epoch"] - _VIEWS}
+                self._seats[line["epoch"]] = line["live"], line.get("incarnations", {})
+            case "begin":
+                self.begun = True
+            case "start":
+                self.over = False
+            case "end":
+                self.ended, self.over, self.end = True, True, line
+            case "stop":
+                self.stopped = self.over = True
+            case "checkpoint" | "resume":
+                self.saved = line["step"]
+            case "inject" if line.get("pid") is not None and line.get("kind") not in _HARMLESS:
+                self._injected.pop(line["pid"], None)
+                self._injected[line["pid"]] = line["t"]
+                if len(self._injected) > _INJECTED:
+                    del self._injected[next(iter(self._injected))]
+
+    def injected(self, pid: int) -> float | None:
+        """Return the time of the last injected fault that can end process ``pid``; None if there was none."""
+        return self._injected.get(pid)
+
+    def has_committed(self, group: int, incarnation: int) -> bool:
+        """Return True if that start of the group has taken part in a step; for old starts, if any later one has."""
+        own = self._committed.get(group, ())
+        return incarnation in own or len(own) == _STARTS and incarnation < min(own)
+
+
+def summary(run_dir: Path) -> Summary:
+    """Return the summary of a whole record, for a run that does not grow or is read once."""
+    found = Summary()
+    for line in lines(run_dir):
+        found.take(line)
+    return found
+
+
+class Watched:
+    """The summary of a growing record. Each :meth:`look` reads the lines added since the last one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tail, self.known = Tail(run_dir), Summary()
+
+    def look(self) -> Summary:
+        """Take in the added lines. Raises ``OSError``; ``known`` then has the lines read before the error."""
+        for line in self._tail.each():
+            self.known.take(line)
+        return self.known
+
+
+def files(run_dir: Path) -> list[Path]:
+    """Return the files of a run's record; :data:`FILE` comes first, even if it does not exist."""
+    return [run_dir / FILE, *sorted(run_dir.glob(_OTHERS))]
+
+
+def write_as(host: int) -> None:
+    """Make this process the agent of host ``host``: it and the processes it starts write a file of their own.
+
+    Several hosts must not append to one file: on NFS the lines of one host would overwrite those of another.
+    """
+    os.environ[VARIABLE] = f"host{host}" if host else ""
+
+
+def own_file(run_dir: Path) -> Path:
+    """Return the file that this process writes: that of :func:`write_as` for agents and ranks. A tool has a file of its
+    own, if processes of other hosts write, too."""
+    name = os.environ.get(VARIABLE)
+    if name is None and _other_hosts_write(run_dir):
+        name = f"{socket.gethostname()}-{os.getpid()}"
+    return run_dir / (f"history.{name}.jsonl" if name else FILE)
+
+
+def _other_hosts_write(run_dir: Path) -> bool:
+    """Whether the run has several hosts, or one that is not this one."""
+    here = socket.gethostname()
+    try:
+        config = json.loads((run_dir / "config.json").read_bytes())
+        return config.get("hosts", 1) > 1 or config.get("host", here) != here or len(files(run_dir)) > 1
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def append(run_dir: Path, event: str, **fields: Any) -> None:
+    """Append one line, for an event that a single process owns (agent, injector)."""
+    fd = _open(own_file(run_dir))
+    try:
+        _write(fd, _encoded({"t": round(time.time(), 6), "event": event, **fields}))
+    finally:
+        os.close(fd)
+
+
+def _open(path: str | Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _write(fd: int, line: bytes) -> tuple[int, int]:
+    """Append ``line``. Return the file's size before and after, which tell if another process has written."""
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    written = os.write(fd, line)
+    if written != len(line):
+        raise OSError(f"only {written} of {len(line)} bytes could be written to the history")
+    return size, os.fstat(fd).st_size
+
+
+def lines(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield all whole lines of a run's history, oldest first; none when there is no history yet."""
+    return Tail(run_dir).each(last=True)
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Return :func:`lines` as a list, for short records: 100,000 steps take over 100 MB."""
+    return list(lines(run_dir))
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return one line as an object; None for a torn or empty one. Groups that are written as spans become a list, which
+    lines may share: it must not be changed."""
+    try:
+        value = json.loads(line)
+        if not isinstance(value, dict) or "event" not in value:
+            return None
+        if isinstance(value.get("live"), str):
+            value["live"] = _listed(value["live"])
+    except ValueError:
+        return None
+    return value
+
+
+@lru_cache(maxsize=64)
+def _listed(live: str) -> list[int]:
+    return list(groups_of(live))
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Encode a step's line, which has to be short for any number of groups: there may be millions of them."""
+    if line["event"] == "step" and len(line.get("live", ())) > _FEW_GROUPS:
+        line = {**line, "live": spans(line["live"])}
+    return (json.dumps(line) + "\n").encode()
+
+
+class History:
+    """One group's access to the shared history.
+
+    A history that cannot be written (disk full, file system gone) never stops training: the lines are kept and
+    tried again with the next one.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = os.fspath(own_file(run_dir))
+        self._fd: int | None = None  # kept: on a busy file system, opening a file takes longer than all else here
+        self._writer = False
+        self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._pending: list[dict[str, Any]] = []
+        self._own: list[dict[str, Any]] = []
+        self._present: deque[tuple[str, Any]] = deque(maxlen=8 * _REMEMBERED)
+        self._seen_bytes = 0
+        self._warned = False
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write an event that only this group knows, whichever group is the writer."""
+        self._own.append({"t": round(time.time(), 6), "event": event, **fields})
+        self._flush()
+
+    def record(self, event: str, *, later: bool = False, **fields: Any) -> None:
+        """Take in an event that every group knows; the group that is the writer puts it into the file.
+
+        ``later``: write it with the next event, or at :meth:`write`.
+        """
+        line = {"t": round(time.time(), 6), "event": event, **fields}
+        (self._pending if self._writer else self._remembered).append(line)
+        if not later:
+            self.write()
+
+    def write(self) -> None:
+        """Write all lines that are not in the file yet."""
+        if self._pending or self._own:
+            self._flush()
+
+    def set_writer(self, writer: bool) -> None:
+        """Set whether this group is the lowest living one. A new writer adds the lines its predecessor left out."""
+        if writer and not self._writer:
+            self._pending = list(self._remembered)
+            self._flush()
+        self._writer = writer
+
+    def _flush(self) -> None:
+        """Write the pending lines that are not in the file.
+
+        A line may be in it already: a predecessor wrote the line of a step that its survivors then had to finish
+        without it, or this group was frozen for minutes, the others went on without it, and its own line comes late.
+        """
+        try:
+            size: int | None = self._size()
+            while self._own:  # one by one: nothing would tell which of them a full disk has lost
+                self._put(self._own[:1])
+                del self._own[0]
+                size = None
+            if self._pending:
+                self._look(self._size() if size is None else size)
+                self._pending = [line for line in self._pending if _key(line) not in self._present]
+                self._put(self._pending)
+                self._pending = []
+        except OSError as error:
+            self._close()  # after an outage of the file system the old descriptor may be invalid
+            if not self._warned:
+                _log.warning(f"history not written, training goes on: {error}")
+            self._warned = True
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _put(self, lines: list[dict[str, Any]]) -> None:
+        data = b"".join(map(_encoded, lines))
+        assert self._fd is not None, "`_size` has opened it"
+        before, after = _write(self._fd, data)
+        if before == self._seen_bytes and after == before + len(data):  # no other writer: not read again
+            self._seen_bytes = after
+            self._present.extend(map(_key, lines))
+
+    def _size(self) -> int:
+        """Return the size of the file, which is open after the call."""
+        status = None if self._fd is None else os.fstat(self._fd)
+        if status is None or status.st_nlink == 0:  # the file was removed
+            self._close()
+            self._fd = _open(self._path)
+            self._seen_bytes, status = 0, os.fstat(self._fd)
+        return status.st_size
+
+    def _look(self, size: int) -> None:
+        """Take in the lines added since the last look, by this and other processes; nearly always few or none."""
+        if size == self._seen_bytes:
+            return
+        self._seen_bytes = max(self._seen_bytes, size - _TAIL_BYTES)
+        assert self._fd is not None, "`_size` has opened it"
+        data = os.pread(self._fd, size - self._seen_bytes, self._seen_bytes)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._seen_bytes += len(whole)
+        self._present.extend(_key(line) for line in map(parse, whole.splitlines()) if line is not None)
+
+
+def _key(line: dict[str, Any]) -> tuple[str, Any]:
+    return line["event"], line.get(_IDENTITY.get(line["event"], "t"))

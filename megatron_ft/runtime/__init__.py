@@ -1,1 +1,0 @@
-"""The shell around ``core``: everything that touches a socket, a file, a clock or a process."""

@@ -1,0 +1,1 @@
+"""Simulators: of the protocol (``protocol/``) and of whole training runs (``training/``)."""

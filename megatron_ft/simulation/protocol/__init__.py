@@ -1,0 +1,1 @@
+"""Simulated groups, agents, hosts, stores and network around the decisions of ``core``."""

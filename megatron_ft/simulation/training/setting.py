@@ -1,0 +1,122 @@
+"""Settings of a simulated training run: the planner's cluster, the failures, and the switches of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, get_args
+
+from megatron_ft.config.validators import POSITIVE, number, one_of, whole_number
+from megatron_ft.errors import ConfigError
+from megatron_ft.planning.cluster import Cluster, check_redundancy
+
+Renewal = Literal["system", "groups", "replaced"]
+InRestart = Literal["missing", "none", "again"]
+RestartFinds = Literal["everybody", "survivors", "divisor"]
+Placement = Literal["golomb", "consecutive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """When groups fail, and of which cause.
+
+    Attributes:
+        shape: Shape of the Weibull distribution of the times between failures. Below 1, groups fail more often right
+            after they start.
+        renewal: "system": the time between two failures of the whole system has the cluster's mean, and each failure
+            hits one of the N groups. "groups": every group has a clock of its own, with N times that mean, which begins
+            anew whenever the group starts. "replaced": the clock begins anew only when the group was replaced. SPARe
+            (arXiv 2603.00357) does not say which of them it uses.
+        of_the_living: With "system", a failure always hits a live group; otherwise the group may be lost already.
+        frail_share: Share of the groups that fail ``frail_weight`` times as often as the others ("system").
+        frail_weight: See ``frail_share``.
+        rack_share: Share of the failures that take a whole rack.
+        rack_groups: Number of neighbouring groups in a rack.
+        mix: Causes are drawn from ``faults.causes``; otherwise every failure is a crash.
+        trace: Recorded failures, (seconds since the start, group), in place of all this.
+    """
+
+    shape: float = 0.78
+    renewal: Renewal = "system"
+    of_the_living: bool = True
+    frail_share: float = 0.0
+    frail_weight: float = 1.0
+    rack_share: float = 0.0
+    rack_groups: int = 4
+    mix: bool = False
+    trace: tuple[tuple[float, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of(*get_args(Renewal))("renewal", self.renewal)
+        POSITIVE("shape", self.shape)
+        POSITIVE("frail_weight", self.frail_weight)
+        for name in ("frail_share", "rack_share"):
+            if number(0)(name, getattr(self, name)) > 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must lie between 0 and 1")
+        whole_number(1)("rack_groups", self.rack_groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One training run. The defaults are those of SPARe's published simulation (arXiv 2603.00357).
+
+    Attributes:
+        cluster: Cluster and job.
+        redundancy: r, the number of groups that host each shard.
+        failures: Distribution of the failures.
+        period_s: Seconds between two checkpoints. None: the planner's T_c* for the policy.
+        jitter: Every duration is multiplied by N(1, jitter^2).
+        in_restart: "missing": a group that fails during a restart is absent after it. "none": no group fails then.
+            "again": the restart begins anew, which never ends with the published numbers (a failure every 300 s, a
+            restart of 3600 s).
+        restart_finds: Groups after a restart. "everybody": spare nodes replace the lost ones. "survivors": only the
+            others, which share the same global batch. "divisor": as many of the survivors as divide the batch (for an
+            engine without uneven quotas).
+        duration_s: Seconds after which the job's time is over.
+        placement: Which groups host which shards.
+        hosted: Quotas are planned on stacks of ``redundancy`` shards. False: every group may compute every shard.
+        patch_in_replication: A masked failure costs replication one stack, although a copy of the work exists; that
+            explains the published times. False: the copy is used.
+        read_s: Seconds for reading one shard in the background. A step begins when its stack has been read.
+        shard_gb: Memory for one shard, in 10^9 bytes.
+    """
+
+    cluster: Cluster
+    redundancy: int = 9
+    failures: Failures = field(default_factory=Failures)
+    period_s: float | None = None
+    jitter: float = 0.05
+    in_restart: InRestart = "missing"
+    restart_finds: RestartFinds = "everybody"
+    duration_s: float = inf
+    placement: Placement = "golomb"
+    hosted: bool = True
+    patch_in_replication: bool = True
+    read_s: float = 0.0
+    shard_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_redundancy(self.redundancy, self.cluster.groups)
+        one_of(*get_args(InRestart))("in_restart", self.in_restart)
+        one_of(*get_args(RestartFinds))("restart_finds", self.restart_finds)
+        one_of(*get_args(Placement))("placement", self.placement)
+        if number(0)("jitter", self.jitter) > 0.3:
+            raise ConfigError(
+                f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative"
+            )
+        for name in ("read_s", "shard_gb"):
+            number(0)(name, getattr(self, name))
+        if self.duration_s != inf:
+            POSITIVE("duration_s", self.duration_s)
+        if self.period_s is not None:
+            POSITIVE("period_s", self.period_s)
+        if self.failures.rack_groups > self.cluster.groups:
+            raise ConfigError(
+                f"rack_groups is {self.failures.rack_groups}, the cluster has {self.cluster.groups} groups"
+            )
+        for time, group in self.failures.trace:
+            if not 0 <= group < self.cluster.groups or time < 0:
+                raise ConfigError(
+                    f"the trace says that group {group} fails at {time:g} s; groups are 0 to {self.cluster.groups - 1}, "
+                    f"times at least 0"
+                )

@@ -1,0 +1,129 @@
+"""Lists the sockets of this process, and shuts connections down.
+
+gloo has no call that aborts an operation. Shutting its connections down makes their operations fail within
+milliseconds, here and at the peers. ``collectives.gloo_sockets`` determines which connections belong to gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_IP = (socket.AF_INET, socket.AF_INET6)
+_SIOCGIFADDR = 0x8915
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+"""A filter of one instruction for the kernel, "return 0": no byte of any packet passes."""
+Sockets = Mapping[int, int]
+"""The inode of each file descriptor, which distinguishes a socket from a later one with the same descriptor."""
+
+
+def opened() -> Sockets:
+    """Return all sockets of this process."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # closed since the listing
+        if stat.S_ISSOCK(status.st_mode):
+            found[int(name)] = status.st_ino
+    return found
+
+
+def connected() -> Iterator[tuple[int, int, Any, Any]]:
+    """Yield every IP connection of this process: file descriptor, inode, own address, and the peer's address."""
+    for fd, inode in opened().items():
+        here, peer = _ends(fd)
+        if peer is not None:
+            yield fd, inode, here, peer
+
+
+def listening() -> dict[int, Any]:
+    """Return the address of each file descriptor at which this process accepts IP connections."""
+    return {fd: address for fd in opened() if (address := _listens_on(fd)) is not None}
+
+
+def accept_no_more(fd: int) -> None:
+    """Make the kernel drop every further request for a connection to a listening socket.
+
+    Connections that it has accepted stay, and its owner does not notice. Only Linux can do this; elsewhere nothing
+    changes.
+    """
+    if sys.platform == "linux":
+        program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+            duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def connected_to(address: tuple[str, int]) -> Sockets:
+    """Return the sockets whose peer has this address."""
+    return {fd: inode for fd, inode, _, peer in connected() if (peer[0].removeprefix("::ffff:"), peer[1]) == address}
+
+
+def _ends(fd: int) -> tuple[Any, Any]:
+    """Return own and peer's address of an IP connection, else None twice. Unix sockets lead to processes of this
+    host."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            if duplicate.family not in _IP:
+                return None, None
+            return duplicate.getsockname(), duplicate.getpeername()
+    except OSError:
+        return None, None
+
+
+def _listens_on(fd: int) -> Any:
+    """Return the address at which a socket accepts IP connections, or None."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return duplicate.getsockname() if listens and duplicate.family in _IP else None
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this address, or None."""
+    address = address.partition("%")[0]
+    if address == "::1" or address.startswith("127."):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the first IPv4 address of an interface, and on Linux all its IPv6 addresses."""
+    found = []
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        contextlib.suppress(OSError),
+    ):  # the interface has no IPv4 address
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, _, _, _, _, name = line.split()
+            if name == interface:
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def shut_down(sockets: Sockets) -> None:
+    """Shut connections down. Any thread may call this, any number of times."""
+    for fd, inode in sockets.items():
+        try:
+            if os.fstat(fd).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # closed already, by this process or the peer

@@ -1,0 +1,1 @@
+"""Checkpoints that groups write together during training."""

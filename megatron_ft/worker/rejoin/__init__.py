@@ -1,0 +1,1 @@
+"""A group that comes back: it receives the state from groups that train."""

@@ -1,0 +1,477 @@
+"""The session: the object that a training script uses, and the place where the parts of one rank are wired together.
+
+``worker.rank_executor`` carries out every operation of a step. The rank at position 0 leads its group
+(``worker.group_leader``), the other ranks follow (``worker.group_follower``); the training script is the same for both.
+The watcher's thread passes each verdict to the rank, which unblocks the training thread at once, and to the leader,
+which decides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_ft.checkpoint import peer_copies, restore
+from megatron_ft.collectives.group_world import World
+from megatron_ft.collectives.intra_group import Inner, Lost
+from megatron_ft.collectives.nccl_watchdog import Watchdog
+from megatron_ft.collectives.user_process_groups import Inside
+from megatron_ft.config import parallelism
+from megatron_ft.config import schema as config_module
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.client import Agreement, Claimant, report_collection
+from megatron_ft.coordination.store import (
+    ControlStore,
+    Fenced,
+    Locator,
+    Log,
+    LogAway,
+    StoreGone,
+    StoreLostMemory,
+    patient,
+)
+from megatron_ft.coordination.store.claim_log import TOLD
+from megatron_ft.coordination.watcher import Watcher
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Died
+from megatron_ft.data.dataset import PackedDataset
+from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.port import Engine, StepResult
+from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
+from megatron_ft.errors import ConfigError, StoreError
+from megatron_ft.runlog import history
+from megatron_ft.runlog.history import History
+from megatron_ft.types import View
+from megatron_ft.worker import data_identity, progress_counters
+from megatron_ft.worker.group_follower import Follower
+from megatron_ft.worker.group_leader import Leader
+from megatron_ft.worker.peer_lost import Census, wait_for_return
+from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.step_timer import slots_of_group
+
+if TYPE_CHECKING:
+    from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
+
+_log = logging.getLogger(__name__)
+
+_STORE_TIMEOUT_S = 10.0
+
+
+def init(config: str | Path | None = None, *, seed: int | None = None) -> Session:
+    """Join the run for which the launcher started this process.
+
+    Args:
+        config: path of the run's config file. Default: the config that the launcher passed. A path that is given must
+            lead to the same config.
+        seed: seed of the order of the samples and of dropout; the same in every group. Default:
+            ``fault_tolerance.seed``.
+
+    Raises:
+        LaunchError: the process was not started by ``megatron-ft launch``.
+        ConfigError: ``config`` differs from the config with which the run was launched, or ``seed`` is out of range.
+        StoreError: the control store does not answer.
+    """
+    env = RankEnvironment.from_env()
+    if config is not None:
+        sizes = {
+            "groups": env.config.groups,
+            "ranks_per_group": env.config.ranks_per_group,
+            "shards": env.config.shards,
+        }
+        own = config_module.load(config, **sizes)
+        if own != env.config:
+            raise ConfigError(
+                f"the script's config {config} differs from the one the run was launched with; pass the same file, or "
+                f"call megatron_ft.init() without one"
+            )
+    if seed is not None:
+        section = replace(env.config.fault_tolerance, seed=seed)
+        section.check()
+        env = replace(env, config=replace(env.config, fault_tolerance=section))
+    return Session(env)
+
+
+class Session:
+    """One rank's access to the run, made by :func:`init`.
+
+    A script calls :meth:`wrap` or :meth:`deepspeed`, then :meth:`train_step` for each of :meth:`steps`; see README.
+
+    Attributes:
+        config: the run's configuration, frozen.
+        group: number of this rank's group.
+        position: number of this rank in its group; the rank at position 0 leads the group.
+    """
+
+    def __init__(self, env: RankEnvironment) -> None:
+        self.env = env
+        self.config = env.config
+        self.group, self.position = env.group, env.position
+        self._total, self._entered, self._leaving = 0, False, ""
+        self._world: World | None = None
+        self._store_away = False
+        self._claimant = self._take_part_in_claims()
+        where = env.store if self._claimant is None else self._claimant.log
+        self._store = ControlStore(where, env.run_id, _STORE_TIMEOUT_S, secret=env.secret)
+        self._store.when_forged(self._record_forged)
+        self._settings = env.config.fault_tolerance
+        patience_s = self._settings.detector.collective_timeout_s
+        store_patience_s = self._settings.store_patience_s
+        agreement = self._agreement = Agreement(self._store, env.group, store_patience_s, claimant=self._claimant)
+        self._engine: Engine | None = None
+        self._origin: restore.Origin | None = None
+        self._dataset: Dataset | None = None
+        self._datasets: list[PackedDataset] = []
+        self._identified = False
+        first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
+        record = History(env.run_dir)
+        self._rank = Rank(env, agreement, record)
+        self._copies = peer_copies.of(env)
+        self._census = Census(env.config.groups)
+        self._inside = Inside(env.group, env.position, self._store.clone(), patience_s, env.incarnation, env.host_rank)
+        if env.position == 0:
+            placement = config_module.placement_of(env.config)
+            self._part: Leader | Follower = Leader(self._rank, env.config, agreement, record, placement, first)
+        else:
+            self._part = Follower(self._rank, 0 if first is None else first.step)
+        Watcher(self._store.clone(), self._hear, self._store_is, self._store_is, agreement.restore).start()
+        self._rank.pulse.start()
+        if self._claimant is not None:
+            self._claimant.log.follow(
+                Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD), self._claims_changed
+            )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
+        if self._rank.size > 1:
+            with self._until_lost():
+                self._rank.join(Inner.build(env, agreement, lambda: bool(self._rank.lost_because)))
+
+    # --- public methods -----------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> TorchNativeEngine:
+        """Return an engine for a plain PyTorch model.
+
+        The engine owns the optimizer, the learning-rate scheduler and the gradients from here on.
+
+        Args:
+            model: all its trainable parameters must be fp32.
+            optimizer: any torch optimizer over the parameters of ``model``.
+            loss_fn: (model, batch) -> scalar mean loss of one microbatch; with ``loss_reduction`` ``"token"``: (sum of
+                the tokens' losses, number of tokens).
+            scheduler: learning-rate scheduler, stepped once per committed step. Default: none.
+
+        Raises:
+            EngineError: the engine cannot train this model or optimizer.
+            ConfigError: the config asks for a parallelism that needs :meth:`deepspeed`.
+        """
+        parallelism.refuse_whole_model(self.config.engine, "a model given to session.wrap")
+        if self.config.engine:
+            names = ", ".join(sorted(self.config.engine))
+            warnings.warn(f"settings that only session.deepspeed uses, not session.wrap: {names}", stacklevel=2)
+        self._engine = TorchNativeEngine(
+            model,
+            optimizer,
+            loss_fn,
+            scheduler=scheduler,
+            bucket_mb=None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
+            gradient_clipping=self.config.gradient_clipping,
+            slots=self._slots(shared=True),
+            loss_reduction=self._settings.loss_reduction,
+            seed=self._settings.seed,
+        )
+        return self._engine
+
+    def init_distributed(self, backend: str | None = None) -> None:
+        """Initialise ``torch.distributed`` with this group as the world.
+
+        Replaces ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``; call it before anything
+        that needs process groups is built. DeepSpeed's communication is initialised as well, if DeepSpeed is already
+        imported, or is installed and the config has DeepSpeed settings. Later calls do not initialise the world again.
+
+        Args:
+            backend: name of a ``torch.distributed`` backend. Default: nccl with GPUs, else gloo.
+
+        Raises:
+            EngineError: ``torch.distributed`` is already initialised.
+        """
+        if self._world is None:
+            with self._until_lost():
+                self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
+        expected = self.config.engine and importlib.util.find_spec("deepspeed") is not None
+        if "deepspeed" in sys.modules or expected:
+            from megatron_ft.engines.deepspeed import build
+
+            build.init_communication()
+
+    def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline | DeepSpeedData:
+        """Return a DeepSpeed engine for ``model``; replaces ``deepspeed.initialize``.
+
+        Args:
+            model: a ``PipelineModule``, built after :meth:`init_distributed`; or any module, together with ``loss_fn``.
+            options: ``loss_fn``: (engine, batch) -> mean loss of one microbatch, or the pair that ``loss_reduction``
+                asks for; ``optimizer``, ``model_parameters`` and ``lr_scheduler`` as ``deepspeed.initialize`` takes
+                them. All other settings come from the run's config.
+
+        Raises:
+            EngineError: the model or a setting cannot be made fault-tolerant; the message gives the reason.
+        """
+        from megatron_ft.engines.deepspeed import build
+
+        self.init_distributed()
+        assert self._world is not None
+        with self._until_lost(), self._world.made_here():
+            self._engine = build.build(model, self.config, slots=self._slots, **options)
+        return self._engine
+
+    def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
+        """Return the dataset in a directory that ``megatron-ft prepare`` wrote.
+
+        The dataset is called with a microbatch id and returns ``input_ids`` and ``labels``, int64 [samples, seq_len].
+        Any other pure function of the microbatch id can replace it. The ``fingerprint`` of such a function (an
+        attribute, or a method without arguments) is compared with those of the other ranks before the first step.
+
+        Args:
+            path: the directory.
+            seq_len: tokens per sample.
+
+        Raises:
+            DataError: the directory is missing or damaged, or does not fit the request.
+        """
+        made = PackedDataset(
+            path,
+            seq_len=seq_len,
+            samples_per_microbatch=self.config.samples_per_microbatch,
+            groups=self.config.shards,
+            microbatches_per_group=self.config.microbatches_per_group,
+            seed=self._settings.seed,
+        )
+        self._datasets.append(made)
+        return made
+
+    def steps(self, total: int, dataset: Dataset | None = None) -> Iterator[int]:
+        """Yield the numbers of the steps that this group has to train, in order, up to ``total``.
+
+        After the last step the iterator waits until every live group is done and the run record is complete.
+
+        Args:
+            total: number of steps of the run, at least 1; the same at every rank.
+            dataset: the dataset for :meth:`train_step`, if :meth:`dataset` did not make it and it has a
+                ``fingerprint``. A group that comes back with another dataset is then refused before it takes part, not
+                in its first step.
+
+        Raises:
+            ConfigError: ``total`` is not a whole number >= 1, or :meth:`train_step` was not called in a step.
+            RunStopped, StoreError, DataError: as in :meth:`train_step`.
+        """
+        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+            raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
+        self._total = total
+        self._dataset = dataset
+        # A group that comes back knows its first step only after it has entered; what the script loaded is checked
+        # before that.
+        if (self._comes_back or self._origin is not None) and self._engine is not None:
+            with self._until_lost():
+                self._identify(None)
+                self._enter(self._engine)
+        step = self._part.step
+        while step < total:
+            yield step
+            if self._part.step <= step:
+                raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
+            step = self._part.step
+        self._rank.close()
+        with self._until_lost():
+            self._part.finish()
+
+    def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
+        """Compute, reduce and commit one step, also when groups die meanwhile. Return when this group has committed it.
+
+        Args:
+            engine: the engine that :meth:`wrap` or :meth:`deepspeed` returned.
+            dataset: callable that returns the samples of a microbatch id.
+
+        Raises:
+            DataError: other ranks, or the checkpoint, have another dataset, seed or size of microbatches.
+            RunStopped: this group was left out of the run, or fewer than ``min_groups`` are alive.
+            StoreError: a recovery needed the control store, and the store did not answer for ``store_patience_s``.
+        """
+        with self._until_lost():
+            if not self._identified:
+                self._identify(dataset)
+                self._identified = True
+            if not self._entered:
+                self._enter(engine)
+            if self._leaving:
+                self._part.leave(self._leaving)
+            result = self._part.train_step(dataset)
+        self._committed(result.step)
+        self._rank.pulse.enter("outside")
+        return result
+
+    def _slots(self, shared: bool) -> int:
+        """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
+        return self.config.room * slots_of_group(self._rank.size if shared else 1)
+
+    def _identify(self, dataset: Dataset | None) -> None:
+        """Check that all ranks train with the same data; ``dataset`` is None before the first step."""
+        only = self._datasets[0] if len(self._datasets) == 1 else None  # one of several may be for evaluation
+        known = only if self._dataset is None else self._dataset
+        origin = self._origin
+        saved = None
+        if origin is not None:
+            restore.check(self.config, origin.path, origin.meta)  # first: its error names the setting
+            saved = origin.path, origin.meta.get("identity", {})
+        identities = self._rank.identities
+        identities.agree("run", data_identity.of_run(self.config))
+        identities.agree("data", data_identity.of_data(dataset, known), saved)
+
+    def _enter(self, engine: Engine) -> None:
+        self._entered = True
+        self._rank.attach(engine)
+        if self._origin is not None:
+            self._rank.result = restore.load(self._origin, self.config, self.position, engine, self._copies)
+        self._part.enter(self._total, self._comes_back, self._origin)
+
+    @property
+    def _comes_back(self) -> bool:
+        """True for a group that was started again, or added, while the run goes on."""
+        return self.env.incarnation > 0
+
+    def leave(self, why: str) -> None:
+        """Make this group leave the run in order after the present step, e.g. on a maintenance notice or SIGTERM.
+
+        The other groups continue without it, and no work is lost. Callable from any thread and from a signal handler.
+
+        Args:
+            why: the reason, for the log and the run record. The reason of the first call counts.
+        """
+        self._leaving = self._leaving or why
+        if isinstance(self._part, Leader):
+            self._part.leave(why)
+
+    def watch(self, groups: Mapping[str, Any], timeout_s: float | None = None) -> Watchdog:
+        """Watch process groups that an engine uses inside this group. Every member of them has to call this method.
+
+        When a process group breaks, this group is out of the run and the others continue. A process group breaks when
+        NCCL's watchdog reports it, or when a gloo work that was passed to ``watch(work, name)`` of the returned object
+        takes longer than ``timeout_s``.
+
+        Args:
+            groups: name -> ``torch.distributed`` process group.
+            timeout_s: limit for a gloo work, in seconds. Default: ``detector.collective_timeout_s``.
+        """
+        return self._inside.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
+
+    # --- internals ----------------------------------------------------------------------------------------------------
+
+    def _first_view(self) -> View | None:
+        """Return the run's first view. The agent rebuilds a store that dies meanwhile: nothing is lost with it."""
+        try:
+            self._store.check_begun()
+            if self._comes_back:
+                return None
+            raw, origin = self._store.get("view/0"), self._store.get(restore.KEY)
+        except StoreLostMemory:
+            self._store.restore()
+            raise
+        if raw is None:
+            raise StoreGone(f"control store {self.env.store} knows no view of run {self.env.run_id}; start it again")
+        view = View.from_json(raw)
+        self._origin = None if origin is None else restore.Origin(**origin)
+        self._agreement.adopted(view)
+        return view
+
+    def _take_part_in_claims(self) -> Claimant | None:
+        env = self.env
+        if not env.claims:
+            return None
+        log = Locator(Log(env.run_dir, env.run_id, env.secret), env.store)
+        with suppress(LogAway):  # then the agent's address is the newest known one
+            log.look()
+        assert env.host_rank is not None, "an agent that keeps a claim log says which host it is on"
+        return Claimant(log, (env.group, env.incarnation), env.host_rank)
+
+    def _claims_changed(self) -> None:
+        """Stop this group if a claim leaves it out; its ranks then need not wait for the other groups."""
+        try:
+            self._agreement.check()
+        except Fenced as error:
+            _log.info(f"{error}; this group stops")
+            self._rank.leave_epoch()
+            if isinstance(self._part, Leader):
+                self._part.claims_changed()
+
+    def _hear(self, verdict: signals.Verdict) -> None:
+        """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
+        if isinstance(verdict, signals.Housed | signals.Refused):
+            return  # only agents use these
+        if isinstance(verdict, signals.Dismissed):
+            if verdict.group == self.group and not self._leaving:
+                self._part.hear(verdict)
+                self._leaving = verdict.why
+                _log.info(f"group {self.group} is asked to leave: {verdict.why}")
+            return
+        if isinstance(verdict, Saves | Stops | signals.Agreed | signals.Over):  # steps do not wait for these
+            self._part.hear(verdict)
+            return
+        if isinstance(verdict, signals.Differs):
+            self._rank.publish_checksums(verdict)
+            return
+        self._census.hear(verdict)
+        if (
+            isinstance(verdict, Died)
+            and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
+            and self._rank.size > 1
+        ):
+            self._rank.lose(verdict.reason)
+            self._inside.abort()
+            if self._world is not None:
+                self._world.cut()
+        self._part.hear(verdict)  # first: a training thread that is unblocked finds the reason there
+        self._rank.hear(verdict)
+
+    def _record_forged(self, key: str) -> None:
+        """Record a forged entry of the control store, at position 0 only.
+
+        Only groups read reports, and the group that proposes a view replaces a forged one; agents record all other
+        entries.
+        """
+        if self.position == 0 and key.startswith((report_collection(0)[:-1], "view/")):
+            with suppress(OSError):
+                history.append(self.env.run_dir, "forged", key=key, group=self.group)
+
+    def _store_is(self, error: StoreError | None = None) -> None:
+        self._store_away = error is not None
+        news = f"{error}; a recovery waits for one" if self._store_away else "the control store answers again"
+        _log.info(f"group {self.group}: {news}")
+
+    def _committed(self, step: int) -> None:
+        """Log that training goes on without the store: only a step committed after the store went away shows that."""
+        if self._store_away:
+            self._store_away = False
+            _log.info(f"group {self.group}: step {step} was committed without the control store")
+
+    @contextmanager
+    def _until_lost(self) -> Iterator[None]:
+        """Convert :class:`Lost`: when another rank of this group is gone, this rank waits for the group's return."""
+        try:
+            yield
+        except Lost as lost:
+            why = str(lost)
+        else:
+            return
+        patience_s = self._settings.store_patience_s
+        wait_for_return(self._rank, self._store, self._census, why, lambda: self._leaving, patience_s)

@@ -1,0 +1,135 @@
+"""The numbers that a group sends to all others in every step, together with bucket 0: the time of a microbatch in the
+step before (``core.detection.stragglers``), and the state from which the step begins
+(``core.detection.state_divergence``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+
+from megatron_ft.engines.port import TAIL, Engine
+
+WORTH_S = 0.02
+"""Seconds. Microbatches that take less are not balanced: they are all reported with this time."""
+_HALF_BITS = 24
+_HALF = (1 << _HALF_BITS) - 1
+"""The largest number that a slot carries; fp32 holds whole numbers up to 2^24 exactly."""
+
+
+class Pace:
+    """The time per microbatch of a group, measured by its leader.
+
+    With several ranks per group a microbatch takes the time of the group's slowest rank, which shows when they sum up
+    their results.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._reset()
+
+    def _reset(self) -> None:
+        self._began, self._count, self._seconds, self._collected = time.monotonic(), 0, 0.0, False
+
+    def begin(self) -> float:
+        """Begin a step. Return the seconds per microbatch of the step before, 0 if unknown."""
+        known = self._count and (self._ranks == 1 or self._collected)
+        seconds = max(self._seconds / self._count, WORTH_S) if known else 0.0
+        self._reset()
+        return seconds
+
+    def computed(self, count: int, seconds: float) -> None:
+        """Count ``count`` microbatches computed in parallel; ``seconds`` is the time of the leader's own."""
+        self._count += count
+        if self._ranks == 1:
+            self._seconds += seconds
+
+    def collected(self, at: float) -> None:
+        """Note that all ranks had summed up their results at ``at``; counts once in a step."""
+        if self._ranks > 1 and not self._collected:
+            self._seconds, self._collected = at - self._began, True
+
+    def disturbed(self) -> None:
+        """Discard the measurement: the step was interrupted."""
+        if self._ranks > 1:
+            self._count = 0
+
+
+class Slots:
+    """The numbers that travel with bucket 0: one row per group, to which only that group adds, so their sum over the
+    groups contains the row of each. They are whole numbers below 2^24 except for the seconds, so fp32 holds them
+    exactly.
+
+    Args:
+        engine: the engine of bucket 0.
+        group, position: those of this rank.
+        positions: number of ranks of a group that are summed into one bucket 0: all that share microbatches, else 1.
+    """
+
+    def __init__(self, engine: Engine, group: int, position: int = 0, positions: int = 1) -> None:
+        self._engine, self._group = engine, group
+        self._width = slots_of_group(positions)
+        self._position = position if positions > 1 else 0
+        self._own = self._all = torch.empty(0)
+
+    def say_seconds(self, seconds: float) -> None:
+        """Set the seconds per microbatch of the step before; called by the leader only."""
+        self._row()[0] = seconds
+
+    def say_suspect(self, suspect: bool) -> None:
+        """Set if this rank's gradient was not finite several times in a row."""
+        self._row()[1] = float(suspect)
+
+    def say_state(self, checksum: int) -> None:
+        """Set the checksum of the state from which this rank begins the step."""
+        row, at = self._row(), 2 + 2 * self._position
+        row[at], row[at + 1] = float(checksum & _HALF), float(checksum >> _HALF_BITS)
+
+    def _row(self) -> torch.Tensor:
+        """Return this group's row. Views are kept: making one takes longer than using it."""
+        bucket = self._engine.local(0)
+        if self._own._base is not bucket:
+            first = bucket.numel() - TAIL - self._engine.slots + self._group * self._width
+            self._own = bucket[first : first + self._width]
+        return self._own
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of every group, once bucket 0 is reduced; 0: unknown."""
+        return self._rows()[:, 0].tolist()
+
+    def suspects(self) -> frozenset[int]:
+        """Return the groups that report a suspect rank."""
+        said = self._rows()[:, 1]
+        return frozenset(group for group, flag in enumerate(said.tolist()) if flag > 0) if said.any() else frozenset()
+
+    def states(self) -> dict[int, tuple[int, ...]]:
+        """Return the checksums of every group that has sent one, for each of its ranks that share the bucket."""
+        said = {}
+        for group, row in enumerate(self._rows()[:, 2:].tolist()):
+            values = tuple(
+                _whole(low) | _whole(high) << _HALF_BITS for low, high in zip(row[::2], row[1::2], strict=True)
+            )
+            if any(values):
+                said[group] = values
+        return said
+
+    def mine(self, states: Sequence[int]) -> int:
+        """Return, of a group's checksums, that of the rank at this rank's position."""
+        return states[self._position]
+
+    def _rows(self) -> torch.Tensor:
+        bucket = self._engine.reduced(0)
+        if self._all._base is not bucket:
+            self._all = bucket[-TAIL - self._engine.slots : -TAIL].view(-1, self._width)
+        return self._all
+
+
+def _whole(number: float) -> int:
+    return int(number) if isfinite(number) else 0
+
+
+def slots_of_group(positions: int) -> int:
+    """Return how many numbers each group sends; ``positions``: see :class:`Slots`."""
+    return 2 + 2 * positions
