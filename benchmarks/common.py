@@ -16,9 +16,20 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def give_secret() -> None:
+    """Give this process a secret. Parts of a run that are measured by themselves have no launcher that would give them
+    one."""
+    os.environ.setdefault("MEGATRON_FT_SECRET", "a-benchmark-keeps-nothing-secret")
+
+
 def about(name: str, command: str) -> dict[str, Any]:
-    """What a result says of itself: which benchmark, by which command, when, of which commit, on which machine."""
+    """Return the metadata of a result: the benchmark, its command, the time, the commit, the machine, and the paths of
+    the repository on which the result depends. ``dirty``: tracked files that differed from the commit, without results.
+    """
     import torch
+
+    sys.path.insert(0, str(Path(__file__).parent))  # the tests that measure call this function, too
+    import evidence
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     return {
@@ -26,6 +37,8 @@ def about(name: str, command: str) -> dict[str, Any]:
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
+        "dirty": dirty(ROOT),
+        "depends_on": evidence.depends_on(name),
         "machine": {
             "cpu": _cpu(),
             "cores": os.cpu_count(),
@@ -36,19 +49,26 @@ def about(name: str, command: str) -> dict[str, Any]:
     }
 
 
+def dirty(root: Path) -> list[str]:
+    """Return the tracked files with changes that are not committed, but for results and documents, which are written to by
+    benchmarks."""
+    words = ["git", "diff", "--name-only", "HEAD", "--", ".", f":!{RESULTS.relative_to(ROOT)}", ":!docs"]
+    return subprocess.run(words, capture_output=True, text=True, cwd=root).stdout.split()
+
+
 def save(name: str, result: dict) -> Path:
     """Write the raw numbers with machine, commit and command; returns the path."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     path = RESULTS / f"{name}.json"
     text = json.dumps({**about(name, command), **result}, indent=1)
-    # A list of numbers goes on one line: there can be thousands in it.
+    # A list of numbers goes on one line: it can have thousands of elements.
     path.write_text(re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n")
     return path
 
 
 def prepare_data(out: Path) -> Path:
-    """The default corpus, once."""
+    """Prepare the default corpus, once."""
     subprocess.run(
         [sys.executable, "-m", "megatron_ft.cli", "prepare", "--out", str(out)], check=True, cwd=ROOT, stdout=sys.stderr
     )

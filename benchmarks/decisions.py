@@ -1,4 +1,4 @@
-"""How long the decisions take that stand between a loss and the next microbatch: ReCtlr, quotas, patches, placements.
+"""The duration of the decisions between a loss and the next microbatch: ReCtlr, quotas, patches, placements.
 
     python benchmarks/decisions.py [--quick]
 
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import common
 import numpy as np
 
-from megatron_ft.core import replication, scheduler
-from megatron_ft.core.rectlr import lower_bound, reconfigure
-from megatron_ft.core.replication import Placement, domain_aware, golomb
+from megatron_ft.core.replication import placement as replication
+from megatron_ft.core.replication.placement import Placement, domain_aware, golomb
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.scheduling.policies.rectlr import lower_bound, reconfigure
 from megatron_ft.types import GroupId, Plan
 
 
@@ -37,7 +38,7 @@ class Shape(NamedTuple):
         return f"N={self.N} r={self.r}" + (f" G={self.G}" if self.G > 1 else "")
 
 
-# What was asked for, as (shape, limit in ms). ReCtlr: SPARe (arXiv 2603.00357) counts 100 ms for N up to about 1000.
+# The goals as (shape, limit in ms). ReCtlr: SPARe (arXiv 2603.00357) counts 100 ms for N up to about 1000.
 RECTLR = [(Shape(200, 12), None), (Shape(600, 20), None), (Shape(1000, 20), 10.0)]
 RECTLR_OTHERS = [Shape(N, r) for N in (200, 600, 1000) for r in (8, 9, 12, 16, 20) if r <= (12 if N == 200 else 20)]
 QUOTA = [(Shape(1000, 10, 64), 50.0), (Shape(10_000, 14, 16), 1000.0)]
@@ -49,7 +50,7 @@ GROWTH_r, GROWTH_G = 8, 16
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and how long it took, in ms."""
+    """Return the result and its duration in ms."""
     started = time.perf_counter()
     result = call()
     return result, 1e3 * (time.perf_counter() - started)
@@ -111,31 +112,33 @@ def rectlr(shape: Shape, sequences: int, asked_ms: float | None = None, block: i
 
 
 def plan_anew(step: int, shape: Shape, live: list[GroupId], placement: Placement, previous: Plan | None = None) -> Plan:
-    """What a group does at the first step of a membership: plan, and name its own microbatches."""
-    plan = scheduler.plan_step(step, shape.N, shape.G, live, placement, previous=previous)
+    """Do the work of a group at the first step of a membership: plan, and name its own microbatches."""
+    plan = assignment.plan_step(step, shape.N, shape.G, live, placement, previous=previous)
     plan.of(live[len(live) // 2])
     return plan
 
 
 def memberships(shape: Shape, count: int, largest: float = 0.3) -> Iterator[list[GroupId]]:
-    """Random survivors, from nobody dead to ``largest`` of all in equal steps; a membership never comes twice."""
+    """Return random survivors, from no loss to the loss of ``largest`` of all in equal steps; a membership never comes
+    twice."""
     rng = np.random.default_rng([shape.N, shape.r, shape.G])
     for share in np.linspace(0.0, largest, count):
         yield sorted(rng.permutation(shape.N)[int(share * shape.N) :].tolist())
 
 
 def quota(shape: Shape, count: int, asked_ms: float | None = None) -> list[dict[str, Any]]:
-    """A plan, the patch after one more loss, and the next plan for whom the one before is the home of everything."""
+    """Time a plan, the patch after one more loss, and the next plan, which keeps microbatches at their places in the
+    one before."""
     placement = golomb(shape.N, shape.r)
     fresh, patches, again, loads = [], [], [], []
     for step, live in enumerate(memberships(shape, count)):
-        scheduler._even.cache_clear()
+        assignment._even.cache_clear()
         plan, ms = timed(lambda now=(step, live): plan_anew(now[0], shape, now[1], placement))
         fresh.append(ms)
         loads.append(max(len(own) for own in plan.assignment.values()) / -(-shape.N * shape.G // len(live)))
         lost, left = live[0], live[1:]
-        plan = scheduler.plan_step(step, shape.N, shape.G, live, placement)  # as it was: nothing of it named yet
-        _, ms = timed(lambda now=(plan, lost, left): scheduler.patch_plan(now[0], [now[1]], placement).of(now[2][-1]))
+        plan = assignment.plan_step(step, shape.N, shape.G, live, placement)  # as it was: nothing of it named yet
+        _, ms = timed(lambda now=(plan, lost, left): assignment.patch_plan(now[0], [now[1]], placement).of(now[2][-1]))
         patches.append(ms)
         _, ms = timed(lambda now=(step + 1, left, plan): plan_anew(now[0], shape, now[1], placement, now[2]))
         again.append(ms)
@@ -151,7 +154,7 @@ def quota(shape: Shape, count: int, asked_ms: float | None = None) -> list[dict[
 
 
 def from_nothing(build: Callable[[], Placement]) -> float:
-    """How long a placement takes when nothing is remembered, all its stacks and hosts written out."""
+    """Time a placement when nothing is remembered, all its stacks and hosts written out."""
     for function in vars(replication).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
@@ -208,8 +211,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def show_quality(rows: list[dict[str, Any]]) -> None:
-    """How well ReCtlr decides, not how fast."""
-    print(f"\n{'ReCtlr over whole sequences':28} {'phase 1 alone':>13} {'S = bound':>10} {'moves':>6}  failures to wipe-out")
+    """Show the quality of ReCtlr's decisions, not their speed."""
+    print(
+        f"\n{'ReCtlr over whole sequences':28} {'phase 1 alone':>13} {'S = bound':>10} {'moves':>6}  failures to wipe-out"
+    )
     for line in rows:
         shape = Shape(line["N"], line["r"])
         print(

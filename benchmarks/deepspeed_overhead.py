@@ -1,4 +1,4 @@
-"""What our data parallelism between groups costs beside DeepSpeed's own, when nothing fails.
+"""The cost of our data parallelism between groups beside DeepSpeed's own, when nothing fails.
 
     python benchmarks/deepspeed_overhead.py [--pairs 30]
 
@@ -52,7 +52,7 @@ def main() -> int:
     return 0 if all(found["ratio"] <= LIMIT for found in results.values()) else 1
 
 
-# --- the one that times -----------------------------------------------------------------------------------------------
+# --- the process that times -------------------------------------------------------------------------------------------
 
 
 def compare(kind: str, pairs: int) -> dict:
@@ -76,8 +76,10 @@ def compare(kind: str, pairs: int) -> dict:
     return {"ranks": ranks, "ratio": ratio, "ours_s": found["ours"], "deepspeed_s": found["DeepSpeed"]}
 
 
-def take_turns(turns: dist.TCPStore, jobs: dict[str, list[subprocess.Popen]], ranks: int, pairs: int) -> dict[str, list]:
-    """Seconds of each step of both. Who begins a pair changes, too."""
+def take_turns(
+    turns: dist.TCPStore, jobs: dict[str, list[subprocess.Popen]], ranks: int, pairs: int
+) -> dict[str, list]:
+    """Return the seconds of each step of both. The job that begins a pair alternates, too."""
     found: dict[str, list[float]] = {system: [] for system in jobs}
     for system in jobs:
         turns.wait([f"{system}/ready/all"])
@@ -95,7 +97,16 @@ def take_turns(turns: dist.TCPStore, jobs: dict[str, list[subprocess.Popen]], ra
 def start_ours(kind: str, directory: Path, arguments: list[str]) -> list[subprocess.Popen]:
     section = {"model": MODEL, "detector": {"straggler_factor": 0}}
     (directory / "ours.json").write_text(json.dumps({**settings(kind), "fault_tolerance": section}))
-    command = [sys.executable, "-m", "megatron_ft.cli", "launch", "--groups", GROUPS, "--config", directory / "ours.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ft.cli",
+        "launch",
+        "--groups",
+        GROUPS,
+        "--config",
+        directory / "ours.json",
+    ]
     command += ["--run-dir", directory / "run", "--preload", "deepspeed", __file__, "--", *arguments]
     return [subprocess.Popen(list(map(str, command)), env=environment(), stdout=subprocess.DEVNULL)]
 
@@ -121,7 +132,7 @@ def environment() -> dict[str, str]:
 
 
 def settings(kind: str) -> dict:
-    """Of DeepSpeed, in both."""
+    """Return the settings of DeepSpeed, the same in both."""
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": PER_GROUP,
@@ -142,7 +153,7 @@ def job(system: str, kind: str, data: Path, port: int, pairs: int) -> int:
         turns.wait([f"{system}/go/{number}"])
         next(step)
         meet(turns, f"{system}/done/{number}", kind)
-    turns.wait(["end"])  # who ends while the other still trains is in its way
+    turns.wait(["end"])  # a job that ends while the other still trains would disturb it
     list(step)
     return 0
 
@@ -171,7 +182,7 @@ def ours(kind: str, data: Path, steps: int):
 def theirs(kind: str, data: Path, steps: int):
     import deepspeed
 
-    from megatron_ft import config
+    from megatron_ft.config import schema
     from megatron_ft.data.dataset import PackedDataset
 
     deepspeed.ops.__compatible_ops__ = {}
@@ -179,7 +190,7 @@ def theirs(kind: str, data: Path, steps: int):
     raw = {**settings(kind), "fault_tolerance": {"model": MODEL}}
     sizes = {"samples_per_microbatch": SAMPLES, "groups": GROUPS, "microbatches_per_group": PER_GROUP, "seed": 0}
     dataset = PackedDataset(data, seq_len=SEQ_LEN, **sizes)
-    model, optimizer, loss_fn = made(kind, config.resolve(raw, groups=GROUPS), dataset.vocab_size, data_axis=GROUPS)
+    model, optimizer, loss_fn = made(kind, schema.resolve(raw, groups=GROUPS), dataset.vocab_size, data_axis=GROUPS)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config={**settings(kind), "zero_optimization": {"stage": 0}}
     )
@@ -209,7 +220,7 @@ def samples(dataset, step: int, replica: int):
 
 
 def made(kind: str, run, vocab_size: int, data_axis: int = 1):
-    """Model, optimizer, and the loss function where the model is no pipeline."""
+    """Return model, optimizer, and the loss function where the model is no pipeline."""
     from megatron_ft.engines import fused
 
     example = "pretrain_gpt" if kind == "plain" else "pretrain_gpt_deepspeed"

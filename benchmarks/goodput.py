@@ -1,12 +1,11 @@
-"""What is left of the training speed when a group is lost every 20 steps: four policies, the same trace of failures.
+"""The goodput of training when a group is lost every 20 steps: four policies, the same trace of failures.
 
     python benchmarks/goodput.py [--steps 200] [--every 20] [--trials 3] [--systems NAME ...] [--quick]
 
-Four groups of one rank train 200 steps of 8 microbatches each. A trace says when which group is killed with SIGKILL: one in
-every ``every`` failure-free steps' time, at a random moment, drawn from a seed; it is the same for everybody, and goes on
-until the steps are done. A killed group is started again at once. A microbatch takes 12.5 ms of *sleep* and hardly any
-computing: the groups share two cores here, but on a cluster each has its own device, which stands still while it is lost. To
-start the whole job again takes about as long as 20 steps, as where a step takes 15 s and a restart five minutes.
+Four groups of one rank train a small GPT for 200 steps of 8 microbatches each. A trace says when which group is killed with
+SIGKILL: one in every ``every`` failure-free steps' time, at a random moment, drawn from a seed; it is the same for
+all systems, and goes on until the steps are done. A killed group is started again at once. All groups compute on this
+machine's cores, so while a group is lost the others compute faster, which they would not on devices of their own.
 
 - ``stacked_quota``: ours; the others take the lost work over, the group comes back;
 - ``drop``: ours, without taking over: the batch shrinks until the group is back;
@@ -14,7 +13,7 @@ start the whole job again takes about as long as 20 steps, as where a step takes
 - ``torchft``: 0.2.0 with the tightest timeouts of ``recovery.py``; its batch shrinks as well.
 
 *Goodput* is committed microbatches per second over those of the same system's failure-free run of the same trial; medians.
-``loss``: the final model's on the same 256 held-out samples. Writes results/goodput.json. Takes about fifteen minutes.
+``loss``: the final model's on the same 256 held-out samples. Writes results/goodput.json. Takes about half an hour.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ import recovery_model
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import inject
-from megatron_ft.runtime import history
+from megatron_ft.faults import kill as inject
+from megatron_ft.runlog import history
 
-GROUPS, PER_GROUP, COMPUTE_S, MEGABYTES, SEED = 4, 8, 0.0125, 4, 1
+GROUPS, PER_GROUP, MEGABYTES, SEED = 4, 8, 4, 1
 RATE = 1e-3
 TIMEOUT_S = 900.0
 PERIODS_S = (0.25, 0.5)
 ONCE = ("drop", *(f"restart_{period}" for period in PERIODS_S))
-"""Those far from the others need no median."""
+"""The systems with one trial: those far from the others need no median."""
 ASKED = {"over_restart": 2.23, "over_torchft": 1.3}
 
 
@@ -56,14 +55,17 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20)
     names = ["stacked_quota", *ONCE, "torchft"]
     parser.add_argument("--systems", nargs="+", default=names, choices=names)
-    parser.add_argument("--trials", type=int, default=3, help="of all but drop and restart, which are run once (default: 3)")
+    parser.add_argument(
+        "--trials", type=int, default=3, help="of all but drop and restart, which are run once (default: 3)"
+    )
     parser.add_argument("--quick", action="store_true", help="40 steps once, without writing results")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.trials = 40, 1
+    os.environ[recovery_model.COMPUTE] = "gpt"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     found: dict[str, list[dict]] = {}
-    step_s = PER_GROUP * COMPUTE_S
+    step_s = 0.0
     for number in range(options.trials):
         for name in ("failure_free", "failure_free_torchft", *options.systems):
             if name == "failure_free_torchft" and "torchft" not in options.systems or number and name in ONCE:
@@ -86,7 +88,7 @@ def main() -> None:
         summary["over_torchft"] = round(statistics.median(a["goodput"] / b["goodput"] for a, b in pairs), 3)
     print(json.dumps(summary, indent=1))
     if not options.quick:
-        settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute_s": COMPUTE_S, "gradients_mb": MEGABYTES}
+        settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute": "gpt", "gradients_mb": MEGABYTES}
         result = {"asked": ASKED, **settings, "every_s": options.every * step_s, "summary": summary, "runs": found}
         print(f"raw numbers in {common.save('goodput', result)}")
 
@@ -100,7 +102,7 @@ def _summary(trials: list[dict]) -> dict:
 
 
 def failures(every_s: float) -> list[tuple[float, int]]:
-    """(seconds since the first step, group), far more than any run needs. One in each interval."""
+    """Return (seconds since the first step, group), far more than any run needs. One in each interval."""
     draw = random.Random(SEED)
     return [((number + draw.random()) * every_s, draw.randrange(GROUPS)) for number in range(1000)]
 
@@ -108,7 +110,8 @@ def failures(every_s: float) -> list[tuple[float, int]]:
 def strike(
     trace: list[tuple[float, int]], begun: float, over: Callable[[], bool], kill: Callable[[int], bool]
 ) -> list[dict]:
-    """Kill as the trace says until ``over``. What came of each: who is not there cannot be killed."""
+    """Kill groups at the times of the trace until ``over``. Return the outcome of each kill: a group that is not there
+    cannot be killed."""
     struck = []
     for after_s, group in trace:
         while (rest := begun + after_s - time.time()) > 0:
@@ -138,7 +141,7 @@ def result(microbatches: int, seconds: float, loss: float, struck: list[dict]) -
 
 
 def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
-    """One run of ours under the policy of that name."""
+    """Make one run of ours under the policy of that name."""
     run_dir, config, evaluated = directory / "run", directory / "config.json", directory / "loss"
     section = {"rejoin": {"restarts_per_hour": 1000}, "detector": {"straggler_factor": 0}}
     if name.startswith("restart"):
@@ -178,7 +181,7 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
         if agent.poll() is None:
             agent.terminate()
             agent.wait()
-    # Steps that were made again after a restart are counted once; they end the last time.
+    # Steps that were repeated after a restart are counted once, by their last end.
     lines = [line for start in _records(run_dir) for line in history.read(start) if line["event"] == "step"]
     last = {line["step"]: line for line in lines}
     count = sum(line["microbatches"] for step, line in last.items() if step > 0)
@@ -186,7 +189,7 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
 
 
 def _records(run_dir: Path) -> list[Path]:
-    """The record of each start, in order."""
+    """Return the record of each start, in order."""
     return [*sorted((run_dir / "earlier").glob("*")), run_dir]
 
 
@@ -206,7 +209,7 @@ def train(steps: int, evaluated: Path) -> None:
 
     session = megatron_ft.init(seed=SEED)
     model = recovery_model.build(MEGABYTES)
-    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=RATE), recovery_model.slowly(COMPUTE_S))
+    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=RATE), recovery_model.loss_of)
     for _ in session.steps(steps):
         session.train_step(engine, lambda number: recovery_model.batch(*number))
     partial = evaluated.with_suffix(f".{os.getpid()}")
@@ -218,8 +221,8 @@ def train(steps: int, evaluated: Path) -> None:
 
 
 def torchft(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
-    """One run of torchft's."""
-    settings = {"groups": GROUPS, "per_group": PER_GROUP, "compute_s": COMPUTE_S, "megabytes": MEGABYTES, "rate": RATE}
+    """Make one run of torchft's."""
+    settings = {"groups": GROUPS, "per_group": PER_GROUP, "megabytes": MEGABYTES, "rate": RATE}
     count, seconds, loss, struck = goodput_torchft.run(directory, settings, steps, lambda *rest: strike(trace, *rest))
     return result(count, seconds, loss, struck)
 

@@ -30,7 +30,8 @@ def evaluate(model) -> float:
 
 
 def run(directory: Path, settings: dict, steps: int, strike) -> tuple[int, float, float, list[dict]]:
-    """Microbatches committed after the first step, the seconds they took, the final loss, and what ``strike`` has done."""
+    """Return the microbatches committed after the first step, the seconds they took, the final loss, and the kills by
+    ``strike``."""
     python, tight = recovery_torchft.environment(), recovery_torchft.TIGHTEST
     flags = [text for name, value in tight["lighthouse"].items() for text in (f"--{name}", str(value))]
     lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
@@ -46,7 +47,7 @@ def run(directory: Path, settings: dict, steps: int, strike) -> tuple[int, float
             workers[group] = subprocess.Popen([str(python), __file__, str(group), job, str(directory)], **options)
 
         def look_after() -> None:
-            """A supervisor: who has ended before the steps were done is started again."""
+            """Act as a supervisor: start a group again that has ended before the steps were done."""
             for group, worker in workers.items():
                 if worker.poll() is not None and not (directory / f"loss.{group}").exists():
                     start(group)
@@ -68,7 +69,7 @@ def run(directory: Path, settings: dict, steps: int, strike) -> tuple[int, float
             while not _committed(directory, groups):
                 look_after()
                 time.sleep(0.02)
-            # All are there once before the first failure, as in ours.
+            # All groups are there once before the first failure, as in ours.
             while not any(line["participants"] == groups for line in _committed(directory, groups).values()):
                 time.sleep(0.02)
             begun = time.time()
@@ -85,7 +86,7 @@ def run(directory: Path, settings: dict, steps: int, strike) -> tuple[int, float
 
 
 def _committed(directory: Path, groups: int) -> dict[int, dict]:
-    """Each step as a group that took part in it saw it."""
+    """Return each step as seen by a group that took part in it."""
     lines = [line for group in range(groups) for line in recovery_torchft.attempts_of(directory, group)]
     return {line["step"]: line for line in lines if line["committed"]}
 
@@ -100,7 +101,7 @@ def replica(group: int, job: dict, directory: Path) -> None:
     model = recovery_model.build(job["megabytes"])
     optimizer = torch.optim.Adam(model.parameters(), lr=job["rate"])
     buckets = recovery_model.flat_gradients(model)
-    loss = recovery_model.slowly(job["compute_s"])
+    loss = recovery_model.loss_of
     manager = recovery_torchft._manager(group, "127.0.0.1", job["manager"], model, optimizer)
     with open(directory / f"attempts.{group}", "a", buffering=1) as lines:
         while (step := manager.current_step()) < job["steps"]:

@@ -1,4 +1,4 @@
-"""What fault tolerance costs when nothing fails, and how fast a blocked survivor returns when something does.
+"""The cost of fault tolerance when nothing fails, and the time until a blocked survivor returns after a failure.
 
     python benchmarks/overhead.py [--groups 2] [--pairs 40]     our step against the same loop with a plain all_reduce
     python benchmarks/overhead.py --unblock [--pairs 200]       from abort() to the return of a pending all-reduce
@@ -35,9 +35,9 @@ SIZES = {
     "50 MB": {"layers": 12, "width": WIDTH, "rows": 256, "pairs": 1},
     "fixed": {"layers": 4, "width": 16, "rows": 8, "pairs": 25},
 }
-"""Square layers of fp32: 12 x 1024 x 1024 x 4 bytes are 50.3 MB. ``rows`` is the size of a microbatch. ``pairs``: of so many
-times as many pairs of steps the median is taken. Steps of milliseconds are noisy, and the first ones are not alone on the
-machine: the launcher is busy beside them."""
+"""Square layers of fp32: 12 x 1024 x 1024 x 4 bytes are 50.3 MB. ``rows`` is the size of a microbatch. ``pairs``: the
+factor for the number of pairs of steps of which the median is taken. Steps of milliseconds are noisy, and the first
+ones share the machine with the launcher, which is busy beside them."""
 
 CLIPPING = 1e-6
 UNBLOCKED = 4
@@ -45,6 +45,7 @@ UNBLOCKED = 4
 
 
 def main() -> None:
+    common.give_secret()
     parser = argparse.ArgumentParser()
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40)
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, size: str, overlap: bool) -> dict[str, object]:
-    """One launched run of both loops; times in seconds, one of each kind for every step."""
+    """Make one launched run of both loops; times in seconds, one of each kind for every step."""
     with tempfile.TemporaryDirectory() as directory:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         config = Path(directory, "config.json")
@@ -106,7 +107,7 @@ def compare(options: argparse.Namespace, size: str, overlap: bool) -> dict[str, 
 
 
 def rank(size: str, steps: int, out: str, port: int) -> None:
-    """One group: alternate between a step of ours and a plain one."""
+    """Run one group: alternate between a step of ours and a plain one."""
     import megatron_ft
     from megatron_ft.types import Microbatch
 
@@ -163,7 +164,7 @@ class Plain:
                 parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
                 offset += parameter.numel()
             self.flats.append(flat)
-            if overlap:  # its last parameter: every layer is used once, so gradients come in order
+            if overlap:  # the last parameter of the bucket: every layer is used once, so gradients come in order
                 parameter.register_post_accumulate_grad_hook(lambda _, flat=flat: self._send(flat))
 
     def _send(self, flat: torch.Tensor) -> None:
@@ -189,7 +190,8 @@ class Plain:
 
 
 def unblock(rounds: int) -> None:
-    """Processes with pending all-reduces, one that never joins in: how long after abort() everything has returned."""
+    """Start processes with pending all-reduces, one of which never joins in; return the time from abort() until all
+    have returned."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         subprocess.Popen(
@@ -206,12 +208,14 @@ def unblock(rounds: int) -> None:
     found = [1e3 * s for out in outs[:-1] for s in json.loads(out)]
     result = {"members": UNBLOCKED, "rounds": rounds, "median_ms": statistics.median(found), "max_ms": max(found)}
     path = common.save("unblock", {**result, "from_abort_ms": found, "load_average": os.getloadavg()})
-    print(f"abort to return: median {result['median_ms']:.2f} ms, worst of {len(found)} {max(found):.1f} ms; raw in {path}")
+    print(
+        f"abort to return: median {result['median_ms']:.2f} ms, worst of {len(found)} {max(found):.1f} ms; raw in {path}"
+    )
 
 
 def unblocked(me: int, rounds: int, port: int) -> None:
-    """One of them: prints the seconds of each round."""
-    from megatron_ft.runtime.communicator import Broken, Communicator
+    """Run one of the processes: print the seconds of each round."""
+    from megatron_ft.collectives.communicator import Broken, Communicator
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
 
@@ -231,7 +235,7 @@ def unblocked(me: int, rounds: int, port: int) -> None:
             began.append(time.perf_counter())
             outer.abort()
 
-        # As in a run: another thread than the one that waits. What it does first is to be certain that it waits.
+        # As in a run, another thread than the waiting one aborts. It first makes certain that the other one waits.
         timer = threading.Timer(0.005, abort)
         if works:
             timer.start()
@@ -243,7 +247,7 @@ def unblocked(me: int, rounds: int, port: int) -> None:
         if works:
             ended = time.perf_counter()
             timer.join()
-            if ended > began[0]:  # else a peer's abort was faster than this process's own
+            if ended > began[0]:  # otherwise a peer's abort was faster than this process's own
                 seconds.append(ended - began[0])
         meet(f"ended/{number}")
         outer.close()

@@ -1,4 +1,4 @@
-"""The etcd that a run starts by itself: how long nobody is answered when its leader's host loses its power, and its cost.
+"""The etcd that a run starts by itself: its outage when its leader's host loses its power, and its cost.
 
     python benchmarks/own_etcd.py [--trials 5] [--rest-s 20]        (as root: network namespaces; needs etcd)
 
@@ -12,6 +12,7 @@ results/own_etcd.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -27,15 +28,16 @@ from typing import Any
 import common
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.launch import record
+from megatron_ft.runlog import run_directory
 from tools.netlab import Network, ip
 
 MEMBERS, CLIENTS, EVERY_S, PATIENCE_S = 3, 6, 0.02, 60.0
 SILENCE_S = 5.0
-"""An agent's bound on a call."""
+"""The bound that an agent has on a call."""
 
 
 def main() -> None:
+    common.give_secret()
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--rest-s", type=float, default=20.0)
@@ -77,7 +79,7 @@ class Lab:
         self._net.up()
         self._hosts = [self._start(rank, "-") for rank in range(MEMBERS)]
         self._address = [process.stdout.readline().split()[1] for process in self._hosts][0]
-        _await(lambda: len(list((directory / record.ETCD).glob("*.member"))) == MEMBERS)
+        _await(lambda: len(list((directory / run_directory.ETCD).glob("*.member"))) == MEMBERS)
         path = directory / "config.json"
         path.write_text(json.dumps({"store_address": self._address}))
 
@@ -94,7 +96,7 @@ class Lab:
         return [{name: round((new[name] - old[name]) / seconds, 4) for name in old} for old, new in pairs]
 
     def _used(self, rank: int) -> dict[str, float]:
-        entry = json.loads((self._directory / record.ETCD / f"h{rank}.member").read_text())
+        entry = json.loads((self._directory / run_directory.ETCD / f"h{rank}.member").read_text())
         keeper = int(Path(f"/proc/{entry['pid']}/stat").read_text().rpartition(")")[2].split()[1])
         link = json.loads(ip("-n", self._net.namespace(rank), "-s", "-j", "link", "show", "eth0"))[0]["stats64"]
         sums = {f"{what}_per_s": float(link["rx"][what] + link["tx"][what]) for what in ("packets", "bytes")}
@@ -117,8 +119,9 @@ class Lab:
         lost = time.time()
         self._net.cut(leader)
         for pid in ip("netns", "pids", self._net.namespace(leader)).split():
-            os.kill(int(pid), signal.SIGKILL)
-        spare.stdin.write(f"{leader}\n")  # it hears no beats here
+            with contextlib.suppress(ProcessLookupError):  # it ended with its parent
+                os.kill(int(pid), signal.SIGKILL)
+        spare.stdin.write(f"{leader}\n")  # the spare host hears no beats here
         spare.stdin.flush()
         _await(lambda: all(times[-1] > lost + 1.0 for times in answered))
         voted = float(spare.stdout.readline())
@@ -136,8 +139,8 @@ class Lab:
 
 
 def host(rank: int, run_dir: Path, store: str) -> None:
-    """What an agent does for its member, until its input ends; who is lost it is told there."""
-    from megatron_ft.launch.members import Members
+    """Act as an agent does for its member, until its input ends; the input names the lost hosts."""
+    from megatron_ft.agent.etcd.members import Members
 
     own = f"10.97.0.{rank + 1}"
     members = Members(rank, MEMBERS, own, run_dir, PATIENCE_S, None if store == "-" else store)
@@ -165,8 +168,8 @@ def host(rank: int, run_dir: Path, store: str) -> None:
 
 
 def client(address: str) -> None:
-    """Prints the leader's host, then who was answered, and when."""
-    from megatron_ft.runtime.store import ControlStore, patient
+    """Print the leader's host, then the clients that got an answer, and the time."""
+    from megatron_ft.coordination.store import ControlStore, patient
 
     first = ControlStore(address, "run", SILENCE_S)
     gateway = first._client._gateway

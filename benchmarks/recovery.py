@@ -1,4 +1,4 @@
-"""From a fault to the commit of the step it interrupted, beside torchft 0.2.0; both train the same model in one run.
+"""The time from a fault to the commit of the interrupted step, beside torchft 0.2.0; both train the same model.
 
     python benchmarks/recovery.py [--trials 20] [--default-trials 5] [--faults kill stop cut] [--sizes 4 50] [--quick]
     python benchmarks/recovery.py --hogs MINUTES
@@ -11,7 +11,7 @@ Ours, with default settings, from the run record: from the ``inject`` line, writ
 line of the step that the first ``recovery`` line names, less the time of the patched microbatches (timeline, the slowest
 survivor). torchft: from the fault to the first commit of any survivor in which the victim has no part, and what became of
 the interrupted step: ``discarded``, or committed ``short`` of the victim's samples; ``split`` if survivors differ. Of both
-also the *delay*: so much later than a failure-free step would have ended did the interrupted one, or what came for it. Two
+also the *delay*: the time by which the interrupted step, or its successor, ended later than a failure-free one. Two
 settings: its defaults (only with the smallest gradients: it waits for timeouts, whatever the size), and tight ones
 (recovery_torchft.TIGHTEST; ``--hogs`` shows which of them hold on a busy machine). It is installed into an environment of
 its own on first use.
@@ -46,7 +46,7 @@ from tests import netlab
 OURS, TIGHTEST, DEFAULTS = "ours, defaults", "torchft, tightest", "torchft, defaults"
 LIMIT_S = {"kill": 0.2, "stop": 1.5, "cut": 1.5}
 LEAST_RATIO = 5.0
-"""To torchft's tightest, for kills."""
+"""The least ratio of the time of torchft with its tightest settings to ours, for kills."""
 
 
 def main() -> None:
@@ -70,7 +70,14 @@ def main() -> None:
     load = {"median": statistics.median(loads), "largest": max(loads)}
     measured = {**common.about("recovery", " ".join(sys.argv)), "load_average_1m": load}
     rows = [
-        {"fault": fault, "megabytes": megabytes, "system": system, **summary(trials), "measured": measured, "trials": trials}
+        {
+            "fault": fault,
+            "megabytes": megabytes,
+            "system": system,
+            **summary(trials),
+            "measured": measured,
+            "trials": trials,
+        }
         for (fault, megabytes), systems in results.items()
         for system, trials in systems.items()
     ]
@@ -83,7 +90,7 @@ def main() -> None:
 
 
 def _with_others(verdicts: list[dict], rows: list[dict], mine: set[tuple[str, int]]) -> tuple[list[dict], list[dict]]:
-    """What was measured now, beside what an earlier command has measured of other faults and sizes."""
+    """Merge the new measurements with those of other faults and sizes by an earlier command."""
     path = common.RESULTS / "recovery.json"
     if not path.exists():
         return verdicts, rows
@@ -100,9 +107,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--default-trials", type=int, default=5, help="of torchft with its defaults")
     parser.add_argument("--faults", nargs="+", default=list(LIMIT_S), choices=list(LIMIT_S))
     parser.add_argument("--sizes", nargs="+", type=int, default=[4, 50], metavar="MB", help="of the gradients")
-    parser.add_argument("--quick", action="store_true", help="two trials of each fault, 4 MB, without torchft's defaults")
+    parser.add_argument(
+        "--quick", action="store_true", help="two trials of each fault, 4 MB, without torchft's defaults"
+    )
     parser.add_argument("--hogs", type=float, metavar="MINUTES", help="instead: who is given up on a busy machine?")
-    parser.add_argument("--alone", action="store_true", help="with --hogs: without torchft, which takes nine minutes more")
+    parser.add_argument(
+        "--alone", action="store_true", help="with --hogs: without torchft, which takes nine minutes more"
+    )
     options = parser.parse_args()
     if options.quick:
         options.trials, options.default_trials, options.sizes = 2, 0, [4]
@@ -110,7 +121,7 @@ def _options() -> argparse.Namespace:
 
 
 def no_hosts() -> str:
-    """Why there can be no hosts in network namespaces here; empty if there can."""
+    """Return why there can be no hosts in network namespaces here; empty if there can."""
     import pytest
 
     try:
@@ -124,7 +135,7 @@ def no_hosts() -> str:
 
 
 def compare(fault: str, megabytes: int, options: argparse.Namespace, loads: list[float]) -> dict[str, list[dict]]:
-    """All trials of a fault with gradients of a size, the systems in turn."""
+    """Run all trials of a fault with gradients of a size, the systems in turn."""
     found: dict[str, list[dict]] = {}
     for number in range(options.trials):
         systems = [OURS, TIGHTEST]
@@ -139,8 +150,8 @@ def compare(fault: str, megabytes: int, options: argparse.Namespace, loads: list
 
 
 def attempt(system: str, fault: str, megabytes: int, number: int) -> dict:
-    """One trial; one that fails is a result, too."""
-    # With hosts, the first one has the store, or the lighthouse.
+    """Run one trial; a failed trial is a result, too."""
+    # With hosts, the first host has the store, or the lighthouse.
     victim = 1 + number % (recovery_ours.GROUPS - 1) if fault == "cut" else number % recovery_ours.GROUPS
     lab = netlab.Lab(recovery_ours.GROUPS) if fault == "cut" else None
     try:
@@ -158,12 +169,12 @@ def attempt(system: str, fault: str, megabytes: int, number: int) -> dict:
 
 
 def cost(trial: dict) -> float | None:
-    """Seconds from the fault to the commit, without patch compute; None: it did not get there."""
+    """Return the seconds from the fault to the commit, without patch compute; None: no commit followed."""
     return trial.get("beyond_patch_s", trial.get("fault_to_commit_s"))
 
 
 def fate(trial: dict) -> str:
-    """What became of the interrupted step."""
+    """Return what became of the interrupted step."""
     if "error" in trial:
         return "failed"
     if "microbatches" in trial:
@@ -185,11 +196,11 @@ def summary(trials: list[dict]) -> dict:
     }
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def report(results: dict[tuple[str, int], dict[str, list[dict]]]) -> list[dict]:
-    """Print the table; returns what was asked for, and whether it was met."""
+    """Print the table; return the goals, and whether they were met."""
     verdicts = []
     columns = f"{'reached':>8}{'median s':>10}{'largest s':>10}{'delay s':>9}{'stall s':>9}"
     print(f"\n{'fault':6}{'MB':>4}  {'system':18}{columns}  interrupted step")

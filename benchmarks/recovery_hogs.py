@@ -1,9 +1,9 @@
-"""``recovery.py --hogs MINUTES``: is anybody given up for nothing on a busy machine?
+"""``recovery.py --hogs MINUTES``: count the groups that are given up for nothing on a busy machine.
 
 Four groups train the example with default settings while two processes burn CPU, on one host and, where network namespaces
 can be made, on four (there, heartbeats can be late as well). Nothing is injected, so every group that leaves is a mistake.
 Then torchft trains its tiny model beside the hogs with ever tighter settings: each attempt that is discarded, or committed
-without everybody, is a false alarm. Its tightest usable settings are those without any.
+without all replicas, is a false alarm. Its tightest usable settings are those without any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import common
 import recovery_ours
 import recovery_torchft
 
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history
 from tests import netlab
 
 HOGS = 2
@@ -31,7 +31,7 @@ _ENDLESS = 1_000_000
 
 
 def main(minutes: float, no_hosts: str, beside: bool) -> None:
-    """``beside``: whether torchft has its turn, too."""
+    """Run the benchmark. ``beside``: torchft has its turn, too."""
     data = common.prepare_data(common.ROOT / "data" / "sotu")
     results = {"one host": run(minutes, data, None)}
     if no_hosts:
@@ -68,7 +68,7 @@ def hogs():
 
 
 def endure(minutes: float, limit_ms: int) -> dict:
-    """torchft beside the hogs."""
+    """Train torchft beside the hogs."""
     with tempfile.TemporaryDirectory() as directory, hogs():
         try:
             found = recovery_torchft.endure(Path(directory), 4, recovery_torchft.tight(limit_ms), minutes)
@@ -78,7 +78,7 @@ def endure(minutes: float, limit_ms: int) -> dict:
 
 
 def run(minutes: float, data: Path, lab) -> dict:
-    """One run beside the hogs; what its record says."""
+    """Make one run beside the hogs; return what its record shows."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         config = directory / "config.json"

@@ -17,10 +17,10 @@ from signal import Signals
 
 import common
 import recovery_model
-from kill_to_commit import patch_seconds
 
-from megatron_ft.faults import inject
-from megatron_ft.runtime import history
+from megatron_ft.faults import kill
+from megatron_ft.runlog import history
+from megatron_ft.runlog.run_record import RunRecord
 
 GROUPS = 4
 WARMUP = 10
@@ -32,7 +32,8 @@ _SETTINGS["fault_tolerance"] = {"rejoin": {"enabled": False}}
 
 
 def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, lab=None) -> dict:
-    """One fault (``kill``, ``stop``, ``cut``) in the middle of training, and what it cost; ``lab``: one host per group."""
+    """Strike with one fault (``kill``, ``stop``, ``cut``) in the middle of training; return its cost. ``lab``: one
+    host per group."""
     run_dir = directory / "run"
     steps = WARMUP + (60 if megabytes < 16 else 15)
     with _running(directory, run_dir, [__file__, "--", str(megabytes), str(steps)], lab) as agent:
@@ -64,6 +65,15 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, l
         }
 
 
+def patch_seconds(run_dir: Path, step: int) -> float:
+    """Time the slowest survivor spent on patched microbatches of a step."""
+    record = RunRecord.load(run_dir)
+    return max(
+        sum(span.end - span.start for span in record.spans(rank) if (span.phase, span.step) == ("patch", step))
+        for rank in record.timelines
+    )
+
+
 def of(lines: list[dict], event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
@@ -85,7 +95,7 @@ def launch(run_dir: Path, config: Path, job: list[str], lab=None) -> list[subpro
 
 
 def stop(agents: list[subprocess.Popen]) -> None:
-    """End what is still there; an agent that is asked to takes its ranks along."""
+    """End what still runs; an agent takes its ranks along when it is asked to end."""
     for agent in agents:
         agent.terminate()
     for agent in agents:
@@ -113,7 +123,7 @@ def _running(directory: Path, run_dir: Path, job: list[str], lab):
 def _await(run_dir: Path, agent: subprocess.Popen, condition) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        ended = agent.poll() is not None  # before reading: what it wrote last counts
+        ended = agent.poll() is not None  # before reading: its last lines count
         if condition(history.read(run_dir)):
             return
         if ended or time.monotonic() > deadline:
@@ -122,17 +132,19 @@ def _await(run_dir: Path, agent: subprocess.Popen, condition) -> None:
 
 
 def _strike(run_dir: Path, fault: str, victim: int, lab) -> None:
-    """The ``inject`` line of the record is written right before the fault."""
+    """Strike. The ``inject`` line of the record is written right before the fault."""
     if fault == "cut":
-        history.append(run_dir, "inject", group=victim, position=0, pid=None, signal=None, point="its host's link is cut")
+        history.append(
+            run_dir, "inject", group=victim, position=0, pid=None, signal=None, point="its host's link is cut"
+        )
         lab.cut(victim)
     else:
         number = {"kill": Signals.SIGKILL, "stop": Signals.SIGSTOP}[fault]
-        inject.kill(run_dir, victim, "in the middle of training", number)
+        kill.kill(run_dir, victim, "in the middle of training", number)
 
 
 def _recovered(lines: list[dict]) -> tuple[dict, dict] | None:
-    """The first recovery, and the commit of the step that it went on with."""
+    """Return the first recovery, and the commit of the step that it went on with."""
     for recovery in of(lines, "recovery")[:1]:
         for line in of(lines, "step"):
             if line["step"] == recovery["step"]:
@@ -141,7 +153,7 @@ def _recovered(lines: list[dict]) -> tuple[dict, dict] | None:
 
 
 def train(megabytes: int, steps: int) -> None:
-    """One group."""
+    """Train one group."""
     import torch
 
     import megatron_ft

@@ -30,12 +30,12 @@ TIMEOUT_S = 240.0
 _PORT = 29510
 
 DEFAULTS: dict[str, dict] = {"lighthouse": {}, "manager": {}}
-"""What the programs take when nothing is said: heartbeat every 0.1 s, dead after 5 s, tick 0.1 s, all timeouts 60 s."""
-
+"""The defaults of the programs: heartbeat every 0.1 s, dead after 5 s, tick 0.1 s, all timeouts 60 s."""
 
 
 def tight(milliseconds: int) -> dict[str, dict]:
-    """A replica is dead after that long without a heartbeat, and a collective fails after as long."""
+    """Return settings with which a replica is dead after that time without a heartbeat, and a collective fails after
+    the same time."""
     return {
         "lighthouse": {
             "heartbeat_timeout_ms": milliseconds,
@@ -52,7 +52,7 @@ TIGHTEST = tight(500)
 
 
 def environment() -> Path:
-    """The interpreter of torchft's virtual environment, made when it is not there."""
+    """Return the interpreter of torchft's virtual environment, which is made when it is not there."""
     import torch
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_ft" / f"torchft-{VERSION}"
@@ -62,7 +62,7 @@ def environment() -> Path:
         return python
     venv.create(cache, with_pip=True, clear=True)
     site = next((cache / "lib").glob("python*/site-packages"))
-    # Its own packages come first; what it lacks, torch above all, is taken from here and not installed a second time.
+    # Its own packages come first; those it lacks, torch above all, are taken from here and not installed a second time.
     (site / "shared.pth").write_text(shared)
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"torchft=={VERSION}"], check=True, stdout=sys.stderr)
     subprocess.run([python, "-c", "import torchft"], check=True, stdout=sys.stderr)
@@ -71,11 +71,14 @@ def environment() -> Path:
 
 
 def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, settings: dict, lab=None) -> dict:
-    """One fault (``kill``, ``stop``, ``cut``) in the middle of training, and what it cost; ``lab``: one host per group."""
+    """Strike with one fault (``kill``, ``stop``, ``cut``) in the middle of training; return its cost. ``lab``: one
+    host per group."""
     with _running(directory, megabytes, settings, lab) as workers:
         survivors = [group for group in range(GROUPS) if group != victim]
         _await(workers, lambda: all(trained(directory, group) >= WARMUP for group in range(GROUPS)))
-        step_s = _median([a["ended"] - a["begun"] for a in attempts_of(directory, survivors[0]) if a["committed"]][-WARMUP:])
+        step_s = _median(
+            [a["ended"] - a["begun"] for a in attempts_of(directory, survivors[0]) if a["committed"]][-WARMUP:]
+        )
         time.sleep(random.Random(seed).uniform(0, 2 * step_s))
         struck = time.time()
         _strike(workers[victim], fault, victim, lab)
@@ -98,13 +101,16 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
             "interrupted_step": _fate([attempts[group] for group in survivors]),
             "survivors_crashed": sum(worker.poll() is not None for worker in living),
             "attempts_discarded": [sum(not a["committed"] for a in attempts[group]) for group in survivors],
-            "false_alarms": sum(not a["committed"] for a in attempts_of(directory, survivors[0]) if a["ended"] < struck),
+            "false_alarms": sum(
+                not a["committed"] for a in attempts_of(directory, survivors[0]) if a["ended"] < struck
+            ),
             "fault_free_step_s": step_s,
         }
 
 
 def endure(directory: Path, megabytes: int, settings: dict, minutes: float) -> dict:
-    """Train that long without any fault; how many attempts were discarded, or committed without everybody."""
+    """Train for that time without any fault; return the number of attempts discarded, or committed without all
+    replicas."""
     with _running(directory, megabytes, settings, None) as workers:
         _await(workers, lambda: all(trained(directory, group) for group in range(GROUPS)))
         deadline = time.monotonic() + 60 * minutes
@@ -125,7 +131,7 @@ def _since_complete(attempts: list[dict]) -> list[dict]:
 
 
 def attempts_of(directory: Path, group: int | str) -> list[dict]:
-    """The whole lines of a replica group's file."""
+    """Return the whole lines of a replica group's file."""
     try:
         text = (directory / f"attempts.{group}").read_text()
     except FileNotFoundError:
@@ -134,7 +140,7 @@ def attempts_of(directory: Path, group: int | str) -> list[dict]:
 
 
 def trained(directory: Path, group: int, groups: int = GROUPS) -> int:
-    """Steps committed with so many groups, since the last one with others."""
+    """Return the number of steps committed with this number of groups, since the last one with others."""
     count = 0
     for attempt in attempts_of(directory, group):
         count = count + 1 if attempt["committed"] and attempt["participants"] == groups else 0
@@ -142,7 +148,7 @@ def trained(directory: Path, group: int, groups: int = GROUPS) -> int:
 
 
 def _recovered(directory: Path, group: int, struck: float) -> dict | None:
-    """The first commit after the fault in which the victim has no part."""
+    """Return the first commit after the fault in which the victim has no part."""
     for attempt in attempts_of(directory, group):
         if attempt["ended"] > struck and attempt["committed"] and attempt["participants"] == GROUPS - 1:
             return attempt
@@ -150,12 +156,13 @@ def _recovered(directory: Path, group: int, struck: float) -> dict | None:
 
 
 def _committed_before(directory: Path, group: int, attempt: dict) -> float:
-    """When this group had committed its last step before that one."""
+    """Return the time at which this group had committed its last step before that one."""
     return max(a["ended"] for a in attempts_of(directory, group) if a["committed"] and a["ended"] < attempt["ended"])
 
 
 def _fate(attempts: list[list[dict]]) -> str:
-    """Of the first step that was not as before: committed without the victim's part, or discarded, everywhere or not."""
+    """Return the fate of the first step that was not as before: committed without the victim's part, or discarded,
+    everywhere or not."""
     changed = [next((a for a in own if not a["committed"] or a["participants"] < GROUPS), None) for own in attempts]
     fates = {"nothing" if a is None else "short" if a["committed"] else "discarded" for a in changed}
     return fates.pop() if len(fates) == 1 else "split"
@@ -174,7 +181,7 @@ def _median(values: list[float]) -> float:
 
 @contextmanager
 def _running(directory: Path, megabytes: int, settings: dict, lab):
-    """Lighthouse and replica groups, ended by pid whatever happens."""
+    """Run lighthouse and replica groups; they are ended by pid whatever happens."""
     python = environment()
     address = lab.address if lab else lambda group: "127.0.0.1"
     inside = lab.inside if lab else lambda group, command: command
@@ -213,7 +220,9 @@ def _await(workers: list[subprocess.Popen], condition, must: bool = True) -> boo
         dead = any(worker.poll() is not None for worker in workers)
         if dead or time.monotonic() > deadline:
             if must:
-                raise RuntimeError("torchft: a worker ended" if dead else f"torchft did not get there in {TIMEOUT_S:g} s")
+                raise RuntimeError(
+                    "torchft: a worker ended" if dead else f"torchft did not get there in {TIMEOUT_S:g} s"
+                )
             return False
         time.sleep(0.01)
     return True
@@ -227,11 +236,19 @@ def _strike(worker: subprocess.Popen, fault: str, victim: int, lab) -> None:
 
 
 def replica(
-    group: int, megabytes: int, out: str, address: str, settings: dict, optimizer_of=None, compute_s: float = 0.0, warm=None
+    group: int,
+    megabytes: int,
+    out: str,
+    address: str,
+    settings: dict,
+    optimizer_of=None,
+    microbatches: int = 1,
+    warm=None,
 ) -> None:
-    """One replica group of one rank: quorum, backward, reduce, and a step of the optimizer if torchft says so.
+    """Run one replica group of one rank: quorum, backward, reduce, and a step of the optimizer if torchft says so.
 
-    ``optimizer_of``: (parameters) -> optimizer, by default SGD; ``warm`` is called before the first quorum.
+    ``optimizer_of``: (parameters) -> optimizer, by default SGD; ``microbatches``: the number that the group computes in
+    an attempt; ``warm`` is called before the first quorum.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the benchmark
     socket.gethostname = lambda: address  # where torchft serves its checkpoints; a namespace has the machine's name
@@ -242,7 +259,7 @@ def replica(
     model = recovery_model.build(megabytes)
     optimizer_of = optimizer_of or (lambda parameters: torch.optim.SGD(parameters, lr=recovery_model.LEARNING_RATE))
     optimizer = optimizer_of(model.parameters())
-    buckets, loss_of = recovery_model.flat_gradients(model), recovery_model.slowly(compute_s)
+    buckets = recovery_model.flat_gradients(model)
     if warm is not None:
         warm()
     manager = _manager(group, address, settings, model, optimizer)
@@ -252,7 +269,8 @@ def replica(
             manager.start_quorum()
             for bucket in buckets:
                 bucket.zero_()
-            loss_of(model, recovery_model.batch(attempt, group)).backward()
+            for microbatch in range(microbatches):
+                recovery_model.loss_of(model, recovery_model.batch(attempt, group, microbatch)).backward()
             for work in [manager.allreduce(bucket) for bucket in buckets]:
                 work.wait()
             committed = manager.should_commit()

@@ -9,11 +9,11 @@ four take part in, as their run record (torchft: each attempt at a step) has the
 ``longest_s`` is how much longer the longest of these steps was than the median without; ``entry_s`` how long the last of the
 others to have computed its share waited in the step of the entry (torchft does not tell that: the same as ``longest_s``).
 
-A group computes on a device of its own: it sleeps, and computes hardly anything. 12 microbatches of 2.5 s in a step, 4 of
-each of three groups, 3 of each of four; torchft's batch shrinks instead. Gradients are reduced, and the optimizer works, on
-the two cores that all groups share, who comes back included: its optimizer alone makes a step longer than it was without.
+Each group trains a small GPT, 12 microbatches in a step: 4 of each of three groups, 3 of each of four; torchft's batch
+shrinks instead. All groups share this machine's cores, the one that comes back included, so its work slows the others down,
+which it would not on a device of its own.
 
-Writes results/rejoin.json. Takes about fifteen minutes.
+Writes results/rejoin.json. Takes about half an hour.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ import time
 from pathlib import Path
 
 import common
+import recovery_model
 import recovery_ours
 import rejoin_torchft
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.faults import inject
-from megatron_ft.runtime import history, points
+from megatron_ft.faults import injection_points, kill
+from megatron_ft.runlog import history
 
-VICTIM, COMPUTE_S, PER_GROUP = 2, 2.5, 3
+VICTIM, PER_GROUP = 2, 3
 WITHOUT = 5
-"""Steps that are looked at without anybody who comes back."""
+"""The number of steps that are measured without a returning group."""
 SLOWER, ENTRY_S = 1.10, 0.2
 
 
@@ -46,19 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--state-mb", type=int, default=1024)
-    parser.add_argument("--compute-s", type=float, default=COMPUTE_S)
     parser.add_argument("--systems", nargs="+", default=["ours", "torchft"], choices=["ours", "torchft"])
     parser.add_argument("--quick", action="store_true", help="one trial of 48 MB, without writing results")
     options = parser.parse_args()
     if options.quick:
-        options.trials, options.state_mb, options.compute_s = 1, 48, 0.15
+        options.trials, options.state_mb = 1, 48
+    os.environ[recovery_model.COMPUTE] = "gpt"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     measured: dict[str, list[dict]] = {}
     for number in range(options.trials):
         for system in options.systems:
             with tempfile.TemporaryDirectory() as directory:
                 trial = {"ours": ours, "torchft": rejoin_torchft.trial}[system]
-                found = trial(Path(directory), options.state_mb // 3, options.compute_s, VICTIM, WITHOUT)
+                found = trial(Path(directory), options.state_mb // 3, VICTIM, WITHOUT)
             if "failed" in found:
                 print(f"{number + 1}/{options.trials} {system}: {found['failed']}", flush=True)
                 measured.setdefault(system, []).append(found)
@@ -70,18 +71,18 @@ def main() -> None:
     for system, values in summary.items():
         print(f"{system}: {values}")
     if not options.quick:
-        asked = {"slower_at_most": SLOWER, "entry_s_at_most": ENTRY_S, "compute_s": options.compute_s}
+        asked = {"slower_at_most": SLOWER, "entry_s_at_most": ENTRY_S, "compute": "gpt"}
         print(f"raw numbers in {common.save('rejoin', {'asked': asked, 'summary': summary, 'trials': measured})}")
 
 
 def _judged(found: dict) -> dict:
-    """From durations of steps to what is asked for."""
+    """Compute the required numbers from durations of steps."""
     usual = statistics.median(found["without_s"])
     return {
         "usual_s": usual,
         "slower": statistics.median(found["during_s"]) / usual,
         "longest_s": max(found["during_s"]) - usual,
-        # The last of the others to have computed its share has waited for nobody but the one that enters.
+        # The last of the others to have computed its share has waited for the entering group alone.
         "entry_s": min(found.get("waited_s", [max(found["during_s"]) - usual])),
     }
 
@@ -96,23 +97,23 @@ def _summary(trials: list[dict]) -> dict:
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def ours(directory: Path, megabytes: int, compute_s: float, victim: int, without: int) -> dict:
-    """One trial: durations of the survivors' steps, and the seconds from going on to having a part."""
+def ours(directory: Path, megabytes: int, victim: int, without: int) -> dict:
+    """Run one trial; return durations of the survivors' steps, and the seconds from going on to having a part."""
     run_dir, config = directory / "run", directory / "config.json"
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": PER_GROUP}
     settings["fault_tolerance"] = {"rejoin": {"enabled": True}}
     settings["fault_tolerance"]["detector"] = {"stopped_timeout_s": 600.0, "straggler_factor": 0}
     config.write_text(json.dumps(settings))
-    os.environ.update(points.to_env([points.Hold(victim, None, "warm", incarnation=1)]))
-    agents = recovery_ours.launch(run_dir, config, [__file__, "--", "train", str(megabytes), str(compute_s)])
+    os.environ.update(injection_points.to_env([injection_points.Hold(victim, None, "warm", incarnation=1)]))
+    agents = recovery_ours.launch(run_dir, config, [__file__, "--", "train", str(megabytes)])
     try:
         recovery_ours._await(run_dir, agents[0], lambda lines: len(_steps(lines)) >= 3)
-        inject.kill(run_dir, victim, "anywhere")
+        kill.kill(run_dir, victim, "anywhere")
         recovery_ours._await(run_dir, agents[0], lambda lines: _frozen(run_dir, victim))
         first = _steps(history.read(run_dir))[-1]["step"] + 1  # the step that is under way saw the new process start
         recovery_ours._await(run_dir, agents[0], lambda lines: _steps(lines)[-1]["step"] >= first + without)
         going_on = time.time()
-        os.kill(inject.pid_of(run_dir, victim), signal.SIGCONT)
+        os.kill(kill.pid_of(run_dir, victim), signal.SIGCONT)
         recovery_ours._await(run_dir, agents[0], lambda lines: _steps(lines)[-1]["live"] == [0, 1, 2, 3])
         lines = history.read(run_dir)
     except Exception:
@@ -135,7 +136,7 @@ def ours(directory: Path, megabytes: int, compute_s: float, victim: int, without
 
 
 def _waited_s(run_dir: Path, group: int, step: int) -> float:
-    """How long that group had nothing to do in the step, from its share until it could reduce."""
+    """Return the idle time of that group in the step, from its share until it could reduce."""
     lines = map(json.loads, (run_dir / "timeline" / f"g{group}.p0.jsonl").read_text().splitlines())
     spans = [span for line in lines if line["step"] == step for span in line["spans"]]
     return sum(end - start for phase, start, end in spans if phase == "recover")
@@ -146,23 +147,22 @@ def _steps(lines: list[dict]) -> list[dict]:
 
 
 def _frozen(run_dir: Path, victim: int) -> bool:
-    pid = inject.pid_of(run_dir, victim)
-    return pid is not None and inject.is_stopped(pid)
+    pid = kill.pid_of(run_dir, victim)
+    return pid is not None and kill.is_stopped(pid)
 
 
-def train(megabytes: int, compute_s: float) -> None:
-    """One group of ours."""
-    import recovery_model
+def train(megabytes: int) -> None:
+    """Train one group of ours."""
     import torch
 
     import megatron_ft
 
     session = megatron_ft.init(seed=1)
     model = recovery_model.build(megabytes)
-    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-6), recovery_model.slowly(compute_s))
+    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-6), recovery_model.loss_of)
     for _ in session.steps(10_000):
         session.train_step(engine, lambda number: recovery_model.batch(*number))
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[2]), float(sys.argv[3])) if sys.argv[1:2] == ["train"] else main()
+    train(int(sys.argv[2])) if sys.argv[1:2] == ["train"] else main()

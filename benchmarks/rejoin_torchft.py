@@ -18,13 +18,14 @@ from recovery_torchft import GROUPS, TIMEOUT_S, attempts_of, trained
 
 _PORT = 29511
 PER_GROUP = 3
-"""Of ours, of which one group computes so many in a step: as long as its one batch."""
+"""Microbatches of one group in a step, as in ours."""
 SETTINGS = recovery_torchft.DEFAULTS
 """Healing a large state takes longer than tight timeouts allow: with 5 s the four never came together again."""
 
 
-def trial(directory: Path, megabytes: int, compute_s: float, victim: int, without: int) -> dict:
-    """Durations of the survivors' attempts at steps, and the seconds from going on to having a part."""
+def trial(directory: Path, megabytes: int, victim: int, without: int) -> dict:
+    """Run one trial; return durations of the survivors' attempts at steps, and the seconds from going on to having a
+    part."""
     python = recovery_torchft.environment()
     flags = [text for name, value in SETTINGS["lighthouse"].items() for text in (f"--{name}", str(value))]
     lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
@@ -36,7 +37,7 @@ def trial(directory: Path, megabytes: int, compute_s: float, victim: int, withou
         server = subprocess.Popen(lighthouse, **options)
 
         def start(group: int, name: str) -> None:
-            command = [str(python), __file__, str(group), str(megabytes), str(PER_GROUP * compute_s), str(directory / name)]
+            command = [str(python), __file__, str(group), str(megabytes), str(directory / name)]
             workers[group] = subprocess.Popen(command, **options)
 
         try:
@@ -78,7 +79,7 @@ def trial(directory: Path, megabytes: int, compute_s: float, victim: int, withou
 
 
 class _Late(RuntimeError):
-    """torchft has not come to what was waited for."""
+    """An error: torchft has not come to the awaited point."""
 
 
 def _await(what: str, condition) -> None:
@@ -89,8 +90,8 @@ def _await(what: str, condition) -> None:
         time.sleep(0.02)
 
 
-def replica(group: int, megabytes: int, compute_s: float, out: Path) -> None:
-    """One replica group of one rank, with Adam; a new one says when it is warm, and waits until it may go on."""
+def replica(group: int, megabytes: int, out: Path) -> None:
+    """Run one replica group of one rank, with Adam; a new one reports when it is warm, and waits until it may go on."""
     import torch
 
     def warm() -> None:
@@ -99,8 +100,8 @@ def replica(group: int, megabytes: int, compute_s: float, out: Path) -> None:
             time.sleep(0.05)
 
     adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-6)  # noqa: E731
-    recovery_torchft.replica(group, megabytes, str(out), "127.0.0.1", SETTINGS["manager"], adam, compute_s, warm)
+    recovery_torchft.replica(group, megabytes, str(out), "127.0.0.1", SETTINGS["manager"], adam, PER_GROUP, warm)
 
 
 if __name__ == "__main__":
-    replica(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    replica(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

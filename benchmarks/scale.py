@@ -1,10 +1,10 @@
-"""What a control store bears: how long a view change takes with thousands of groups, and what is asked when nothing happens.
+"""The load limits of a control store: view changes with thousands of groups, and the requests when nothing happens.
 
     python benchmarks/scale.py [--groups 8 64 512 2048] [--trials 5]
 
-View changes: a real store process, the lowest groups' real leaders (threads; all of ``runtime.leader`` that agrees on a
+View changes: a real store process, the lowest groups' real leaders (threads; all of ``worker.group_leader`` that agrees on a
 view), and stand-ins for all other groups and for an agent of each (``scale_standins.py``). The notice that a group has died
-is written; ``last_s`` is when the last of the others has read the next view. Fan-out: so many processes wait for one notice.
+is written; ``last_s`` is when the last of the others has read the next view. Fan-out: processes wait for one notice.
 
 At rest: two real hosts on this machine train; what the second one's agent and ranks ask the store goes through a proxy that
 counts. Then a line is laid through the view changes and carried on to 100,000 GPUs. Writes results/scale.json.
@@ -32,16 +32,18 @@ import common
 import numpy as np
 
 sys.path.insert(0, str(common.ROOT))
-from megatron_ft.config import RunConfig, placement_of
-from megatron_ft.core import detector, links, recovery
-from megatron_ft.core.membership import first_view
-from megatron_ft.launch.heartbeat import BEAT_S
-from megatron_ft.runtime import history, watcher
-from megatron_ft.runtime.agreement import Agreement
-from megatron_ft.runtime.history import History
-from megatron_ft.runtime.leader import Leader
-from megatron_ft.runtime.store import ControlStore
+from megatron_ft.agent.heartbeat import BEAT_S
+from megatron_ft.config.schema import RunConfig, placement_of
+from megatron_ft.coordination import watcher
+from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.store import ControlStore
+from megatron_ft.core.detection import link_detector
+from megatron_ft.core.protocol import machine, signals
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.runlog import history
+from megatron_ft.runlog.history import History
 from megatron_ft.types import Exit, View
+from megatron_ft.worker.group_leader import Leader
 
 ASKED = {"groups": 2048, "view_change_s": 2.0, "messages_per_group_and_second": 1.0}
 PATIENCE_S, STEP = 120.0, 5
@@ -50,6 +52,7 @@ FAR = {"gpus": 100_000, "gpus_of_a_group": 64, "gpus_of_a_host": 8}
 
 
 def main() -> None:
+    common.give_secret()
     parser = argparse.ArgumentParser()
     parser.add_argument("--groups", type=int, nargs="+", default=[8, 64, 512, 2048])
     parser.add_argument("--trials", type=int, default=5)
@@ -63,7 +66,13 @@ def main() -> None:
         print({key: value for key, value in changes[-1].items() if key != "trials"}, flush=True)
     fans = [fan_out(listeners, options.trials) for listeners in LISTENERS]
     print(*fans, sep="\n", flush=True)
-    result = {"asked": ASKED, "at_rest": rest, "view_changes": changes, "fan_out": fans, "extrapolated": far(changes, fans)}
+    result = {
+        "asked": ASKED,
+        "at_rest": rest,
+        "view_changes": changes,
+        "fan_out": fans,
+        "extrapolated": far(changes, fans),
+    }
     print(json.dumps(result["extrapolated"], indent=1))
     print(f"raw numbers in {common.save('scale', result)}")
 
@@ -75,8 +84,10 @@ class Store:
     """A store process, and a run begun on it."""
 
     def __init__(self, view: View) -> None:
-        command = [sys.executable, "-m", "megatron_ft.runtime.store.serve"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+        command = [sys.executable, "-m", "megatron_ft.coordination.store.server"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT
+        )
         self.address, self.run = f"127.0.0.1:{int(self._process.stdout.readline())}", uuid.uuid4().hex[:12]
         self.client = ControlStore(self.address, self.run, 60.0)
         self.client.begin()
@@ -91,13 +102,15 @@ class Store:
 
 
 class StandIns:
-    """A process of them; ``ready`` when all are connected."""
+    """A process of stand-ins; ``ready`` when all are connected."""
 
     def __init__(self, store: Store, view: View, **numbers: int) -> None:
         where = ["--store", store.address, "--run", store.run, "--view", json.dumps(view.to_wire())]
         sizes = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
         command = [sys.executable, "benchmarks/scale_standins.py", *where, *sizes]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT
+        )
         self.connections = self.line()["ready"]
 
     def line(self) -> dict[str, Any]:
@@ -128,12 +141,12 @@ class Real:
             leader._drain_verdicts()
             epoch = leader._state.view.epoch
             self.had.setdefault(epoch, time.time())
-            if isinstance(leader._next, recovery.AwaitView):
+            if isinstance(leader._next, machine.AwaitView):
                 leader._perform(leader._next)
-            elif isinstance(leader._next, recovery.Connect):
-                leader._feed(recovery.Connected(epoch))
-            elif isinstance(leader._next, recovery.Compute):
-                leader._feed(recovery.Computed(leader._next.microbatch))
+            elif isinstance(leader._next, machine.Connect):
+                leader._feed(machine.Connected(epoch))
+            elif isinstance(leader._next, machine.Compute):
+                leader._feed(machine.Computed(leader._next.microbatch))
             else:
                 leader._stirred.wait(0.05)
                 leader._stirred.clear()
@@ -144,14 +157,14 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
     config = RunConfig(groups=groups, microbatches_per_group=2)
     store, found = Store(view), []
     with tempfile.TemporaryDirectory() as directory:
-        count = min(recovery.Job(1, 1, 1, 1).collectors, groups // 2)
+        count = min(machine.Job(1, 1, 1, 1).collectors, groups // 2)
         reals = [Real(me, config, store.client, Path(directory), view) for me in range(count)]
         crowd = StandIns(store, view, first=count, groups=groups - count, dying=1, agents=groups)
         for trial in range(trials):
             victim, before = groups - 1 - trial, store.cpu_s()
             struck = time.time()
             exit_ = Exit(victim, 0, 1, f"host{victim}", "SIGKILL", None)
-            watcher.announce(store.client, detector.Ended(exit_))
+            watcher.announce(store.client, signals.Ended(exit_))
             said = crowd.line()
             _await(lambda epoch=trial + 1: all(epoch in real.had for real in reals))
             times = [at - struck for at in (*said["times"], *(real.had[trial + 1] for real in reals))]
@@ -161,18 +174,20 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
         assert len(view.live) - len(reals[0].leader._state.view.live) == trials
         crowd.close()
         store.close()
-    medians = {name: round(statistics.median(t[name] for t in found), 4) for name in ("median_s", "last_s", "store_cpu_s")}
+    medians = {
+        name: round(statistics.median(t[name] for t in found), 4) for name in ("median_s", "last_s", "store_cpu_s")
+    }
     return {"groups": groups, "connections": crowd.connections + 2 * count, **medians, "trials": found}
 
 
 def fan_out(listeners: int, trials: int) -> dict[str, Any]:
-    """One notice, so many who wait for it."""
+    """Write one notice; return the time until all of ``listeners`` waiting processes have it."""
     view = first_view(1, STEP)
     store, found = Store(view), []
     crowds = [StandIns(store, view, listeners=part) for part in _parts(listeners, 8192)]
     for trial in range(trials):
         struck = time.time()
-        watcher.announce(store.client, detector.Agreed(trial + 1))
+        watcher.announce(store.client, signals.Agreed(trial + 1))
         found.append(max(max(crowd.line()["times"]) for crowd in crowds) - struck)
     for crowd in crowds:
         crowd.close()
@@ -188,7 +203,8 @@ def _parts(whole: int, most: int) -> list[int]:
 
 
 class Proxy:
-    """Passes everything on to the store, and counts the requests: what a client sends at once is one or two of them."""
+    """A proxy that passes everything on to the store, and counts the requests: a client sends one or two of them at
+    once."""
 
     def __init__(self, port: int) -> None:
         self._port, self.sent, self.answered = port, 0, 0
@@ -214,7 +230,8 @@ class Proxy:
 
 
 def at_rest(seconds: float = 60.0) -> dict[str, Any]:
-    """Messages between the store and a host with an agent and two groups of one rank, while steps are made."""
+    """Count the messages between the store and a host with an agent and two groups of one rank, while steps are
+    made."""
     with tempfile.TemporaryDirectory() as directory:
         config, run_dir = Path(directory) / "config.json", Path(directory) / "run"
         config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
@@ -245,7 +262,7 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
                 agent.wait()
         per_group = (sent + answered) / seconds / 2
         sizes = (8, 32, 64, 512, 2048)
-        partners = {hosts: sum(links.are_partners(0, peer, hosts) for peer in range(hosts)) for hosts in sizes}
+        partners = {hosts: sum(link_detector.are_partners(0, peer, hosts) for peer in range(hosts)) for hosts in sizes}
         return {
             "seconds": seconds,
             "steps": steps,
@@ -260,12 +277,12 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
 
 
 def far(changes: list[dict[str, Any]], fans: list[dict[str, Any]]) -> dict[str, Any]:
-    """Lines through the two largest of each, carried on."""
+    """Extrapolate with lines through the two largest sizes of each."""
     groups = FAR["gpus"] // FAR["gpus_of_a_group"]
     listeners = FAR["gpus"] + FAR["gpus"] // FAR["gpus_of_a_host"]
     change = np.polyfit([c["groups"] for c in changes], [c["last_s"] for c in changes], 1)
     fan = np.polyfit([f["listeners"] for f in fans], [f["last_s"] for f in fans], 1)
-    # A change is three notices for everybody: who died, which view stands, and what a broken collective says first.
+    # A change is three notices for every process: the death, the new view, and the first report of a broken collective.
     notices_s = float(np.polyval(fan, listeners))
     return {
         **FAR,

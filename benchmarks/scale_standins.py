@@ -3,7 +3,8 @@ many connections as a real one has for it (``scale.py`` starts this).
 
 They speak TCPStore's own protocol (as torch 2.13 does), because a torch client needs a thread for each. A group's rank waits
 for notices on one connection; on the other its leader reports when a member has died, and reads the view when it is told of
-one. An agent waits likewise, and asks for the news, and for the newest view if that is the news, as ``launch.voice`` does.
+one. An agent waits likewise, and asks for the news, and for the newest view if that is the news, as ``agent.agent_client``
+does.
 Prints a line ``ready``, and for each epoch one with the times at which its groups had the view.
 """
 
@@ -21,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from megatron_ft.core import detector
-from megatron_ft.runtime.agreement import report_collection
-from megatron_ft.runtime.store import NOTICES
+from megatron_ft.coordination.client import report_collection
+from megatron_ft.coordination.store import NOTICES
+from megatron_ft.core.protocol import signals
 from megatron_ft.types import Report, View
 
 _VALIDATE, _GET, _CHECK, _WAIT, _APPEND, _PING = 0, 3, 5, 6, 9, 13
 _MAGIC = 0x3C85F7CE
 _AT_ONCE = 100
-"""So many connect at a time: the server's queue is not endless."""
+"""The number of stand-ins that connect at a time: the server's queue is not endless."""
 
 Script = Generator[Any, Any, None]
-"""Yields (request, what answers it), and is sent the answer; yields None to be woken up by somebody else."""
+"""A generator that yields (request, reader of the answer), and is sent the answer; it yields None to wait for a
+wake-up."""
 
 
 class Line(asyncio.Protocol):
@@ -56,7 +58,7 @@ class Line(asyncio.Protocol):
             self._go(None if greeted else answer)
 
     def _answer(self) -> bytes | None:
-        """The whole answer, once it is there."""
+        """Return the whole answer, once it is there."""
         text = self._wanted == "text"
         if text and len(self._buffer) < 8:
             return None
@@ -67,13 +69,13 @@ class Line(asyncio.Protocol):
         return answer[8:] if text else answer
 
     def poke(self) -> None:
-        """Something has happened: go on, if the script waits for that; else once it does."""
+        """Report an event: go on, if the script waits for one; otherwise once it does."""
         self._poked = True
         if self._parked:
             self._go(None)
 
     def _go(self, answer: bytes | None) -> None:
-        """Go on with the script until it waits for an answer, or for somebody."""
+        """Go on with the script until it waits for an answer, or for an event."""
         self._parked = False
         while True:
             asked, answer = self._script.send(answer), None
@@ -98,36 +100,36 @@ def _request(kind: int, texts: list[str]) -> bytes:
 
 
 def _get(key: str) -> Generator[Any, Any, str | None]:
-    """As ``runtime.store.tcp`` does: a question for what is not there would wait for it."""
+    """Get as ``coordination.store.tcp_store`` does: a question for a missing key would wait for it."""
     if (yield (_CHECK, key)) != b"\0":
         return None
     return json.loads((yield (_GET, key)))["value"]
 
 
 def _notices(heard: Any) -> Script:
-    """What waits in the store for the next notice, as ``runtime.watcher`` does."""
+    """Read the notice that waits in the store as ``coordination.watcher`` does."""
     index = 0
     while True:
         yield (_WAIT, f"{NOTICES}/{index}")
         raw = json.loads((yield (_GET, f"{NOTICES}/{index}")))["value"]
         index += 1
-        heard(detector.from_json(raw))
+        heard(signals.from_json(raw))
 
 
 class Group:
-    """One group: what its leader's thread says while an epoch changes."""
+    """One group: the requests of its leader's thread while an epoch changes."""
 
     def __init__(self, me: int, view: View, crowd: Crowd) -> None:
         self._me, self._view, self._crowd = me, view, crowd
         self._dead, self._broken, self._agreed, self._reported = False, False, 0, -1
         self.leader: Line | None = None
 
-    def hear(self, signal: detector.Signal) -> None:
+    def hear(self, signal: signals.Signal) -> None:
         match signal:
-            case detector.Ended(exit=exit_):
+            case signals.Ended(exit=exit_):
                 self._dead |= exit_.group == self._me
                 self._broken = True
-            case detector.Agreed(epoch=epoch):
+            case signals.Agreed(epoch=epoch):
                 self._agreed = epoch
         if not self._dead:
             self.leader.poke()
@@ -149,15 +151,15 @@ class Group:
 
 
 class Agent:
-    """What the agent of a host asks after every notice."""
+    """One agent: the requests of a host's agent after every notice."""
 
     def __init__(self) -> None:
         self._stirred, self._agreed = False, False
         self.voice: Line | None = None
 
-    def hear(self, signal: detector.Signal) -> None:
+    def hear(self, signal: signals.Signal) -> None:
         self._stirred = True
-        self._agreed |= isinstance(signal, detector.Agreed)
+        self._agreed |= isinstance(signal, signals.Agreed)
         self.voice.poke()
 
     def script(self) -> Script:
@@ -174,14 +176,14 @@ class Agent:
 
 
 class Crowd:
-    """All of this process."""
+    """All stand-ins of this process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._lines = options, []
         self._times: dict[int, list[float]] = {}
 
     def has(self, epoch: int) -> None:
-        """One group more knows that view."""
+        """Count one more group that knows that view."""
         times = self._times.setdefault(epoch, [])
         times.append(time.time())
         if len(times) == self._options.groups - self._options.dying * epoch:
@@ -208,9 +210,9 @@ class Crowd:
             some = lines[begin : begin + _AT_ONCE]
             await asyncio.gather(*(loop.create_connection(lambda line=line: line, host, int(port)) for line in some))
         self._say(ready=len(lines))
-        await loop.run_in_executor(None, sys.stdin.read)  # until who started this has seen enough
+        await loop.run_in_executor(None, sys.stdin.read)  # until the parent closes the input
 
-    def _listened(self, signal: detector.Signal) -> None:
+    def _listened(self, signal: signals.Signal) -> None:
         times = self._times.setdefault(signal.epoch, [])
         times.append(time.time())
         if len(times) == self._options.listeners:

@@ -1,4 +1,4 @@
-"""The outer all-reduce by formula (megatron_ft/planner/allreduce.py) and message by message in SimGrid, side by side.
+"""The outer all-reduce by formula (megatron_ft/planning/allreduce.py) and message by message in SimGrid, side by side.
 
     python benchmarks/simgrid.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import common
 
-from megatron_ft.planner.allreduce import allreduce_s
+from megatron_ft.planning.allreduce import allreduce_s
 
 sys.path.insert(0, str(common.ROOT))
 from tools import simgrid_allreduce as tool

@@ -1,4 +1,4 @@
-"""How long simulated runs of 600k GPUs take: one run of each policy, and SPARe's whole published table.
+"""The duration of simulated runs of 600k GPUs: one run of each policy, and SPARe's whole published table.
 
     python benchmarks/simulator.py [--jobs 2] [--quick]
 
@@ -22,15 +22,15 @@ sys.path.insert(0, str(common.ROOT / "examples" / "reproduce_spare"))  # the pub
 import published
 import studies
 
-from megatron_ft.sim.training.run import simulate
+from megatron_ft.simulation.training.training_run import simulate
 
 RUN_S, TABLE_S = 3.0, 300.0
-"""What was asked for."""
+"""The goals."""
 REPEATS = 5
 
 
 def one_run_each(size: studies.Size, repeats: int) -> list[dict[str, Any]]:
-    """Every policy at every N, each at the redundancy of its published best or at 9."""
+    """Run every policy at every N, each at the redundancy of its published best or at 9."""
     rows = []
     for case in studies.table(size):
         method, N, r = (case.labels[name] for name in ("method", "N", "r"))
@@ -57,13 +57,17 @@ def whole_table(size: studies.Size, trials: int, jobs: int) -> dict[str, Any]:
     results = studies.run_all(studies.tasks(cases, trials), jobs)
     took_s = round(time.perf_counter() - started, 1)
     verdict = "ok" if took_s <= TABLE_S else "MISS"
-    print(f"the published table, {len(results)} runs in {jobs} processes: {took_s:.0f} s (asked {TABLE_S:.0f})  {verdict}")
+    print(
+        f"the published table, {len(results)} runs in {jobs} processes: {took_s:.0f} s (asked {TABLE_S:.0f})  {verdict}"
+    )
     return {"runs": len(results), "trials": trials, "jobs": jobs, "took_s": took_s, "asked_s": TABLE_S}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes for the table (default: all cores)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes for the table (default: all cores)"
+    )
     parser.add_argument("--quick", action="store_true", help="a fiftieth of the steps, nothing is written")
     options = parser.parse_args()
     size = replace(studies.Size(), steps=200) if options.quick else studies.Size()
