@@ -1,7 +1,8 @@
-"""Whole jobs killed at random moments and started again: ``make checkpoint-kills``, RUNS and SEED as for ``make chaos``.
+"""Kill whole jobs at random moments and start them again (``make checkpoint-kills``; RUNS and SEED as for
+``make chaos``).
 
-Everything goes at once (agent, control store, ranks), as in a power cut, while the job saves nearly all the time; then the
-same command starts it again. What comes out must be what the uninterrupted job came to, step for step.
+All processes (agent, control store, ranks) are killed at once, as in a power cut, while the job saves almost all the
+time; then the same command starts the job again. The result must be that of the uninterrupted job, step for step.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import common
+from megatron_ft import checkpoint
 from megatron_ft.data import prepare
-from megatron_ft.faults import checkers
-from megatron_ft.runtime import checkpoint
+from megatron_ft.runlog import invariants
 from tests import support
 
 GROUPS, STEPS, PERIOD_S = 2, 80, 0.05
 MOMENT_S = (0.0, 0.8)
-"""A kill comes so long after the first step of a start; all that are left may have been made by then."""
+"""The least and largest time from the first step of a start to its kill; all steps that are left may have been made by
+then."""
 EARLY, EARLY_S = 0.2, 3.0
-"""So many of them come so long after the start itself: while processes start, or a checkpoint is loaded."""
+"""The share of kills that come soon after the start itself, and the latest time of such a kill: while processes start,
+or a checkpoint is loaded."""
 
 
 @dataclass
 class Played:
-    """A job that was killed some times. ``at``: the step that each kill came after; ``torn``: how many of them came while
-    something was being saved, or had been since the last complete save."""
+    """A job that was killed several times. ``at``: the step after which each kill came; ``torn``: the number of kills
+    that came during a save, or after an attempt to save that followed the last complete save."""
 
     starts: list[list[dict]]
     at: list[int] = field(default_factory=list)
@@ -40,7 +43,7 @@ class Played:
 
     @property
     def lines(self) -> list[dict]:
-        return checkers.joined(self.starts)
+        return invariants.joined(self.starts)
 
 
 def start(directory: Path, data_dir: Path, saved: Path | None = None, groups: int = GROUPS, **options) -> support.Run:
@@ -49,7 +52,7 @@ def start(directory: Path, data_dir: Path, saved: Path | None = None, groups: in
 
 
 def play(directory: Path, data_dir: Path, kills: int, rng: random.Random, **options) -> Played:
-    """Start it, kill it ``kills`` times, let it end."""
+    """Start the job, kill it ``kills`` times, let it end."""
     saved = directory.with_name(f"{directory.name}-checkpoints")
     played = Played([])
     for kill in range(kills + 1):
@@ -62,7 +65,7 @@ def play(directory: Path, data_dir: Path, kills: int, rng: random.Random, **opti
         said = run.finish()
         played.starts.append(run.history)
         steps = [line["step"] for line in run.events("step")]
-        begins = checkers.first_step(run.history)
+        begins = invariants.first_step(run.history)
         if kill < kills:
             played.at.append(max(steps, default=begins - 1))
             played.torn += any(found.unfinished for found in checkpoint.find(saved))
@@ -74,7 +77,7 @@ def play(directory: Path, data_dir: Path, kills: int, rng: random.Random, **opti
 
 
 def _await_step(run: support.Run) -> None:
-    """Until its first step, or its end: nothing may be left to do."""
+    """Wait for the first step of the job, or for its end: there may be no step left to make."""
     while run.process.poll() is None and not run.events("step"):
         time.sleep(0.005)
 
@@ -82,19 +85,21 @@ def _await_step(run: support.Run) -> None:
 def _kill_all(run: support.Run, after_s: float) -> None:
     time.sleep(after_s)
     pids = []
-    with contextlib.suppress(OSError):  # not there yet
+    with contextlib.suppress(OSError):  # the history does not exist yet
         pids += [rank["pid"] for rank in json.loads((run.directory / "ranks.json").read_text())]
         pids += [json.loads((run.directory / "store.json").read_text())["pid"]]
-    support.kill((run.process.pid, *pids))  # the next start may find them dying, else, and the directory in use
+    support.kill((run.process.pid, *pids))  # the next start must not find them dying
 
 
 def judge(played: Played, reference: list[dict], microbatches: int) -> list[str]:
-    return played.violations + checkers.check_history(played.lines, microbatches, reference)
+    return played.violations + invariants.check_history(played.lines, microbatches, reference)
 
 
 def off(played: Played, reference: list[dict]) -> float:
-    """By how much the losses differ, of the steps of all starts: also of those that were made again."""
-    return max(checkers.largest_loss_difference(lines, reference) for lines in played.starts if checkers.losses(lines))
+    """Return the largest difference of the losses, over the steps of all starts, repeated steps included."""
+    return max(
+        invariants.largest_loss_difference(lines, reference) for lines in played.starts if invariants.losses(lines)
+    )
 
 
 def main(runs: int, seed: int, kills: int = 5) -> int:
@@ -109,7 +114,7 @@ def main(runs: int, seed: int, kills: int = 5) -> int:
             rng = random.Random(f"{seed}/{number}")
             played = play(root / f"run{number}", root / "data", kills, rng)
             found = judge(played, alone.history, GROUPS * support.PER_GROUP)
-            resumed = [checkers.first_step(lines) for lines in played.starts]
+            resumed = [invariants.first_step(lines) for lines in played.starts]
             largest = off(played, alone.history)
             result = {"seed": f"{seed}/{number}", "killed_after_step": played.at, "began_with_step": resumed}
             results.append({**result, "unfinished_checkpoints": played.torn, "violations": found, "off": largest})

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# torch's own log lines would come after the test runner's last one. Before torch is imported.
+# torch's own log lines would come after the test runner's last one. This must be set before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
+from megatron_ft.auth import secret
 from megatron_ft.data import prepare
 from tests import support
 
-# A deadline is a timed assertion: it would say how busy the machine is.
+# Tests that use a part of a run in this process share one secret; a run that a test starts makes its own.
+secret.here = lambda: support.SECRET
+
+# A deadline is a timed assertion: it would measure how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def runs_end() -> Iterator[None]:
+    """End every run with the test that started it."""
+    before = len(support.started)
+    yield
+    support.end_from(before)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +43,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> support.Run:
-    """The failure-free run every other one is compared with."""
+    """The failure-free run that every other run is compared with."""
     run = support.start(tmp_path_factory.mktemp("reference") / "run", data_dir)
     run.check()
     return run

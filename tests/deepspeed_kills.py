@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.faults import checkers
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import invariants
 from tests import support
 
 SCRIPT = support.ROOT / "examples" / "pretrain_gpt_deepspeed" / "train.py"
@@ -40,7 +40,8 @@ MOMENTS = {
     "with all buckets reduced": {"point": "gate"},
     "in the optimizer's update": {"point": "update"},
 }
-"""Of a flush and what follows it, as a rank of group 1 passes them. Each rank has buckets of its own."""
+"""The points of a flush and of what follows it, in the order in which a rank of group 1 passes them. Each rank has
+buckets of its own."""
 TWICE = {
     "as the others report": "recover",
     "as the others build a communicator": "connect",
@@ -51,7 +52,7 @@ TWICE = {
 
 @dataclass(frozen=True)
 class Case:
-    """Who is killed when, in which run."""
+    """One kill: which rank is killed, when, and in which run."""
 
     groups: int
     stages: int
@@ -70,7 +71,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every moment at every stage; with two slices the slices take turns."""
+    """Return a case for every moment at every stage; with two slices the slices take turns."""
     found = []
     for groups, stages, slices in ((3, 2, 1), (2, 2, 2)):
         for number, (moment, what) in enumerate(MOMENTS.items()):
@@ -94,7 +95,7 @@ def start(
     engine: dict | None = None,
     **options,
 ) -> support.Run:
-    """The example; ``engine``: other settings of DeepSpeed."""
+    """Start the example; ``engine``: other settings of DeepSpeed."""
     split = {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": slices}}
     known = {"steps": STEPS, "script": SCRIPT, "groups": 2, "own": (), "extra": ["--preload", "deepspeed"]}
     known |= {"model": model or MODEL, "engine": {**split, **(engine or {})}}
@@ -102,10 +103,10 @@ def start(
 
 
 def play(case: Case, directory: Path, data_dir: Path) -> support.Run:
-    """The run of a case, to its end.
+    """Play the run of a case to its end.
 
-    Who is to die in a recovery from the first death has to be in that step by then: were it still in the one before, the
-    recovery would be of that one, and it would never get to its point.
+    A rank that is to die in a recovery from the first death has to be in that step by then. If it were still in the
+    step before, the recovery would be of that step, and the rank would never get to its point.
     """
     groups, stages, slices = case.whole
     first, *later = case.holds
@@ -119,13 +120,14 @@ def play(case: Case, directory: Path, data_dir: Path) -> support.Run:
 
 
 def kinds(run: support.Run, group: int, position: int) -> list[str]:
-    """What a rank did in the step of the (first) death, in order."""
+    """Return what a rank did in the step of the (first) death, in order."""
     lines = (run.directory / "timeline" / f"g{group}.p{position}.jsonl").read_text().splitlines()
     return [kind for line in map(json.loads, lines) if line["step"] == STEP for kind, *_ in line["spans"]]
 
 
 def flushes(found: Sequence[str]) -> int:
-    """How often a first stage has begun with nothing in flight: each time the pipeline has to fill again."""
+    """Return the number of times that a first stage has begun with nothing in flight: each time the pipeline has to
+    fill again."""
     in_flight = begun = 0
     for kind in found:
         begun += kind.endswith("forward") and not in_flight
@@ -134,9 +136,9 @@ def flushes(found: Sequence[str]) -> int:
 
 
 def patch_violations(run: support.Run, case: Case) -> list[str]:
-    """Whether what was lost was computed again, once, and in at most one more flush of each group for each death."""
+    """Check that the lost work was computed again, once, and in at most one more flush of each group for each death."""
     if any(line["step"] < STEP for line in run.events("recovery")):
-        return []  # the survivors still committed the step before, and planned this one without who was lost
+        return []  # the survivors still committed the step before, and planned this one without the lost groups
     lost = {hold.group for hold in case.holds}
     kept = [group for group in range(case.groups) if group not in lost]
     first = {group: kinds(run, group, 0) for group in kept}
@@ -144,7 +146,7 @@ def patch_violations(run: support.Run, case: Case) -> list[str]:
     if any(done.count("forward") != support.PER_GROUP for done in first.values()):
         found.append("a group has not computed exactly its own part once")
     again = sum(done.count("patch_forward") for done in first.values())
-    if again not in (0, support.PER_GROUP * len(lost)):  # who died with everything reduced had given all
+    if again not in (0, support.PER_GROUP * len(lost)):  # a rank that died with everything reduced had given all
         found.append(f"{again} microbatches were computed again, {support.PER_GROUP * len(lost)} were lost")
     for group in kept:
         for position in range(case.stages * case.slices):
@@ -173,7 +175,7 @@ def main(names: Sequence[str]) -> int:
             run = play(case, root / f"run{number}", root / "data")
             said = run.finish()
             reference = references[case.whole]
-            found = checkers.check_history(run.history, case.groups * support.PER_GROUP, reference)
+            found = invariants.check_history(run.history, case.groups * support.PER_GROUP, reference)
             found += patch_violations(run, case)
             found += [] if run.process.returncode == 0 else [f"exit code {run.process.returncode}: {said}"]
             losses = [[line["loss"] for line in lines if line["event"] == "step"] for lines in (run.history, reference)]

@@ -1,4 +1,4 @@
-"""``megatron-ft doctor`` on several hosts: processes of the real command, without what takes long and is not meant."""
+"""``megatron-ft doctor`` on several hosts: processes of the real command, without the slow local check."""
 
 from __future__ import annotations
 
@@ -10,51 +10,29 @@ from collections.abc import Sequence
 from tests import support
 
 QUICK = """
-from megatron_ft.doctor import disk, everybody, guest, hub, interfaces, line, local, measure, together, versions
+from megatron_ft.doctor import bandwidth, disk, hosts_check, local, versions
 local.examine = lambda: [local.Finding("python", "ok", "3.11", needed=True), local.Finding("apex", "missing", "")]
-line.SILENCE_S = hub.SILENCE_S = guest.SILENCE_S = 2.0
-disk._SEEN_S, measure._CONNECT_S, measure._HEARD_S = 0.5, 1.0, 0.5
+hosts_check._ANSWER_S, hosts_check._HELLO_S, disk._VISIBLE_S = 60.0, 60.0, 0.5
 """
-"""A host's own findings take half a minute, and are tested by themselves."""
-NO_TORCH = """
-class Store:
-    port = 1
-    def __init__(self, bind): pass
-    def close(self): pass
-everybody.Store, everybody.take_part = Store, lambda *_: everybody.Outcome(everybody.REDUCED, 0.0)
-"""
-"""All have reduced, says everybody."""
+"""The local check takes half a minute and has its own tests. On a busy machine a host may answer late."""
 FEWER = """
 import time
-whole = hub.Hub.meet
-def meet(self, patience_s):
-    while len(self._lines) < {there}:
+whole = hosts_check.Hub.wait
+def wait(self, patience_s):
+    while len(self._channels) < {there}:
         time.sleep(0.01)
     whole(self, 0.0)
-hub.Hub.meet = meet
+hosts_check.Hub.wait = wait
 """
-"""Of host 0: when so many are there, it waits for nobody else."""
-PATIENT = """
-import time
-frozen, measure._PINGS_S = {frozen}, 60.0
-if frozen is None:  # else its peers would wait for it so long, and host 0 for them
-    measure._ANSWER_S = 20.0
-def silent(self):
-    other = self.take.args[0] if hasattr(self.take, "args") else 0  # who is at the other end; host 0 has many lines
-    limit_s = line.SILENCE_S if other == frozen else 60.0
-    self._looked = line.links.listen(self._looked, self._beats, time.monotonic(), limit_s)
-    return self._looked.lost
-line.Line.silent = silent
-"""
-"""Only who is meant to be frozen is given up soon. Who stands still for a while, as on a busy machine, is waited for."""
+"""A change for host 0: it stops waiting for others when {there} hosts have connected."""
 FACTOR = "20"
-"""Loopback is as fast as the processor, which others use as well."""
+"""The rate over loopback depends on the processor, which other processes use as well."""
 FREEZE = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 
 
 def command(change: str, options: Sequence[object]) -> list[str]:
-    """What is run on a host, after these lines of Python."""
-    code = f"{QUICK}{change}\nimport sys\nfrom megatron_ft.cli import main\nsys.exit(main())"
+    """Return the command line of doctor, preceded by these lines of Python."""
+    code = f"{QUICK}{change}\nimport sys\nfrom megatron_ft.cli import run_and_exit\nrun_and_exit()"
     return [sys.executable, "-c", code, "doctor", "--factor", FACTOR, *map(str, options)]
 
 
@@ -65,9 +43,9 @@ class Doctors:
         self.processes: dict[int, subprocess.Popen] = {}
 
     def start(
-        self, host: int, options: Sequence[object], change: str = NO_TORCH, prefix: Sequence[str] = (), **env: str
+        self, host: int, options: Sequence[object], change: str = "", prefix: Sequence[str] = (), **env: str
     ) -> subprocess.Popen:
-        """``change``: lines of Python, run before the command. ``prefix``: what to run it with."""
+        """``change``: lines of Python that run before the command. ``prefix``: command that runs it."""
         self.processes[host] = subprocess.Popen(
             [*prefix, *command(change, options)],
             stdout=subprocess.PIPE,
@@ -79,14 +57,14 @@ class Doctors:
         return self.processes[host]
 
     def said(self, host: int) -> str:
-        """Everything, once it has ended."""
+        """Return the whole output, after the process has ended."""
         process = self.processes[host]
         output, errors = process.communicate(timeout=support.TIMEOUT_S)
         assert "Traceback" not in errors, errors
         return output + errors
 
     def ended(self, *hosts: int) -> tuple[str, list[int]]:
-        """(what host 0 has said, the exit codes of ``hosts``, else of all)."""
+        """Return the output of host 0 and the exit codes of ``hosts`` (default: all)."""
         said = {host: self.said(host) for host in hosts or sorted(self.processes)}
         return said[0], [self.processes[host].returncode for host in said]
 

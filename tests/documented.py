@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"\s#\s.*$")
 
 @dataclass(frozen=True)
 class Command:
-    """``line`` as it is written, without its comment; ``words`` of it."""
+    """One command of the documentation. ``line`` is written there, without its comment; ``words`` are its words."""
 
     page: str
     number: int
@@ -36,12 +36,12 @@ def pages() -> list[Path]:
 
 
 def commands() -> list[Command]:
-    """Of all blocks of ``sh``, in the order of the pages."""
+    """Return the commands of all blocks of ``sh``, in the order of the pages."""
     return [command for page in pages() for command in of(page.relative_to(support.ROOT).as_posix(), page.read_text())]
 
 
 def of(page: str, text: str) -> Iterator[Command]:
-    """Of one page; a line that ends with a backslash goes on in the next."""
+    """Return the commands of one page; a line that ends with a backslash goes on in the next."""
     language, parts, begun = None, "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if fence := _FENCE.match(line):

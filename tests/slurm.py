@@ -1,6 +1,8 @@
-"""A real Slurm cluster for tests (``tools/slurm_lab.py``): ``cluster = slurm.lab(3)`` makes a fixture of one. And jobs of
-``slurm/pretrain.sbatch`` in it: ``submit = slurm.submitted()`` makes a fixture that submits them to ``cluster``. For jobs
-of the other sbatch scripts see ``slurm_jobs``."""
+"""A real Slurm cluster for tests (``tools/slurm_lab.py``): ``cluster = slurm.lab(3)`` makes a fixture of one.
+
+``submit = slurm.submitted()`` makes a fixture that submits jobs of ``slurm/pretrain.sbatch`` to ``cluster``. For jobs
+of the other sbatch scripts see ``slurm_jobs``.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.faults import checkers
-from megatron_ft.launch import record
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history, invariants, run_directory
 from tests import support
 from tests.stores import await_
 from tools.slurm_lab import Lab, missing
@@ -27,8 +27,8 @@ needs_slurm = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def lab(nodes: int, scope: str = "module", **shape: Any):
-    """A fixture: a lab of that many nodes, up as long as ``scope`` lasts; skips where there can be none. ``shape``: its
-    other options."""
+    """Make a fixture: a lab with this number of nodes, up for the length of ``scope``; it skips where there can be no
+    lab. ``shape``: other options of the lab."""
 
     @pytest.fixture(scope=scope)
     def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
@@ -42,18 +42,20 @@ def lab(nodes: int, scope: str = "module", **shape: Any):
 
 
 def own_arguments(steps: int) -> list[object]:
-    """Of the training script."""
+    """Return the arguments of the training script."""
     return ["--steps", steps, "--seed", 1, *support.SMALL]
 
 
-def config(path: Path, directory: Path) -> Path:
-    detector = {"straggler_factor": 0, "heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S}
+def config(path: Path, directory: Path, **detector: Any) -> Path:
+    """Write a config with checkpoints in ``directory``; ``detector``: its settings, in place of a long heartbeat
+    timeout."""
+    detector = {"straggler_factor": 0, **(detector or {"heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S})}
     changes = {"rejoin": {}, "detector": detector, "checkpoint": {"directory": str(directory)}}
     return support.write_config(path, **changes)
 
 
 def failure_free(steps: int):
-    """A fixture: the history of the same job on one host, to which nothing happens."""
+    """Make a fixture: the history of the same job on one host, without failures."""
 
     @pytest.fixture(scope="module")
     def alone(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> list[dict]:
@@ -68,9 +70,9 @@ def failure_free(steps: int):
 
 
 class Submission:
-    """What ``sbatch`` has been given, with these options: the example with three groups, checkpoints and a spare node.
+    """A job that ``sbatch`` was given with these options: the example with three groups, checkpoints and a spare node.
 
-    It makes ``steps`` steps, slowly until :meth:`go`: it does not end before its test has seen what it waits for.
+    The job makes ``steps`` steps, slowly until :meth:`go`: it does not end before its test has seen what it waits for.
     """
 
     def __init__(
@@ -78,21 +80,24 @@ class Submission:
     ) -> None:
         self.lab, self.directory, self.run_dir, self.steps = lab, directory, directory / "run", steps
         self._gate = support.Gate(directory, slowly=steps)
-        settings = config(directory / "config.json", directory / "saved")
+        settings = self.config(directory)
         own = {"MEGATRON_FT": str(Path(sys.executable).parent / "megatron-ft"), "RUN_DIR": str(self.run_dir)}
         own |= {"CONFIG": str(settings), "OMP_NUM_THREADS": "1", "SPARE_NODES": "1", **variables}
         command = ["sbatch", "--parsable", *batch, self._gate.script, "--", "--data", data_dir, *own_arguments(steps)]
         done = lab.run(command, env={**lab.env, **own}, cwd=support.ROOT, check=True)
         self.id = done.stdout.strip()
 
+    def config(self, directory: Path) -> Path:
+        return config(directory / "config.json", directory / "saved")
+
     def go(self) -> None:
         self._gate.open()
 
     @property
     def lines(self) -> list[dict]:
-        """The history of all its starts, as one."""
+        """The history of all starts of the job, as one."""
         starts = [*sorted((self.run_dir / "earlier").glob("*")), self.run_dir]
-        return checkers.joined([history.read(start) for start in starts])
+        return invariants.joined([history.read(start) for start in starts])
 
     def events(self, event: str) -> list[dict]:
         return [line for line in history.read(self.run_dir) if line["event"] == event]
@@ -102,7 +107,7 @@ class Submission:
 
     def await_back(self, group: int) -> None:
         self.await_(lambda: any(group in view["joined"] for view in self.events("view")), f"group {group} is back")
-        # Who has started it may write that down later than it is back.
+        # The agent that starts a group may write the ``restart`` line later than the group is back.
         self.await_(lambda: any(line["group"] == group for line in self.events("restart")), "its start is recorded")
 
     def await_(self, condition: Callable[[], object], what: str) -> None:
@@ -118,23 +123,24 @@ class Submission:
         return "\n".join([listed, *(f"== {path.name}\n{path.read_text()}" for path in sorted(files))])
 
     def states(self) -> set[str]:
-        """Of the job, or of all elements."""
+        """Return the states of the job, or of all elements."""
         asked = ["squeue", "--noheader", "--array", "--states=all", "--jobs", self.id, "--format", "%T"]
         return set(self.lab.run(asked).stdout.split())
 
     def await_over(self, what: str, *also: str) -> None:
-        """Until nothing of it runs, or is to run; ``also``: these states are good enough."""
+        """Wait until no part of the job runs or is to run; the states in ``also`` end the wait, too."""
         self.await_(lambda: set() < self.states() <= {*OVER, *also}, what)
 
     def check(self, reference: list[dict]) -> None:
-        """All steps are made, with all microbatches, and the losses of the failure-free run."""
-        found = checkers.check_history(self.lines, GROUPS * support.PER_GROUP, reference)
+        """Check that all steps are made, with all microbatches, and with the losses of the failure-free run."""
+        found = invariants.check_history(self.lines, GROUPS * support.PER_GROUP, reference)
         assert not found, "\n".join([*found, self.said()])
         assert [line["step"] for line in self.lines if line["event"] == "step"] == list(range(self.steps))
 
 
 class Job(Submission):
-    """Of ``slurm/pretrain.sbatch``. The batch shell is on n1, which is the spare node; host 0, with the store, is n2."""
+    """A job of ``slurm/pretrain.sbatch``. The batch shell is on n1, which is the spare node; host 0, with the store,
+    is n2."""
 
     def __init__(
         self, lab: Lab, directory: Path, data_dir: Path, *options: str, steps: int = STEPS, **variables: str
@@ -143,7 +149,8 @@ class Job(Submission):
         super().__init__(lab, directory, data_dir, batch, steps, **variables)
 
     def await_end(self, *states: str) -> None:
-        """In one of these. Slurm waits for lost nodes to come back, or for SlurmdTimeout."""
+        """Wait until the job is in one of these states. Slurm waits for lost nodes to come back, or for
+        SlurmdTimeout."""
         self.go()
         self.await_over("the end", "COMPLETING")
         restore(self.lab)
@@ -152,7 +159,7 @@ class Job(Submission):
 
 
 def restore(lab: Lab) -> None:
-    """All nodes are well."""
+    """Make all nodes well."""
     for node in lab.nodes:
         lab.thaw(node)
         lab.heal(node)
@@ -161,7 +168,7 @@ def restore(lab: Lab) -> None:
 
 
 def clear(lab: Lab, jobs: Sequence[Submission]) -> None:
-    """All nodes are well, and idle."""
+    """Make all nodes well and idle."""
     restore(lab)
     for job in jobs:
         lab.run(["scancel", job.id])
@@ -169,7 +176,7 @@ def clear(lab: Lab, jobs: Sequence[Submission]) -> None:
 
 
 def submitted():
-    """A fixture: submits jobs to ``cluster``, and afterwards has all of that well and idle again."""
+    """Make a fixture: it submits jobs to ``cluster``, and afterwards makes all of the cluster well and idle again."""
 
     @pytest.fixture
     def submit(cluster, tmp_path, data_dir):
@@ -187,14 +194,14 @@ def submitted():
 
 def pid_of(job: Job, group: int) -> int:
     def pids() -> list[int]:
-        return [rank["pid"] for rank in record.read(job.run_dir / "ranks.json") if rank["group"] == group]
+        return [rank["pid"] for rank in run_directory.read(job.run_dir / "ranks.json") if rank["group"] == group]
 
     job.await_(pids, f"the agent of group {group} has written its rank down")
     return pids()[0]
 
 
 def lose(lab, node: str) -> None:
-    """As if its power were cut: its connections are not even closed."""
+    """Stop a node as a power cut does: its connections are not closed."""
     lab.cut(node)
     lab.kill_node(node)
 

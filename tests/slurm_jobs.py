@@ -12,7 +12,7 @@ STEPS = 40
 
 
 class Submitted(Submission):
-    """One job, or array, in a lab, which is to be told to :meth:`go`; much happens to it before."""
+    """One job, or array, in a lab. The job ends only after :meth:`go`, so that a test can do much to it before."""
 
     def __init__(self, lab: Lab, directory: Path, data_dir: Path, batch: Sequence[object], **variables: str) -> None:
         super().__init__(lab, directory, data_dir, batch, STEPS, **variables)
@@ -21,6 +21,6 @@ class Submitted(Submission):
         self.await_over("the end")
 
     def check(self, reference: list[dict]) -> None:
-        """It has ended with 0, too."""
+        """Check that the job has ended with exit code 0, too."""
         assert self.states() == {"COMPLETED"}, self.said()
         super().check(reference)

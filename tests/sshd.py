@@ -41,13 +41,13 @@ def require() -> None:
 
 
 class Lab(netlab.Lab):
-    """``hosts`` with an sshd; the last namespace, ``start``, has none. All see this machine's files."""
+    """``hosts`` namespaces with an sshd each; the last namespace, ``start``, has none. All see this machine's files."""
 
     def __init__(self, directory: Path, hosts: int) -> None:
         super().__init__(hosts + 1)
         self.start, self.directory = hosts, directory
         self._sshds: list[subprocess.Popen] = []
-        os.makedirs("/run/sshd", exist_ok=True)  # sshd's own, which only its service makes
+        os.makedirs("/run/sshd", exist_ok=True)  # sshd needs this directory, which only its service makes
         for key in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / key], check=True)
         public = (directory / "host.pub").read_text()
@@ -57,14 +57,16 @@ class Lab(netlab.Lab):
 
     @property
     def ssh(self) -> str:
-        """For ``--ssh-command``."""
+        """Return the value of ``--ssh-command``."""
         return f"ssh -F {self.directory}/ssh_config"
 
     def begin(self, host: int, *first: str) -> None:
-        """Its sshd, after what a shell does ``first`` in a mount namespace of its own."""
+        """Start the sshd of a host, in a mount namespace of its own in which a shell runs ``first`` before."""
         said = (self.directory / f"sshd{host}.log").open("ab")
         script = "; ".join(["set -e", *first, f"exec {SSHD} -D -e -f {self.directory}/sshd_config"])
-        self._sshds.append(subprocess.Popen(self.inside(host, ["sh", "-c", script]), stdin=subprocess.DEVNULL, stderr=said))
+        self._sshds.append(
+            subprocess.Popen(self.inside(host, ["sh", "-c", script]), stdin=subprocess.DEVNULL, stderr=said)
+        )
         await_(lambda: self._listens(host), f"sshd of host {host} listens")
 
     def _listens(self, host: int) -> bool:
@@ -72,7 +74,7 @@ class Lab(netlab.Lab):
         return bool(done.stdout.strip())
 
     def close(self) -> None:
-        """Nothing that was started here goes on, whatever has become of who started it."""
+        """End every process that was started here, also those whose parent is gone."""
         for host in self.hosts:
             self.kill_all(host)
         for sshd in self._sshds:

@@ -1,4 +1,4 @@
-"""What every control store promises, whichever implementation is behind it. Subclass it with a fixture ``served``."""
+"""The contract of every control store, whichever implementation is behind it. Subclass it with a fixture ``served``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core import detector
-from megatron_ft.core.protocol import Broke
-from megatron_ft.runtime import watcher
-from megatron_ft.runtime.store import ControlStore, StoreConflict, StoreLostMemory
+from megatron_ft.coordination import watcher
+from megatron_ft.coordination.store import ControlStore, StoreConflict, StoreLostMemory
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Broke
 from megatron_ft.types import Exit
 from tests.stores import DEADLINE_S, await_
 
@@ -25,7 +25,7 @@ SLOW_IS_FINE = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def at_once(*calls: Callable[[], object]) -> list:
-    """All calls in threads that begin together; their results in order."""
+    """Make all calls in threads that begin together; return their results in order."""
     together = threading.Barrier(len(calls))
 
     def begin(call: Callable[[], object]) -> object:
@@ -47,8 +47,8 @@ class StoreContract:
 
     @given(clients=st.integers(2, 5), keys=st.integers(1, 4), equal=st.booleans())
     @settings(max_examples=15, **SLOW_IS_FINE)
-    def test_of_all_who_create_at_once_exactly_one_wins(self, served: ControlStore, clients, keys, equal):
-        """Also when all of them write the same value: the winner is told by its id."""
+    def test_of_writers_that_create_at_once_exactly_one_wins(self, served: ControlStore, clients, keys, equal):
+        """Also when all of them write the same value: the winner is identified by its id."""
         game = uuid.uuid4().hex
 
         def play(player: int) -> list[tuple[object, bool]]:
@@ -64,19 +64,19 @@ class StoreContract:
             (winner,) = (player for player, (_, won) in enumerate(moves) if won)
             assert {standing for standing, _ in moves} == {0 if equal else winner}
 
-    def test_who_retries_a_create_recognises_its_own(self, served: ControlStore):
+    def test_a_writer_that_retries_a_create_recognises_its_own(self, served: ControlStore):
         assert served.claim("view/1", 5, by="a") == (5, True)
         assert served.claim("view/1", 5, by="a") == (5, True)
         assert served.claim("view/1", 5, by="b") == (5, False)
 
     def test_an_entry_that_is_retried_is_there_once(self, served: ControlStore):
-        """The first attempt took effect although its caller heard nothing."""
+        """The first attempt took effect although its caller got no answer."""
         served.append("log", "x")
         served.claim("log/1", "mine", by="a")
         assert served.append("log", "mine", by="a") == 1
         assert served.append("log", "next") == 2
 
-    def test_what_several_say_under_one_name_at_once_is_there_once(self, served: ControlStore):
+    def test_an_entry_that_several_append_under_one_name_at_once_is_there_once(self, served: ControlStore):
         """A collective breaks in many groups at the same moment."""
         names = [served.clone() for _ in range(4)]
         served.append("log", "before")
@@ -84,7 +84,7 @@ class StoreContract:
         assert served.append("log", "after") == 2
 
     def test_an_entry_is_not_looked_for_among_those_that_were_read(self, served: ControlStore):
-        """A run of weeks has thousands."""
+        """The log of a run of weeks has thousands of entries."""
         other = served.clone()
         for number in range(3):
             other.append("log", number)
@@ -97,7 +97,7 @@ class StoreContract:
     @given(said=st.lists(st.tuples(st.sampled_from("abc"), st.text() | st.integers() | st.none())))
     @settings(max_examples=20, **SLOW_IS_FINE)
     def test_a_collection_is_read_as_a_whole(self, served: ControlStore, said):
-        """Its members' last values; of names that begin alike each for itself."""
+        """The last value of each member is returned; collections whose names begin alike stay apart."""
         name = uuid.uuid4().hex
         assert served.members(name) == {}
         for member, value in said:
@@ -131,7 +131,7 @@ class StoreContract:
         assert (served.append("log", "same"), served.append("log", "same")) == (0, 1)
 
     def test_a_beat_stops_with_its_owner(self, served: ControlStore):
-        """Group 1 beats once, for as short a time as can be; it is group 0 that is there while it is looked at."""
+        """Group 1 beats once, with the shortest possible timeout; group 0 is alive during the check."""
         reader = served.clone()
         assert not reader.beating("group 0")
         served.beat("group 0", DEADLINE_S)
@@ -169,7 +169,7 @@ class StoreContract:
         other = served.clone().rendezvous("pg")
         assert at_once(lambda: torch_store.get("late"), lambda: other.set("late", "x"))[0] == b"x"
 
-    def test_many_who_add_are_all_counted(self, served: ControlStore):
+    def test_concurrent_additions_are_all_counted(self, served: ControlStore):
         stores = [served.clone().rendezvous("pg") for _ in range(4)]
         at_once(*[lambda store=store: [store.add("n", 1) for _ in range(10)] for store in stores])
         assert stores[0].add("n", 0) == 40
@@ -195,13 +195,39 @@ class StoreContract:
             served.restore(3, {"epoch": 3, "live": [1]})
 
     def test_a_notice_reaches_the_watcher_as_a_verdict(self, served: ControlStore):
-        heard: list[detector.Verdict] = []
+        heard: list[signals.Verdict] = []
         listening = watcher.Watcher(served.clone(), heard.append, lambda error: None)
         listening.start()
-        died = detector.Ended(Exit(2, 0, 4242, "node7", "SIGKILL", None))
+        died = signals.Ended(Exit(2, 0, 4242, "node7", "SIGKILL", None))
         watcher.announce(served, died, by="once")
-        watcher.announce(served, detector.Reset(3, 1, "connection reset"))
+        watcher.announce(served, signals.Reset(3, 1, "a connection broke"))
         await_(lambda: len(heard) == 2, "both notices are heard")
         listening.stop()
         assert heard[0].group == 2 and "rank 0 on node7 (pid 4242) ended with SIGKILL" in heard[0].reason
-        assert heard[1] == Broke(3, "group 1: connection reset")
+        assert heard[1] == Broke(3, "group 1 reports: a connection broke")
+
+    def test_a_key_that_is_deleted_while_it_is_read_is_there_or_not(self, served: ControlStore):
+        """A late reader asks for a notice at the moment at which it is removed."""
+        writer, reader, over = served.clone(), served.clone(), threading.Event()
+
+        def write() -> None:
+            for number in range(200):
+                writer.set("notice/0", number)
+                writer.delete(["notice/0"])
+            over.set()
+
+        def read() -> set:
+            found = set()
+            while not over.is_set():
+                found |= {reader.get("notice/0"), reader.wait("notice/0", 0.001)}
+            return found
+
+        _, found = at_once(write, read)
+        assert found <= {None, *range(200)} and served.get("notice/0") is None
+
+    def test_a_value_is_swapped_only_for_the_one_that_stood(self, served: ControlStore):
+        client = served._client
+        assert client.swap("run/x", "old", "new") is None and client.get("run/x") is None
+        assert client.swap("run/x", None, "first") == "first" and client.swap("run/x", None, "second") == "first"
+        assert client.swap("run/x", "first", "third") == "third" and client.get("run/x") == "third"
+        assert [key for key in client.keys("run/") if key == "run/x"] == ["run/x"] and client.keys("run/y") == []

@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 def await_(condition: Callable[[], object], what: str, patience_s: float = DEADLINE_S, every_s: float = 0.01) -> None:
-    """Until it is true, looking often."""
+    """Wait until the condition is true, looking often."""
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {patience_s:g} s"
@@ -55,7 +55,7 @@ class Process:
 
 
 class TcpServer(Process):
-    """``python -m megatron_ft.runtime.store.serve``, empty at every start, always on the same port."""
+    """``python -m megatron_ft.coordination.store.server``, empty at every start, always on the same port."""
 
     def __init__(self) -> None:
         self._held = held_port()
@@ -68,7 +68,7 @@ class TcpServer(Process):
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.runtime.store.serve", "--port", str(self.port)],
+            [sys.executable, "-m", "megatron_ft.coordination.store.server", "--port", str(self.port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,8 +83,9 @@ class TcpServer(Process):
 
 
 def held_port() -> socket.socket:
-    """A port on which a server may listen, again and again, since this socket does not; nobody else gets it meanwhile. Else
-    a client that tries to reach a dead server may be given that very port to call from, and be connected to itself."""
+    """Return a port on which a server may listen again and again. This socket holds the port and does not listen; no
+    other process gets the port meanwhile. Otherwise a client that tries to reach a dead server may be given that
+    very port to call from, and be connected to itself."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -92,7 +93,7 @@ def held_port() -> socket.socket:
 
 
 def store_of(run_dir: Path) -> int:
-    """The pid of the run's embedded store."""
+    """Return the pid of the run's embedded store."""
     return json.loads((run_dir / "store.json").read_text())["pid"]
 
 
@@ -130,7 +131,7 @@ class EtcdNode(Process):
         return status.get("leader", "0") == status.get("header", {}).get("member_id")
 
     def follows(self) -> bool:
-        """Whether it knows a leader, so that another node may be lost."""
+        """Return whether the node knows a leader, so that another node may be lost."""
         return self._status().get("leader", "0") != "0"
 
     def _status(self) -> dict:
@@ -185,5 +186,5 @@ class EtcdCluster:
 
 
 def etcd_missing() -> str:
-    """Why the tests with etcd cannot run; empty when they can."""
+    """Return why the tests with etcd cannot run; empty when they can."""
     return "" if shutil.which("etcd") else "no etcd here; as root: apt-get install etcd-server"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -14,22 +15,40 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ft.faults import checkers, inject
-from megatron_ft.runtime import history, points
+import pytest
+
+from megatron_ft.auth.secret import Secret
+from megatron_ft.faults import injection_points
+from megatron_ft.faults import kill as inject
+from megatron_ft.report import presence
+from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.types import Microbatch
+from megatron_ft.utils import atomic_file
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt" / "train.py"
 GROUPS, PER_GROUP, STEPS = 4, 4, 8
 SMALL = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 3e-4)
 """A model for runs of a hundred steps: at a larger learning rate the rounding of sums in another order adds up to 1e-5."""
+SECRET = Secret("0123456789abcdef" * 4)
+"""The secret that tests use in their own process."""
 TIMEOUT_S = 120.0
 HEARTBEAT_TIMEOUT_S = 5.0
-"""For runs on several hosts that are all on this machine. The product waits so long while ranks start, which keeps hosts
-busy; here others do all the time, and an agent without a processor for a second must not be taken for a lost host."""
+"""For runs on several hosts that are all on this machine. The product waits for this time while ranks start, which keeps
+hosts busy; here others always do, and an agent without a processor for a second must not be taken for a lost host."""
+
+
+def first_of(cases: Mapping[str, object], *names: str) -> list[object]:
+    """Return parameters for ``pytest.mark.parametrize``: all cases, those that are not named only in ``make
+    test-long``."""
+    assert names and set(names) <= set(cases), names
+    marks = {name: () if name in names else (pytest.mark.long,) for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def command(*arguments: object) -> list[str]:
-    """The console script, run by this interpreter."""
+    """Return the command line of the console script, run by this interpreter."""
     return [sys.executable, "-m", "megatron_ft.cli", *map(str, arguments)]
 
 
@@ -46,19 +65,19 @@ class Run:
     process: subprocess.Popen
     groups: int = GROUPS
 
-    def strike(self, *holds: points.Hold) -> list[float]:
+    def strike(self, *holds: injection_points.Hold) -> list[float]:
         return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
 
-    def strike_in_step(self, *holds: points.Hold) -> list[float]:
-        """As :meth:`strike`, once everybody has got to the step of the first hold. Who is frozen there may be the first: the
-        others could lose it in the step before, and make that one without it."""
+    def strike_in_step(self, *holds: injection_points.Hold) -> list[float]:
+        """Strike as :meth:`strike` does, once all groups have got to the step of the first hold. The frozen group may
+        be the first there: the others could lose it in the step before, and make that step without it."""
         await_held(self, holds[0].group, holds[0].position)
         for group in range(self.groups):
             wait_for(lambda group=group: group == holds[0].group or committed(self, group) >= holds[0].step - 1, self)
         return self.strike(*holds)
 
     def finish(self) -> str:
-        """Wait for the end; returns what the launcher printed."""
+        """Wait for the end; return what the launcher printed."""
         output, _ = self.process.communicate(timeout=TIMEOUT_S)
         return output
 
@@ -72,35 +91,29 @@ class Run:
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("logs/*")))
 
-    def check(self, reference: Run | None = None) -> None:
-        """The run reached its end and kept every promise; on failure show all there is to see."""
+    def check(self, reference: Run | None = None, code: int = 0) -> str:
+        """Check that the run reached its end and kept every promise; on failure show all there is to see. Return what
+        it printed."""
         output = self.finish()
-        assert self.process.returncode == 0, f"exit code {self.process.returncode}\n{output}\n{self.logs()}"
-        found = checkers.check_history(self.history, self.groups * PER_GROUP, reference and reference.history)
+        assert self.process.returncode == code, f"exit code {self.process.returncode}\n{output}\n{self.logs()}"
+        found = invariants.check_history(self.history, self.groups * PER_GROUP, reference and reference.history)
         assert not found, "\n".join([*found, output, *map(str, self.history), self.logs()])
+        return output
 
 
 def write_config(path: Path, engine: Mapping[str, object] | None = None, **changes) -> Path:
     """The config of the test job; ``changes`` replace keys of the fault_tolerance section, ``engine`` adds others."""
     section = {"bucket_mb": 0.1, "rejoin": {"enabled": False}, **changes}
-    path.write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": PER_GROUP,
-                "gradient_clipping": 1.0,
-                "fault_tolerance": section,
-                **(engine or {}),
-            }
-        )
-    )
+    own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": PER_GROUP, "gradient_clipping": 1.0}
+    # As a whole: an agent that was started with it may be reading it.
+    atomic_file.write_json(path, {**own, "fault_tolerance": section, **(engine or {})})
     return path
 
 
 def start(
     directory: Path,
     data: Path,
-    holds: Sequence[points.Hold] = (),
+    holds: Sequence[injection_points.Hold] = (),
     steps: int = STEPS,
     extra: Sequence[str] = (),
     preexec_fn: Callable[[], None] | None = None,
@@ -111,8 +124,8 @@ def start(
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher, ``own`` those of
     the script."""
-    # A hold freezes a rank until somebody strikes it: on a busy machine longer than the detector would wait.
-    # On a busy machine somebody is always slow: with another share of the work than these tests expect.
+    # A hold freezes a rank until a test strikes it: on a busy machine longer than the detector would wait.
+    # On a busy machine some group is always slow: with another share of the work than these tests expect.
     changes["detector"] = {"stopped_timeout_s": TIMEOUT_S, "straggler_factor": 0, **changes.get("detector", {})}
     config = write_config(directory.with_suffix(".json"), **changes)
     job = ["--data", data, "--steps", steps, "--seed", 1, *own]
@@ -125,17 +138,48 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **points.to_env(list(holds))},
+        env={**os.environ, **injection_points.to_env(list(holds))},
         preexec_fn=preexec_fn,
     )
+    started.append(process)
     return Run(directory, process, groups)
 
 
+started: list[subprocess.Popen[str]] = []
+"""The launchers that :func:`start` has started in this process."""
+
+
+def end_from(number: int) -> None:
+    """End the launchers that a failed test has left behind, beginning with that one: they would slow down what
+    follows."""
+    left = [process for process in started[number:] if process.poll() is None]
+    for process in left:
+        process.terminate()
+    for process in left:
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def disagreements(record: RunRecord) -> list[str]:
+    """Return where the timeline's picture contradicts the ``step`` lines. A group that two steps of one view name was
+    a member when the first of them was committed; a group that a step does not name was none."""
+    found, drawn = [], presence.stages(record)
+    for one, following in itertools.pairwise(record.steps):
+        members = {group for group, own in drawn.items() for stage in own
+                   if stage.state == "member" and stage.start < one["t"] <= stage.end}  # fmt: skip
+        live = set(one["live"])
+        if members - live or (one["epoch"] == following["epoch"] and live - members):
+            found.append(f"step {one['step']} was made by groups {sorted(live)}, drawn are {sorted(members)}")
+    return found
+
+
 def wait_for(condition: Callable[[], bool], run: Run) -> None:
-    """Until something about a run that is going on is true."""
+    """Wait until a condition about a live run is true."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        over = run.process.poll() is not None  # asked first: what has come true just before the end counts
+        over = run.process.poll() is not None  # asked first: what has become true just before the end counts
         if condition():
             return
         assert not over and time.monotonic() < deadline, run.logs()
@@ -143,12 +187,12 @@ def wait_for(condition: Callable[[], bool], run: Run) -> None:
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    """Until the history has that step."""
+    """Wait until the history has that step."""
     wait_for(lambda: any(line["step"] >= step for line in run.events("step")), run)
 
 
 def await_held(run: Run, group: int, position: int = 0) -> int:
-    """Until that rank is frozen at its point; its pid."""
+    """Wait until that rank is frozen at its point; return its pid."""
     wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, group, position) or 0), run)
     return inject.pid_of(run.directory, group, position)
 
@@ -156,19 +200,20 @@ def await_held(run: Run, group: int, position: int = 0) -> int:
 def inject_when_ready(
     run: Run, gate: Gate, before: int, schedule: object, *options: object, orders: Iterable[int]
 ) -> subprocess.CompletedProcess:
-    """Run an injector to its end. It is as slow to start as a run, so the gate in front of the step ``before`` is opened
-    when there are orders for these groups."""
+    """Run an injector to its end. It is as slow to start as a run, so the gate in front of the step ``before`` is
+    opened when there are orders for these groups."""
     words = command("inject", run.directory, schedule, *options)
     injector = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     for group in orders:
-        wait_for(points.mailbox(run.directory, group, 0).exists, run)
+        wait_for(injection_points.mailbox(run.directory, group, 0).exists, run)
     gate.open(before)
     said = injector.communicate(timeout=TIMEOUT_S)
     return subprocess.CompletedProcess(words, injector.returncode, *said)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """All of them, then wait until each has ended, with every thread of it: nothing it has had is held any more."""
+    """Kill all these processes, then wait until each has ended, with every thread of it: none of their resources is
+    held any more."""
     ends = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -182,7 +227,8 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def committed(run: Run, group: int) -> int:
-    """The last step that the group has updated its model with, as it has written down itself; -1 before the first."""
+    """Return the last step with which the group has updated its model, from the group's own record; -1 before the
+    first."""
     try:
         text = (run.directory / "timeline" / f"g{group}.p0.jsonl").read_text()
     except FileNotFoundError:
@@ -192,7 +238,7 @@ def committed(run: Run, group: int) -> int:
 
 
 def changed_script(path: Path, change: str, script: Path = SCRIPT) -> Path:
-    """The training script, run after some lines of its own, which may import what they like and replace parts of it."""
+    """Return a training script that runs after ``lines``, which may import modules and replace parts of the script."""
     start_it = f"""
 import runpy, sys
 sys.path.insert(0, {str(script.parent)!r})
@@ -205,7 +251,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")
 _GATE = """
 import os, time
 from pathlib import Path
-from megatron_ft.runtime.session import Session
+from megatron_ft.worker.session import Session
 HERE, SHUT, SLOWER_S, LONGEST_S = Path({here!r}), {shut!r}, {slower_s!r}, {longest_s!r}
 passes = Session.train_step
 def train_step(self, *arguments, **options):
@@ -223,24 +269,31 @@ Session.train_step = train_step
 class Gate:
     """A training script that a test holds back: no run is over before its test has done, and seen, what it is about.
 
-    Every rank waits in front of the steps ``shut`` until :meth:`open`, however long what has to happen first takes; not for
-    ever, in case the test has failed. With ``slowly``, the number of the run's steps, each of them waits for a little longer
-    than the one before, and all together for minutes: so many of them come soon, for a group to come back in, and the last
-    are far away.
+    Every rank waits in front of the steps ``shut`` until :meth:`open`, with a generous limit in case the test has
+    failed. With ``slowly``, the number of the run's steps, each step waits for a little longer than the one before, and
+    all together wait for minutes: the early steps come soon enough for a group to come back in, and the last ones are
+    far away.
     """
 
     def __init__(self, directory: Path, *shut: int, slowly: int = 0, script: Path = SCRIPT) -> None:
         self._directory = directory / "gate"
-        self._directory.mkdir(exist_ok=True)  # a job that goes on has its gate where it was
+        self._directory.mkdir(exist_ok=True)  # a job that goes on has its gate in the same place
         longest_s = 2 * TIMEOUT_S
         slower_s = 2 * longest_s / slowly**2 if slowly else 0.0
         change = _GATE.format(here=str(self._directory), shut=shut, slower_s=slower_s, longest_s=longest_s)
         self.script = changed_script(self._directory / "train.py", change, script)
 
     def open(self, step: int | None = None) -> None:
-        """In front of that step, or of all."""
+        """Open the gate in front of that step, or of all."""
         (self._directory / ("open" if step is None else f"open.{step}")).touch()
 
     def waiting(self, step: int) -> int:
-        """How many ranks have come to that step."""
+        """Return the number of ranks that have come to that step."""
         return len(list(self._directory.glob(f"waits.{step}.*")))
+
+
+def check_exactly_once(assignment: Mapping[int, Sequence[Microbatch]], expected: Iterable[Microbatch]) -> None:
+    """Raise ``AssertionError`` unless every expected microbatch is assigned exactly once and nothing else is."""
+    seen = [microbatch for own in assignment.values() for microbatch in own]
+    assert len(seen) == len(set(seen)), f"assigned twice: {sorted(m for m in set(seen) if seen.count(m) > 1)}"
+    assert set(seen) == set(expected), f"assigned and expected differ: {sorted(set(seen) ^ set(expected))}"

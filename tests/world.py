@@ -1,15 +1,15 @@
 """A world that tries to break the protocol core: no processes, no clock, every interleaving the seed asks for.
 
 Groups are :class:`GroupState` machines. The world plays store, network and agents, and it is malicious within the
-assumptions of ``core.recovery``: notices arrive at any time, a dead group's last all-reduce may have finished at some
-survivors and not at others, groups run at any relative speed, any group may die between any two actions.
+assumptions of ``core.protocol.machine``: notices arrive at any time, a dead group's last all-reduce may have finished at
+some survivors and not at others, groups run at any relative speed, any group may die between any two actions.
 
-A group that comes back follows one or two donors: each hands it its own part of the model, and from then on what every step
-adds to it; messages overtake each other, and some of what a donor had sent is lost with it.
+A group that comes back follows one or two donors: each sends its own part of the model, and then what every step adds to
+it. Messages overtake each other, and some of what a donor had sent is lost with the donor.
 
-What it checks at every update: the value of each bucket is the sum over exactly the step's N*G microbatches, each once.
-And whenever two groups work on the same step of the same view: that they follow the same plan, whoever is slow, and hold
-the same version of every step before, which shows in the epochs its buckets were summed in.
+The world checks at every update that the value of each bucket is the sum over exactly the step's N*G microbatches, each
+once. When two groups work on the same step of the same view, it checks that they follow the same plan, whichever group is
+slow, and hold the same version of every earlier step: the epochs in which its buckets were summed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
-from megatron_ft.core import detector, recovery
-from megatron_ft.core.membership import first_view
-from megatron_ft.core.recovery import GroupState, Job
-from megatron_ft.core.scheduler import microbatches_of_step
-from megatron_ft.core.stragglers import Speeds
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.protocol import group_locations, machine, signals
+from megatron_ft.core.protocol.machine import GroupState, Job
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.scheduling.assignment import microbatches_of_step
 from megatron_ft.types import Assignment, GroupId, Microbatch, Report, View
 
 Value = frozenset[Microbatch]
@@ -47,7 +48,7 @@ class Model(NamedTuple):
 @dataclass
 class Group:
     state: GroupState
-    action: recovery.Action
+    action: machine.Action
     local: list[set[Microbatch]]
     reduced: dict[int, Bucket] = field(default_factory=dict)
     done: list[tuple[Bucket, ...]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Group:
 
 
 class Sent(NamedTuple):
-    """On its way to who follows: a donor's whole model, what one more step has added to it, or (None) that it is lost."""
+    """A message to a joining group: a donor's whole model, what one more step has added to it, or (None) that it is lost."""
 
     donor: Donor
     step: int
@@ -76,7 +77,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Following:
-    """What one incarnation that comes back does and has, before it has its state. Each donor has its own part of it."""
+    """One joining incarnation and what it has received before its state is complete; each donor sends its own part."""
 
     me: GroupId
     incarnation: int
@@ -106,7 +107,7 @@ class Following:
 
     @property
     def stands(self) -> int | None:
-        """The step to go on with, once all parts are of the same."""
+        """The step to go on with, once all parts belong to the same step; None before."""
         found = set(self.parts.values())
         return found.pop() if len(self.parts) == len(self.donors) and len(found) == 1 else None
 
@@ -116,7 +117,7 @@ class Following:
 
     @property
     def model(self) -> Model:
-        """All parts of one version, or somebody has followed what the others made again."""
+        """The received model. All parts have to be of one version: a lost step that was made again is another version."""
         models = {donor: self.kept[donor][step] for donor, step in self.parts.items()}
         (first, *others) = models.values()
         assert all(other == first for other in others), f"group {self.me} has parts of different models: {models}"
@@ -129,15 +130,16 @@ class World:
     def __init__(self, job: Job, seed: int = 0, log: list[str] | None = None) -> None:
         self.job, self.rng, self.log = job, random.Random(seed), log
         self.seed = seed
-        self.rates: dict[int, float] = {}  # seconds per microbatch, 1 for who is not in it
-        self.erratic = False  # instead, random ones
-        self.poison: Microbatch | None = None  # kills whoever computes it
+        self.rates: dict[int, float] = {}  # seconds per microbatch, by default 1
+        self.erratic = False  # random seconds per microbatch, and messages that overtake each other
+        self.poison: Microbatch | None = None  # kills every group that computes it
         self.plans: dict[tuple[int, int], tuple[Assignment, Model]] = {}  # (epoch, step) -> what all must agree on
         self.views: dict[int, View] = {0: first_view(job.shards)}
         self.reports: dict[int, dict[int, Report]] = {}
-        self.notices: list[recovery.Event] = []
+        self.notices: list[machine.Event] = []
+        self.places = group_locations.Places()
         self.seekers: dict[int, Following] = {}  # warm groups without a seat
-        self.entries: Counter[str] = Counter()  # how often what became of those who come back
+        self.entries: Counter[str] = Counter()  # how the joins ended, counted
         self.starts: dict[int, int] = {}  # group -> its newest incarnation
         self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
         self.times: dict[tuple[int, int], dict[int, float]] = {}  # (epoch, step) -> seconds that come with bucket 0
@@ -145,11 +147,12 @@ class World:
         self.sent: dict[tuple[int, int], tuple[int, Model, dict[int, Bucket], dict[int, float]]] = {}
         self.alive: dict[int, Group] = {}
         for me in range(job.shards):
-            state = recovery.start(me, job, self.views[0])
-            self.alive[me] = Group(state, recovery.next_action(state), [set() for _ in range(job.buckets)])
+            state = machine.start(me, job, self.views[0])
+            self.alive[me] = Group(state, machine.next_action(state), [set() for _ in range(job.buckets)])
         self.ended: dict[int, Group] = {}
-        self.held: set[int] = set()  # what donors send to these is on its way, until somebody lets it arrive
-        self.frozen: set[int] = set()  # stopped processes: they neither act nor hear, until somebody thaws them
+        self.held: set[int] = set()  # joining groups whose messages do not arrive for now
+        self.frozen: set[int] = set()  # stopped processes: they neither act nor read notices until `thaw`
+        self.deaf: set[int] = set()  # groups to which no notice is delivered
         self.ghosts: dict[int, Group] = {}  # frozen processes whose group has been started anew meanwhile
         self.store_up = True
         self.now = 0.0
@@ -157,38 +160,40 @@ class World:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def kill(self, me: int, computing: Microbatch | None = None) -> None:
-        """The process is gone. Its agent notices; who hears of it when is up to the schedule."""
+        """The process dies and its agent writes a notice. The schedule decides when each group reads it."""
         how = "SIGKILL" if computing is None else f"exit code 1 in microbatch {computing}"
         self.say(f"{me} dies" if computing is None else f"{me} dies of microbatch {computing}")
         self.frozen.discard(me)
         self.ended[me] = self.alive.pop(me)
         self.abandon(self.ended[me])
-        self.notices.append(recovery.Died(me, f"group {me} ended with {how}", self.ended[me].state.incarnation, computing))
+        self.notices.append(
+            machine.Died(me, f"group {me} ended with {how}", self.ended[me].state.incarnation, computing)
+        )
 
     def accuse(self, me: int) -> None:
-        """Everybody is told that the group is dead; it is not."""
+        """An agent writes a notice that the group is dead, although it lives."""
         self.say(f"{me} is taken for dead")
-        self.notices.append(recovery.Died(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
+        self.notices.append(machine.Died(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
 
     def leave(self, me: int) -> None:
-        """It was told to leave: it goes on to the end of its step, and everybody else hears of it some time."""
+        """The group is told to leave after its present step; the other groups read the notice at any time."""
         state = self.alive[me].state
         self.say(f"{me} leaves after step {state.step}")
         why = f"group {me} leaves after step {state.step}"
-        said = recovery.Leaves(me, state.step, why, state.incarnation)
+        said = machine.Leaves(me, state.step, why, state.incarnation)
         self.notices.append(said)
         self.feed(me, said)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
     def come(self, me: int, *donors: int) -> None:
-        """A new incarnation of a dead or new group is warm, and begins to follow; the lowest group if none is named."""
+        """A new incarnation of a dead or new group begins to receive the donors' state; default donor: the lowest group."""
         self.starts[me] = self.starts.get(me, 0) + 1
         self.seekers[me] = Following(me, self.starts[me])
         self.follow(me, *donors)
 
     def follow(self, me: int, *donors: int) -> None:
-        """It asks these for their state, and for what every step from then on adds to it."""
+        """The joining group asks the donors for their state, and for what every later step adds to it."""
         following = self.seekers[me]
         able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
         names = donors or able[:1]
@@ -212,14 +217,14 @@ class World:
         return True
 
     def hand_on(self, group: Group) -> None:
-        """It has committed a step: who follows it and has its state gets what that adds."""
+        """The group has committed a step: joining groups that have its state get what the step adds."""
         donor = group.state.me, group.state.incarnation
         for following in group.followers:
             if not following.gone and donor in following.first:
                 following.mail.append(Sent(donor, group.state.step, group.model))
 
     def abandon(self, group: Group) -> None:
-        """Who follows this group gets no more from it; some of what is on its way may be lost too."""
+        """Joining groups get no more from this group; some of the messages on their way may be lost, too."""
         donor = group.state.me, group.state.incarnation
         for following in group.followers:
             following.requests.pop(donor, None)
@@ -229,34 +234,34 @@ class World:
         group.followers.clear()
 
     def lose(self, me: int, donor: int) -> None:
-        """What that donor has sent and has not arrived never does."""
+        """Messages of the donor that have not arrived are lost."""
         following = self.seekers[me] if me in self.seekers else self.alive[me].following
         assert any(sent.whole for sent in following.mail if sent.donor[0] == donor), "there is nothing to lose"
         following.mail = [sent for sent in following.mail if sent.donor[0] != donor or sent.whole is None]
         self.say(f"what {donor} has sent to {me} is lost")
 
     def receive(self, following: Following) -> bool:
-        """One message comes in, whichever; it may take its time."""
+        """One message arrives, in an erratic world any one, and late."""
         if not following.mail or following.me in self.held or self.erratic and self.rng.random() < 0.8:
             return False
         following.arrive(following.mail.pop(self.rng.randrange(len(following.mail)) if self.erratic else 0))
         return True
 
     def ask(self, me: int) -> None:
-        """It has a state, and asks for a seat."""
+        """The joining group has a state, and asks to join."""
         following = self.seekers[me]
         following.asked = True
         self.say(f"{me} asks for a seat after step {following.newest}")
-        self.notices.append(recovery.Asked(me, following.incarnation, following.donors, following.newest))
+        self.tell(signals.Asking(me, following.incarnation, following.donors, following.newest))
 
     def back(self, me: int, *donors: int) -> None:
-        """It comes, follows, receives their state and asks."""
+        """A new incarnation comes, receives the donors' state and asks to join."""
         self.come(me, *donors)
         while self.seek(me):
             pass
 
     def seek(self, me: int) -> bool:
-        """One thing that who has no seat yet can do; False when it can only wait."""
+        """Let a joining group do one thing; False when it can only wait."""
         following = self.seekers[me]
         for donor in sorted(following.requests):
             if self.answer(following, donor):
@@ -275,7 +280,9 @@ class World:
             able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
             if not able:
                 return False
-            self.follow(me, *self.rng.sample(able, self.rng.randint(1, min(2, len(able)))) if self.erratic else able[:1])
+            self.follow(
+                me, *self.rng.sample(able, self.rng.randint(1, min(2, len(able)))) if self.erratic else able[:1]
+            )
             return True
         if following.stands is None:
             return late
@@ -283,14 +290,14 @@ class World:
         return True
 
     def kill_seeker(self, me: int) -> None:
-        """It dies before, or just when, it gets its seat."""
+        """The joining group dies before, or just when, it becomes a member."""
         following = self.seekers.pop(me)
         following.gone = True
         self.say(f"{me} dies waiting for its seat")
-        self.notices.append(recovery.Died(me, f"group {me} ended with SIGKILL", following.incarnation))
+        self.notices.append(machine.Died(me, f"group {me} ended with SIGKILL", following.incarnation))
 
     def seat(self, me: int, view: View) -> None:
-        """The joiner reads the view that lets it in; unless it has died meanwhile."""
+        """The joining group reads the view that lets it in, unless it has died meanwhile."""
         following = self.seekers.get(me)
         if following is None or following.incarnation != view.incarnations[me]:
             return
@@ -298,16 +305,16 @@ class World:
         if me in self.alive and me in self.frozen:
             self.ghosts[me] = self.alive[me]
             self.frozen.discard(me)
-        state = recovery.start(me, self.job, view)
+        state = machine.start(me, self.job, view)
         local = [set() for _ in range(self.job.buckets)]
-        self.alive[me] = Group(state, recovery.next_action(state), local, following=following)
+        self.alive[me] = Group(state, machine.next_action(state), local, following=following)
         self.entries["entered"] += 1
         if len(view.joined) > 1:
             self.entries["beside another"] += 1
         assert not view.behind and not view.final, f"group {me} enters where something is handed over: {view}"
 
-    def _follow(self, me: int, group: Group, action: recovery.Follow) -> bool:
-        """Get to the step that goes on, and not beyond."""
+    def _follow(self, me: int, group: Group, action: machine.Follow) -> bool:
+        """Apply what the donors sent up to the step that the view continues, and not beyond."""
         following = group.following
         heard = self.receive(following)
         following.apply(action.step)
@@ -318,17 +325,17 @@ class World:
             following.gone = True
             self.entries["followed"] += 1
             self.say(f"{me} has the state of its donors, which stands before step {action.step}")
-            self.feed(me, recovery.Followed(following.model.speeds))
+            self.feed(me, machine.Followed(following.model.speeds))
             return True
         if following.lost and not following.mail:
             self.entries["strayed"] += 1
             names = " and ".join(str(group) for group, _ in sorted(following.lost))
-            self.feed(me, recovery.Strayed(f"group {names} is lost and has not handed over its part"))
+            self.feed(me, machine.Strayed(f"group {names} is lost and has not handed over its part"))
             return True
         return heard or self.erratic and bool(following.mail)
 
     def freeze(self, me: int) -> None:
-        """The process is stopped (SIGSTOP, a lost network, a long garbage collection); nobody is told."""
+        """The process is stopped (SIGSTOP, a lost network, a long garbage collection); no notice is written."""
         self.say(f"{me} is frozen")
         self.frozen.add(me)
 
@@ -353,17 +360,27 @@ class World:
         return ghost
 
     def reset(self, me: int) -> None:
-        """A connection of the group fails; nobody is dead, and nobody is accused."""
+        """A connection of the group fails; no group is dead, and none is accused."""
         self.say(f"{me} sees a connection reset")
         epoch = self.alive[me].state.view.epoch
-        self.notices.append(recovery.Broke(epoch, f"group {me}: connection reset"))
+        self.notices.append(machine.Broke(epoch, f"group {me} reports: a connection broke"))
 
     def miss(self, by: tuple[int, ...], about: tuple[int, ...], heard: bool = False) -> None:
-        """The agent of a host hears nothing of another one, or does again; a host is its groups."""
-        by_name, about_name = ("host " + "+".join("ABCDEF"[g] for g in unit) for unit in (by, about))
-        reason = f"{by_name} hears {about_name} again" if heard else f"{by_name} hears nothing of {about_name}"
-        self.say(reason)
-        self.notices.append(recovery.Missed(by, about, reason, heard))
+        """The agent of host ``by`` hears nothing of host ``about``, or hears it again, and says so; a host is its groups."""
+        by_name, about_name = ("+".join(map(str, unit)) for unit in (by, about))
+        what = f"host {about_name} again" if heard else f"nothing of host {about_name}"
+        self.say(f"host {by_name} hears {what}")
+        self.tell(signals.Silent(by_name, about_name, by, about, 1.0, heard))
+
+    def move(self, me: int) -> None:
+        """Another host takes the group over, with its next start."""
+        self.say(f"another host takes {me} over")
+        self.tell(signals.Housed(9, "spare", "", 0, 0, ((me, 0),), self.starts.get(me, 0) + 1))
+
+    def tell(self, signal: signals.Signal) -> None:
+        """Append a signal to the log, as the verdict that every reader of the log derives from it."""
+        self.places, verdicts = group_locations.hear(self.places, signal)
+        self.notices += [verdict for verdict in verdicts if not isinstance(verdict, signals.Housed)]
 
     def store_away(self) -> None:
         """No notice, report or view can be written or read."""
@@ -375,53 +392,53 @@ class World:
         self.store_up = True
 
     def wait(self, seconds: int) -> None:
-        """So much time passes; who waits for a view looks for news every second."""
+        """Time passes; groups that wait for a view look for it every second."""
         self.say(f"{seconds} s pass")
         for _ in range(seconds):
             self.now += 1.0
             for me in sorted(self.alive):
-                waits = isinstance(self.alive[me].action, recovery.AwaitView)
+                waits = isinstance(self.alive[me].action, machine.AwaitView)
                 if waits and self.store_up and me not in self.frozen and not self.act(me):
-                    self.feed(me, recovery.Tick())  # the store answers, and there is nothing new
+                    self.feed(me, machine.Tick())  # the store answers, and there is nothing new
 
     def notice(self, me: int) -> None:
         """Deliver the next notice of the log to one group."""
         group = self.alive[me]
         event = self.notices[group.notices_seen]
         group.notices_seen += 1
-        group.aborted |= group.state.connected and detector.ends(event, group.state.view, group.state.step)
+        group.aborted |= group.state.connected and signals.ends(event, group.state.view, group.state.step)
         self.feed(me, event)
 
     # --- the shell of one group ---------------------------------------------------------------------------------------
 
-    def feed(self, me: int, event: recovery.Event) -> None:
+    def feed(self, me: int, event: machine.Event) -> None:
         group = self.alive[me]
         before = group.state
-        group.state, actions = recovery.step(group.state, event, now=self.now)
+        group.state, actions = machine.step(group.state, event, now=self.now)
         group.action = actions[-1]
         if group.state.stopped != before.stopped:
             self.say(f"{me} stops: {group.state.stopped}")
             self.abandon(group)
             if "outside view" not in group.state.stopped:  # it has a seat, so its agent is heard
-                self.notices.append(recovery.Died(me, f"group {me} ended by itself", group.state.incarnation))
+                self.notices.append(machine.Died(me, f"group {me} ended by itself", group.state.incarnation))
             if "has to start over" in group.state.stopped:
                 self.ended[me] = self.alive.pop(me)
                 return
         if group.state.plan is not before.plan:
             self.compare_plans(group)
         for action in actions:
-            if isinstance(action, recovery.Publish):
+            if isinstance(action, machine.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
                 why = group.state.closed_by
                 self.say(f"{me} reports step {action.report.step} have {list(action.report.have)} because {why}")
-            elif isinstance(action, recovery.Announce):
-                self.notices.append(recovery.Broke(action.epoch, action.reason, action.after))
-            elif isinstance(action, recovery.Propose):
+            elif isinstance(action, machine.Announce):
+                self.notices.append(machine.Broke(action.epoch, action.reason, action.after))
+            elif isinstance(action, machine.Propose):
                 self.propose(me, action.view)
                 return
 
     def compare_plans(self, group: Group) -> None:
-        """Who has the state that the step starts from has the same as everybody else, and plans the step alike."""
+        """All groups that have the state that a step starts from have the same state and the same plan."""
         state = group.state
         if not state.synced or state.stopped:
             return
@@ -430,7 +447,7 @@ class World:
         assert mine == others, f"group {state.me} plans step {state.step} as {mine}, others as {others}"
 
     def seconds(self, me: int, step: int) -> float:
-        """What the group measures, which has nothing to do with when it acts."""
+        """The duration that the group measures; it is independent of when the group acts."""
         if not self.erratic:
             return self.rates.get(me, 1.0)
         lasting, passing = (random.Random(f"{self.seed} {me} {of}") for of in (self.starts.get(me, 0), step))
@@ -444,10 +461,15 @@ class World:
             joined = f" joined {list(view.joined)}" if view.joined else ""
             final = f" final {list(view.final)}" if view.final else ""
             told = f"live {list(view.live)} lost {sorted(view.lost)}{joined}{final}"
-            self.say(f"{me} writes view {view.epoch}: {told}")
+            for why in view.lost.values() if view.live else ():
+                assert why in view.reason or "; and " in view.reason, (
+                    f"view {view.epoch}: {view.reason}, lost {view.lost}"
+                )
+            because = f" because {view.reason} (noticed: {view.noticed})" if view.noticed else ""
+            self.say(f"{me} writes view {view.epoch}: {told}{because}")
             for group in view.joined:
                 self.seat(group, view)
-        self.feed(me, recovery.ViewSeen(winner))
+        self.feed(me, machine.ViewSeen(winner))
 
     def act(self, me: int) -> bool:
         """Let one group do its present action once; False when it can only wait."""
@@ -458,7 +480,7 @@ class World:
         handler = getattr(self, f"_{type(action).__name__.lower()}")
         return handler(me, group, action)
 
-    def _compute(self, me: int, group: Group, action: recovery.Compute) -> bool:
+    def _compute(self, me: int, group: Group, action: machine.Compute) -> bool:
         if action.microbatch == self.poison:
             self.kill(me, computing=self.poison)
             return True
@@ -466,30 +488,30 @@ class World:
             assert action.microbatch not in bucket
             bucket.add(action.microbatch)
         self.say(f"{me} computes {action.microbatch}{' (patch)' if action.patch else ''}")
-        self.feed(me, recovery.Computed(action.microbatch))
+        self.feed(me, machine.Computed(action.microbatch))
         return True
 
-    def _connect(self, me: int, group: Group, action: recovery.Connect) -> bool:
+    def _connect(self, me: int, group: Group, action: machine.Connect) -> bool:
         epoch = action.view.epoch
         present = self.connected.setdefault(epoch, set())
         present.add(me)
         if present >= set(action.view.live):
             group.aborted = False
-            self.feed(me, recovery.Connected(epoch))
+            self.feed(me, machine.Connected(epoch))
             return True
         return False
 
     def broken(self, me: int, group: Group) -> bool:
-        """Its communicator was aborted by a notice that core did not take for a reason: the shell has to find one."""
+        """A notice aborted the communicator, and core did not close the epoch for it: the shell reports the abort."""
         if not group.aborted:
             return False
         epoch = group.state.view.epoch
-        reason = f"group {me}: aborted by a notice"
-        self.notices.append(recovery.Broke(epoch, reason))
-        self.feed(me, recovery.Broke(epoch, reason))
+        reason = f"group {me} reports: aborted by a notice"
+        self.notices.append(machine.Broke(epoch, reason))
+        self.feed(me, machine.Broke(epoch, reason))
         return True
 
-    def _transfer(self, me: int, group: Group, action: recovery.Transfer) -> bool:
+    def _transfer(self, me: int, group: Group, action: machine.Transfer) -> bool:
         if self.broken(me, group):
             return True
         view = action.view
@@ -516,10 +538,10 @@ class World:
                 group.reduced[bucket] = self.sent[view.epoch, owner][2][bucket]
                 if bucket == 0:
                     group.measured = dict(self.sent[view.epoch, owner][3])
-        self.feed(me, recovery.Transferred(view.epoch, speeds))
+        self.feed(me, machine.Transferred(view.epoch, speeds))
         return True
 
-    def _reduce(self, me: int, group: Group, action: recovery.Reduce) -> bool:
+    def _reduce(self, me: int, group: Group, action: machine.Reduce) -> bool:
         """Arrive at every bucket asked for; see at most one of them finish per call."""
         if self.broken(me, group):
             return True
@@ -534,12 +556,12 @@ class World:
                 if bucket == 0:
                     group.measured = dict(self.times[key[:2]])
                 self.say(f"{me} sees bucket {bucket} finish")
-                self.feed(me, recovery.Reduced(bucket))
+                self.feed(me, machine.Reduced(bucket))
                 return True
         return False
 
     def arrive(self, me: int) -> None:
-        """The group has started all its all-reduces; from here its part can be in the sum, whatever becomes of it."""
+        """The group has started all its all-reduces; from here its part can be in the sum, even if the group dies."""
         group = self.alive[me]
         for bucket in group.action.buckets:
             values = self.arrived.setdefault((group.state.view.epoch, group.action.step, bucket), {})
@@ -548,8 +570,9 @@ class World:
                 times = self.times.setdefault((group.state.view.epoch, group.action.step), {})
                 times.setdefault(me, self.seconds(me, group.action.step))
 
-    def _update(self, me: int, group: Group, action: recovery.Update) -> bool:
-        expected = frozenset(microbatches_of_step(action.step, self.job.shards, self.job.per_shard))
+    def _update(self, me: int, group: Group, action: machine.Update) -> bool:
+        whole = microbatches_of_step(action.step, self.job.shards, self.job.per_shard)
+        expected = frozenset(chain(*group.state.plan.assignment.values()) if self.job.drop else whole)
         for bucket in range(self.job.buckets):
             got = group.reduced.get(bucket, Bucket(frozenset(), -1)).value
             assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
@@ -558,38 +581,38 @@ class World:
         measured = group.measured
         self.reset_step(group)
         self.say(f"{me} commits step {action.step}")
-        self.feed(me, recovery.Updated(action.step, measured))
+        self.feed(me, machine.Updated(action.step, measured))
         self.hand_on(group)
         return True
 
-    def _awaitview(self, me: int, group: Group, action: recovery.AwaitView) -> bool:
+    def _awaitview(self, me: int, group: Group, action: machine.AwaitView) -> bool:
         if not self.store_up:
             return False
         view = self.views.get(action.epoch + 1)
         if view is not None:
-            self.feed(me, recovery.ViewSeen(view))
+            self.feed(me, machine.ViewSeen(view))
             return True
         told = self.reports.get(action.epoch, {})
         found = tuple(told[other] for other in action.missing if other in told)
         if found:
-            self.feed(me, recovery.ReportsSeen(found))
+            self.feed(me, machine.ReportsSeen(found))
         return bool(found)
 
     def glance(self, me: int) -> bool:
-        """Between two microbatches: look for the next view, if it is being agreed on; whether there was anything."""
+        """Between two microbatches the group looks for an awaited view. Returns True if it found something."""
         group = self.alive[me]
-        awaited = recovery.awaited(group.state)
+        awaited = machine.awaited(group.state)
         if not awaited or me in self.frozen or not self.store_up:
             return False
         if self._awaitview(me, group, awaited):
             return True
-        self.feed(me, recovery.Tick())
+        self.feed(me, machine.Tick())
         return False
 
-    def _finish(self, me: int, group: Group, action: recovery.Finish) -> bool:
+    def _finish(self, me: int, group: Group, action: machine.Finish) -> bool:
         return False
 
-    def _stop(self, me: int, group: Group, action: recovery.Stop) -> bool:
+    def _stop(self, me: int, group: Group, action: machine.Stop) -> bool:
         return False
 
     def reset_step(self, group: Group) -> None:
@@ -617,7 +640,7 @@ class World:
                     return
 
     def come_or_go(self) -> bool:
-        """A dead group, or a new one, comes, or one that waits for its seat dies; True if one comes."""
+        """A dead or new group comes, or a joining group dies; True if one comes."""
         if self.seekers and self.rng.random() < 0.3:
             self.kill_seeker(self.rng.choice(sorted(self.seekers)))
             return False
@@ -630,8 +653,8 @@ class World:
         self.come(me, *self.rng.sample(able, min(len(able), self.rng.randint(1, 2))))
         return True
 
-    def kill_somebody(self) -> None:
-        """Often just one that somebody follows."""
+    def kill_any(self) -> None:
+        """Kill a group, often one from which a joining group receives its state."""
         donors = {donor for f in self.following() for donor, _ in f.donors} & set(self.alive)
         self.kill(self.rng.choice(sorted(donors if donors and self.rng.random() < 0.7 else self.alive)))
 
@@ -642,7 +665,7 @@ class World:
     def run(
         self, kills: int, joins: int = 0, cuts: int = 0, leaves: int = 0, resets: bool = True, max_turns: int = 20_000
     ) -> None:
-        """Random schedule with so many deaths, entries, cuts and orderly leaves; returns when every live group has finished.
+        """Random schedule with these numbers of deaths, joins, cuts and orderly leaves, until every live group has finished.
         ``resets``: connections fail now and then.
 
         Liveness phase: once nothing else can move, the pending notices are delivered, so a stuck world is a bug.
@@ -654,7 +677,7 @@ class World:
             entering = any(group.state.following for group in self.alive.values())
             if kills and len(self.alive) > 1 and self.rng.random() < (0.15 if entering else 0.02):
                 kills -= 1
-                self.kill_somebody()
+                self.kill_any()
             if resets and self.rng.random() < 0.05:
                 self.break_epoch()
             if joins and self.rng.random() < 0.03:
@@ -688,15 +711,15 @@ class World:
                 if any(state.cut or not state.collects for state in waiting):
                     self.now += 1.0
                     for me in movers:
-                        self.feed(me, recovery.Tick())
+                        self.feed(me, machine.Tick())
                     continue
-                if all(isinstance(group.action, recovery.Finish | recovery.Stop) for group in self.alive.values()):
+                if all(isinstance(group.action, machine.Finish | machine.Stop) for group in self.alive.values()):
                     return
                 raise AssertionError(f"stuck: {[(me, group.action) for me, group in sorted(self.alive.items())]}")
         raise AssertionError(f"no end after {max_turns} turns")
 
     def cut(self) -> None:
-        """Two hosts of one group each do not hear each other, from one side or both; sometimes it heals."""
+        """Two hosts of one group each do not hear each other, from one side or both; sometimes the link heals."""
         by, about = ((group,) for group in self.rng.sample(range(self.job.shards), 2))
         self.miss(by, about)
         if self.rng.random() < 0.5:
@@ -705,26 +728,27 @@ class World:
             self.miss(by, about, heard=True)
 
     def break_epoch(self) -> None:
-        """A connection resets although nobody died; rare, and only one per epoch."""
+        """A connection resets although no group died; rare, and only one per epoch."""
         me = self.rng.choice(sorted(self.alive))
         epoch = self.alive[me].state.view.epoch
-        broken = {event.epoch for event in self.notices if isinstance(event, recovery.Broke)}
+        broken = {event.epoch for event in self.notices if isinstance(event, machine.Broke)}
         if self.rng.random() < 0.1 and epoch not in broken:
             self.reset(me)
 
     def pending(self, me: int) -> bool:
-        """Is there a notice it can hear and has not heard?"""
-        return self.store_up and me not in self.frozen and self.alive[me].notices_seen < len(self.notices)
+        """Returns True if there is a notice that the group can read and has not read."""
+        hears = self.store_up and me not in self.frozen and me not in self.deaf
+        return hears and self.alive[me].notices_seen < len(self.notices)
 
     def check_end(self) -> None:
         """Every live group committed every step once, with equal values."""
         for me, group in self.alive.items():
             if group.state.stopped:
-                assert not isinstance(group.action, recovery.Update)
+                assert not isinstance(group.action, machine.Update)
                 reasons = ("outside view", "min_groups", "died computing the same microbatch")
                 assert any(reason in group.state.stopped for reason in reasons)
                 continue
-            assert isinstance(group.action, recovery.Finish), f"group {me} is stuck in {group.action}"
+            assert isinstance(group.action, machine.Finish), f"group {me} is stuck in {group.action}"
             assert len(group.committed) == self.job.steps, f"group {me} committed {len(group.committed)} steps"
 
     def say(self, line: str) -> None:

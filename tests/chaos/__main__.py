@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many; their seeds follow on each other")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
-    parser.add_argument("--dir", type=Path, help="work there and keep everything; else what kept its promises is deleted")
+    parser.add_argument(
+        "--dir", type=Path, help="work there and keep everything; else what kept its promises is deleted"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show the schedules, start nothing")
     options = parser.parse_args(arguments)
     seeds = range(options.seed, options.seed + options.runs)
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         for seed in seeds:
             print("\n".join(campaign.describe(seed)))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the run that is going on is ended first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: the current run is ended first
     directory = options.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     results = []
     for seed in seeds:
@@ -41,7 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
             options.out.write_text(json.dumps(summary, indent=1) + "\n")
     violated = [result["seed"] for result in results if result["violations"]]
     faults = sum(fault["state"] == "injected" for result in results for fault in result["faults"])
-    print(f"{len(results)} runs, {faults} faults injected: " + (f"VIOLATED by seeds {violated}" if violated else "all kept"))
+    print(
+        f"{len(results)} runs, {faults} faults injected: "
+        + (f"VIOLATED by seeds {violated}" if violated else "all kept")
+    )
     if not violated and options.dir is None:
         shutil.rmtree(directory)
     return 1 if violated else 0

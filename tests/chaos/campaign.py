@@ -1,4 +1,4 @@
-"""Runs one after the other, and what they add up to."""
+"""A series of runs, and its summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.faults import checkers
+from megatron_ft.runlog import invariants
 from tests import support
 from tests.chaos import judge as judge_module
 from tests.chaos import play as play_module
@@ -39,7 +39,7 @@ def run(seed: int, directory: Path, keep: bool = False) -> dict[str, Any]:
 
 
 def prepared(directory: Path) -> Path:
-    """The samples all runs train on, made once."""
+    """Prepare the samples that all runs train on, once."""
     data = directory / "data"
     if not data.exists():
         prepare(data, [_TEXT], vocab_size=512, log=lambda line: None)
@@ -65,7 +65,9 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
         "views": sum(line["event"] == "view" for line in lines),
         "recoveries": sum(line["event"] == "recovery" for line in lines),
         "rebalanced": sum(line["event"] == "stragglers" for line in lines),
-        "largest_loss_difference": None if job.kind == "numbers" else checkers.largest_loss_difference(lines, reference),
+        "largest_loss_difference": None
+        if job.kind == "numbers"
+        else invariants.largest_loss_difference(lines, reference),
         "woken_before_the_end": judge_module.woken_before_the_end(played, lines),
         "steps_without_agent": _steps_without_agent(played, lines),
         "faults": [{**case.fault.to_json(), "state": case.state, "note": case.note} for case in played.cases],
@@ -73,16 +75,18 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
 
 
 def outcome(lines: list[dict]) -> str:
-    """How it ended."""
+    """Return how the run ended."""
     if any(line["event"] == "end" for line in lines):
         return "end"
     return "stopped, as its policy asks" if judge_module.has_stopped(lines) else "none"
 
 
 def _steps_without_agent(played: Played, lines: list[dict]) -> int:
-    """Steps that were committed while the agent, and with it the store, stood still."""
+    """Return the number of steps that were committed while the agent, and with it the store, stood still."""
     stops = {case.key: played.stops[case.number] for case in played.cases if case.number in played.stops}
-    spans = [(line["t"], line["t"] + stops[line["fault"]]) for line in lines if _is_agents(line) and line["fault"] in stops]
+    spans = [
+        (line["t"], line["t"] + stops[line["fault"]]) for line in lines if _is_agents(line) and line["fault"] in stops
+    ]
     return sum(any(a < line["t"] < b for a, b in spans) for line in lines if line["event"] == "step")
 
 
@@ -90,26 +94,32 @@ def _is_agents(line: dict) -> bool:
     return line["event"] == "inject" and line.get("kind") in ("store", "agent")
 
 
-# --- for people -------------------------------------------------------------------------------------------------------
+# --- output for people ------------------------------------------------------------------------------------------------
 
 
 def describe(seed: int) -> Iterator[str]:
-    """The run of that seed, before it is played."""
+    """Describe the run of that seed, before it is played."""
     plan = draw(seed)
     job = plan.job
-    said = f"seed {seed}: {job.kind}, {job.groups} groups x {job.per_group}, {job.ranks} ranks each, {job.hosts} hosts, "
+    said = (
+        f"seed {seed}: {job.kind}, {job.groups} groups x {job.per_group}, {job.ranks} ranks each, {job.hosts} hosts, "
+    )
     yield said + f"{job.steps} steps, buckets of {job.bucket_mb} MiB, nonfinite {job.nonfinite}"
     yield from (f"  {number} {_fault(fault.to_json())}" for number, fault in enumerate(plan.schedule.faults, 1))
 
 
 def tell(result: dict[str, Any], directory: Path) -> Iterator[str]:
-    """A line for a run that kept its promises; all there is to know of one that did not."""
+    """Return a line for a run that kept its promises, and all there is to know of one that did not."""
     if "skipped" in result:
         yield f"seed {result['seed']}: {result['kind']}: skipped: {result['skipped']}"
         return
     injected = sum(fault["state"] == "injected" for fault in result["faults"])
-    said = f"seed {result['seed']}: {result['kind']}, {result['groups']} groups x {result['ranks']} ranks: {injected} of "
-    said += f"{len(result['faults'])} faults, lost {sorted(result['lost'])}, {result['outcome']}, {result['seconds']:.0f} s"
+    said = (
+        f"seed {result['seed']}: {result['kind']}, {result['groups']} groups x {result['ranks']} ranks: {injected} of "
+    )
+    said += (
+        f"{len(result['faults'])} faults, lost {sorted(result['lost'])}, {result['outcome']}, {result['seconds']:.0f} s"
+    )
     if not result["violations"]:
         yield f"{said}: kept"
         return
@@ -121,17 +131,21 @@ def tell(result: dict[str, Any], directory: Path) -> Iterator[str]:
 
 
 def _fault(fault: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" if name != "kind" else str(value) for name, value in fault.items() if name != "state")
+    return " ".join(
+        f"{name}={value}" if name != "kind" else str(value) for name, value in fault.items() if name != "state"
+    )
 
 
-# --- for machines -----------------------------------------------------------------------------------------------------
+# --- output for machines ----------------------------------------------------------------------------------------------
 
 
 def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
-    """What is written down of a campaign."""
+    """Return the record of a campaign."""
     played = [result for result in results if "skipped" not in result]
     faults = [fault for result in played for fault in result["faults"]]
-    kinds = {kind: dict(Counter(f["state"] for f in faults if _kind(f) == kind)) for kind in sorted(set(map(_kind, faults)))}
+    kinds = {
+        kind: dict(Counter(f["state"] for f in faults if _kind(f) == kind)) for kind in sorted(set(map(_kind, faults)))
+    }
     struck = [fault for fault in faults if fault["state"] == "injected"]
     return {
         **common.about("chaos", command),

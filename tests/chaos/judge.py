@@ -1,7 +1,7 @@
-"""What must hold of every chaos run, whatever was injected; each check returns its violations in words.
+"""The promises of every chaos run, whatever was injected; each check returns its violations in words.
 
-After a silent error of a gradient (``nan``, ``bitflip``) the losses are nobody's promise; what the policy for gradients that
-are not finite promises is (``runtime.finite``), and that all survivors have the same model to the bit.
+After a silent error of a gradient (``nan``, ``bitflip``) the losses are not promised; the promises are those of the
+policy for gradients that are not finite (``worker.nonfinite``), and that all survivors have the same model to the bit.
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from signal import SIGSTOP, SIGTERM
 from typing import Any
 
-from megatron_ft.core.health import LOOK_S
-from megatron_ft.errors import FTError, RunStopped
-from megatron_ft.faults import checkers
-from megatron_ft.faults.execute import Case
-from megatron_ft.faults.recorded import Record
-from megatron_ft.faults.replay import replay
-from megatron_ft.runtime.points import reached_file
+from megatron_ft.core.detection.rank_health import LOOK_S
+from megatron_ft.errors import NOT_SAVED, FTError, RunStopped
+from megatron_ft.faults.injection_points import reached_file
+from megatron_ft.faults.injector import Case
+from megatron_ft.faults.schedule import RAISING
+from megatron_ft.runlog import invariants
+from megatron_ft.runlog.protocol_trace import Record
+from megatron_ft.runlog.replay import replay
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, is_long, takes
 from tests.chaos.play import Played
 
 _SLACK_S = LOOK_S
-"""A look of the agent adds so much at most; a stop that comes so close to the limit may be either."""
+"""The delay that a look of the agent adds at most; a stop that comes so close to the limit may be either."""
 _BEATS_S = 0.3
-"""A silence is longer than the cut: by the beats before and after it, and until somebody looks."""
+"""The time by which a silence is longer than the cut: the beats before and after it, and the next look."""
 
 Lines = list[dict[str, Any]]
 
 
 def judge(played: Played, reference: Lines) -> list[str]:
-    """The violations of one run; empty when every promise was kept."""
+    """Return the violations of one run; empty when every promise was kept."""
     lines, job = played.history, played.plan.job
     found = _before(played, lines, reference) + _replayed(played) + _left(played)
     if has_stopped(lines):
         return found + _stop(played, lines)
     comparable = reference if _first(played, job) is None else None
-    found += _end(played) + checkers.check_history(lines, job.groups * job.per_group, comparable)
+    found += _end(played) + invariants.check_history(lines, job.groups * job.per_group, comparable)
     if not any(line["event"] == "end" for line in lines):
         return found
     found += _survivors(lines) + _innocent(played, lines) + _said_so(played, lines) + _one_end(played, lines)
@@ -46,17 +48,17 @@ def judge(played: Played, reference: Lines) -> list[str]:
 
 
 def has_stopped(lines: Lines) -> bool:
-    """Whether the run has stopped because that is its policy for gradients that are not finite."""
+    """Return whether the run has stopped because that is its policy for gradients that are not finite."""
     return any(line["event"] == "stop" and "nonfinite is 'stop'" in line["reason"] for line in lines)
 
 
 def lost(lines: Lines) -> dict[int, str]:
-    """Group -> why, of all views."""
+    """Return the lost groups of all views, with the reasons."""
     return {int(group): why for line in lines if line["event"] == "view" for group, why in line["lost"].items()}
 
 
 def woken_before_the_end(played: Played, lines: Lines) -> list[int]:
-    """The frozen groups that went on, left out by then, while the others were still training."""
+    """Return the frozen groups that went on, left out by then, while the others were still training."""
     end = next((line["t"] for line in lines if line["event"] == "end"), time.time())
     views = {int(group): line["t"] for line in lines if line["event"] == "view" for group in line["lost"]}
     found, job = [], played.plan.job
@@ -72,14 +74,24 @@ def _end(played: Played) -> list[str]:
     found = [played.trouble] if played.trouble else []
     if played.code is None:
         return [*found, f"it hung and was ended after {played.seconds:.0f} s"]
-    if played.code:
+    allowed = (0, NOT_SAVED) if _struck_after_the_end(played) else (0,)
+    if played.code not in allowed:
         found.append(f"the launcher ended with exit code {played.code}")
     view = next((line for line in reversed(played.history) if line["event"] == "view"), {"live": []})
     return found + [
         f"the launcher of host {host} ended with exit code {code}, it had a group that reached the end"
         for host, code in enumerate(played.codes)
-        if host and code and played.plan.job.groups_of(host) & set(view["live"])
+        if host and code not in allowed and played.plan.job.groups_of(host) & set(view["live"])
     ]
+
+
+def _struck_after_the_end(played: Played) -> bool:
+    """Return whether a group was killed when all steps were done: it could have been writing its final model."""
+    said = " ".join(line["reason"] for line in played.history if line["event"] == "not_saved")
+    struck = [
+        group for case in played.cases if case.state == "injected" for group in takes(case.fault, played.plan.job)
+    ]
+    return any(f"the script of group {group} failed" in said for group in struck)
 
 
 def _left(played: Played) -> list[str]:
@@ -100,7 +112,8 @@ def _replayed(played: Played) -> list[str]:
 
 
 def _survivors(lines: Lines) -> list[str]:
-    """Whom the last view has is there at the end, and nobody else; who is lost after that line was there."""
+    """Check that the members of the last view, and no others, are there at the end; a group that is lost after its
+    line was there."""
     ends = next(number for number, line in enumerate(lines) if line["event"] == "end")
     live = [line["live"] for line in lines[:ends] if line["event"] == "view"][-1]
     there = sorted(line["group"] for line in lines if line["event"] == "survivor")
@@ -108,7 +121,7 @@ def _survivors(lines: Lines) -> list[str]:
 
 
 def _innocent(played: Played, lines: Lines) -> list[str]:
-    """Nobody is lost to whom nothing happened that would take him."""
+    """Check that no group is lost without a fault that may take it."""
     may_be: set[int] = set()
     for case in injected(played):
         may_be |= takes(case.fault, played.plan.job)
@@ -119,11 +132,14 @@ def _innocent(played: Played, lines: Lines) -> list[str]:
         if case.fault.kind == "cut" and lasted_s > SILENCE_LIMIT_S - _BEATS_S:
             may_be |= takes(replace(case.fault, duration_s=max(lasted_s, SILENCE_LIMIT_S)), played.plan.job)
     may_be |= _held_in_vain(played)
-    return [f"group {group} is lost, it should not be: {why}" for group, why in lost(lines).items() if group not in may_be]
+    return [
+        f"group {group} is lost, it should not be: {why}" for group, why in lost(lines).items() if group not in may_be
+    ]
 
 
 def _held_in_vain(played: Played) -> set[int]:
-    """The groups with a rank that froze at a point where others should have, too, and did not: perhaps for too long."""
+    """Return the groups with a rank that froze at a point where others should have, too, and did not: perhaps for too
+    long."""
     found = set()
     for case in played.cases:
         for group, position in case.fault.targets(played.plan.job.ranks) if case.state == "missed" else ():
@@ -138,7 +154,7 @@ def injected(played: Played) -> Iterator[Case]:
 
 
 def _one_end(played: Played, lines: Lines) -> list[str]:
-    """A cut link costs one of its two hosts."""
+    """Check that a cut link costs one of its two hosts."""
     job = played.plan.job
     gone = [group for group, why in lost(lines).items() if "cut off" in why]
     hosts = {host for host in range(job.hosts) if job.groups_of(host) & set(gone)}
@@ -146,30 +162,32 @@ def _one_end(played: Played, lines: Lines) -> list[str]:
 
 
 def _said_so(played: Played, lines: Lines) -> list[str]:
-    """A rank that was not killed, but whose group is lost, has found that out and ended by itself.
+    """Check that a rank that was not killed, but whose group is lost, has found that out and ended by itself.
 
-    It was frozen and is awake again, or was told to leave, or another rank of its group is gone. One that has committed
-    every step and finds the run ended has nothing to say.
+    The rank was frozen and is awake again, or was told to leave, or another rank of its group is gone. A rank that has
+    committed every step and finds the run ended has nothing to report.
     """
     found, job = [], played.plan.job
     ways_out = ("outside view", "has left", "was left out", f"step {job.steps - 1} ")
-    full = any(case.fault.kind == "disk_full" for case in injected(played))  # then it may have said so to nobody
+    full = any(case.fault.kind == "disk_full" for case in injected(played))  # then a report may be missing
     for group, why in lost(lines).items():
         for position in range(job.ranks):
             if full or "cut off" in why or _may_die(played, group, position):
                 continue
             log = (played.run_dir / "logs" / f"g{group}.p{position}.log").read_text(errors="replace")
             if not any(words in log for words in ways_out):
-                found.append(f"rank {position} of lost group {group} lived, and did not say that it is out: {log[-300:]!r}")
+                found.append(
+                    f"rank {position} of lost group {group} lived, and did not say that it is out: {log[-300:]!r}"
+                )
     return found
 
 
 def _may_die(played: Played, group: int, position: int) -> bool:
-    """Whether this rank may have ended at a fault of its own: killed, raising, or held at a point for a kill."""
+    """Return whether this rank may have ended at a fault of its own: killed, raising, or held at a point for a kill."""
     ranks = played.plan.job.ranks
     for case in played.cases:
         fault = case.fault
-        deadly = fault.kind in ("exception", "oom", "nan", "bitflip") or (fault.signal and fault.signal.name == "SIGKILL")
+        deadly = fault.kind in (*RAISING, "nan", "bitflip") or fault.signal not in (None, SIGSTOP, SIGTERM)
         if fault.kind != "store" and deadly and (group, position) in fault.targets(ranks):
             return True
     return False
@@ -183,23 +201,23 @@ def _corruptions(played: Played, *kinds: str) -> list[Case]:
 
 
 def _first(played: Played, job: Job) -> int | None:
-    """The first step that an error may have got into; under recompute no NaN does."""
+    """Return the first step that an error may have got into; under recompute no NaN does."""
     kinds = ("bitflip",) if job.nonfinite == "recompute" else ()
     return min((case.fault.step for case in _corruptions(played, *kinds)), default=None)
 
 
 def _before(played: Played, lines: Lines, reference: Lines) -> list[str]:
-    """Until then the losses are those of the run without failures."""
+    """Check that the losses before the first error are those of the run without failures."""
     first = _first(played, played.plan.job)
     if not first:
         return []
     sound = [line for line in lines if line["event"] == "step" and line["step"] < first]
-    loss = checkers.largest_loss_difference(sound, reference)
-    return [f"the loss differs by {loss:.2e} before the first error"] if not loss <= checkers.LOSS_TOLERANCE else []
+    loss = invariants.largest_loss_difference(sound, reference)
+    return [f"the loss differs by {loss:.2e} before the first error"] if not loss <= invariants.LOSS_TOLERANCE else []
 
 
 def _stop(played: Played, lines: Lines) -> list[str]:
-    """It stops only for a reason, everywhere, and says which group it was."""
+    """Check that the run stops only for a reason, in all groups, and names the group that caused it."""
     found = [] if played.plan.job.nonfinite == "stop" else ["it stopped, which is not its policy"]
     if not _corruptions(played):
         found.append("it stopped, but no gradient was corrupted")
@@ -213,9 +231,9 @@ def _stop(played: Played, lines: Lines) -> list[str]:
 
 
 def _policy(played: Played, lines: Lines) -> list[str]:
-    """Of a run that has reached its end."""
+    """Check a run that has reached its end against its policy."""
     policy, nans, gone = played.plan.job.nonfinite, _corruptions(played, "nan"), lost(lines)
-    if policy == "stop":  # of a group that was lost in that step the others know nothing
+    if policy == "stop":  # the others know nothing of a group that was lost in that step
         stayed = [case.fault.group for case in nans if case.fault.group not in gone]
         return [f"a gradient of group {group} was NaN, and it did not stop" for group in stayed]
     if policy == "recompute":

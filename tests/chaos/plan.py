@@ -1,16 +1,16 @@
-"""What one chaos run is: a job and a schedule of faults, both drawn from nothing but a seed.
+"""The plan of one chaos run: a job and a schedule of faults, both drawn from nothing but a seed.
 
-Kinds of runs (``Job.kind``). ``plain``: faults of every kind strike processes, the store and, in a share of the runs, the
-disk of the run directory. ``hosts``: groups on hosts of their own, whose links are cut or lose packets. ``numbers``: a few
-gradients become NaN or lose a bit, under one of the policies for that; little else, because what a silent error does to the
-losses is nobody's promise.
+Kinds of runs (``Job.kind``). ``plain``: faults of every kind strike processes, the store and, in a share of the runs,
+the disk of the run directory. ``hosts``: groups on hosts of their own, whose links are cut or lose packets.
+``numbers``: a few gradients become NaN or lose a bit, under one of the policies for that; few other faults, because the
+effect of a silent error on the losses is not promised.
 
-One group of every run, the *keeper*, is never taken, so that a run always has somebody to reach its end. Some of the others
-die, leave or freeze for longer than the limit; everybody, keeper included, may be slow, frozen for a moment, or hold the
-GIL.
+One group of every run, the *keeper*, is never taken, so that a run always has a group that reaches its end. Some of the
+others die, leave or freeze for longer than the limit; every group, keeper included, may be slow, frozen for a moment,
+or hold the GIL.
 
-Left out on purpose: two groups whose scripts raise in the forward or backward pass of the same step. They may die computing
-the same microbatch, and then the run has to stop (``core.recovery``).
+Left out on purpose: two groups whose scripts raise in the forward or backward pass of the same step. They may die
+computing the same microbatch, and then the run has to stop (``core.protocol.machine``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_ft.faults.schedule import Fault, Schedule
+from megatron_ft.faults.schedule import RAISING, Fault, Schedule
 
+SHORT = (1415, 1416, 1421, 1423, 1424, 1425)
+"""Seeds of the short campaign: runs of all kinds, on few different jobs, each of which needs a run without failures."""
 STOPPED_LIMIT_S = 0.5
 """A rank that is stopped for longer is given up (``stopped_timeout_s``)."""
 SILENCE_LIMIT_S = 2.0
 """A host that is not heard for longer may be given up (``heartbeat_timeout_s``). Longer than by default: on a busy machine
 an agent may not run for a second."""
 _LONG_S, _SHORT_S, _GIL_S, _STORE_S = (0.6, 1.2), (0.05, 0.2), (1.0, 1.5), (0.3, 1.5)
-"""How long a stop that costs the group lasts, one that does not, a held GIL, and a stop of the agent or the store."""
+"""The length of a stop that costs the group, of one that does not, of a held GIL, and of a stop of the agent or the
+store."""
 _CUT_LONG_S, _CUT_SHORT_S, _LOSS_S, _DISK_S = (3.0, 4.0), (0.1, 0.3), (0.5, 2.0), (0.2, 0.6)
 _KINDS = {"plain": 13, "numbers": 4, "hosts": 3}
 _SEVERAL_RANKS, _FULL_DISK = 0.35, 0.25
@@ -40,30 +43,31 @@ _JOBS = {
     5: ((2, 12), (3, 8)),
     6: ((1, 14), (2, 9)),
 }
-"""By number of groups: microbatches of each, and steps. Few, because each needs a reference run."""
+"""By number of groups: microbatches of each, and number of steps. Few jobs, because each needs a reference run."""
 _GROUPS_WEIGHTS = (3, 5, 6, 3, 3)
 _JOBS_OF_TWO = ((2, 4, 10), (3, 2, 12), (3, 3, 9))
-"""Groups of two ranks: how many groups, and the same."""
+"""Jobs with groups of two ranks: number of groups, microbatches of each, and number of steps."""
 _HOSTS = ((3, 3), (3, 4), (2, 4), (2, 3))
-"""Hosts and groups."""
+"""Numbers of hosts and groups."""
 _BUCKET_MB = (0.05, 0.1, 0.3, 25.0)
 _POLICIES = ("skip", "recompute", "stop")
 _STEP_POINTS = ("begin", "forward", "backward", "reduce", "bucket", "gate", "update", "finish")
 _RECOVERY_POINTS = ("recover", "connect", "patch")
 _LEADERS_POINTS = ("recover", "finish")
-"""Those that only position 0 of a group gets to."""
+"""The points that only position 0 of a group gets to."""
 _COMPUTING = ("forward", "backward")
 _SINGLES = {"kill": 6, "stop": 4, "terminate": 2, "exception": 2, "oom": 1}
 _FORMS = {"single": 5, "split": 3, "rack": 3, "pair": 3, "in the recovery": 4}
 """Ways to take groups. split: one dies in the reductions or right after them, while another is frozen behind a bucket."""
 _HARMLESS = {"stop": 5, "slow": 4, "store": 3, "agent": 1, "gil": 2}
 _NEXT_TIME = {"after_s": 0.0}
-"""As the time of a fault at a point: whenever the rank gets there next."""
+"""The time of a fault at a point: whenever the rank gets there next."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and where. ``key`` names what decides the losses: not on how many ranks and hosts a group is."""
+    """The training job and its hosts. ``key`` names what decides the losses: not the numbers of ranks and hosts of a
+    group."""
 
     groups: int
     per_group: int
@@ -79,7 +83,7 @@ class Job:
         return self.groups, self.per_group, self.steps
 
     def groups_of(self, host: int) -> frozenset[int]:
-        """As the launcher spreads them."""
+        """Return the groups of a host, as the launcher spreads them."""
         return frozenset(range(host * self.groups // self.hosts, (host + 1) * self.groups // self.hosts))
 
 
@@ -87,7 +91,7 @@ class Job:
 class Plan:
     """One run of the campaign; ``keeper`` is the group that no fault takes.
 
-    Hosts are called host0, host1, ... and the run directory RUN in the schedule; :meth:`placed` knows better.
+    Hosts are called host0, host1, ... and the run directory RUN in the schedule; :meth:`placed` replaces these names.
     """
 
     seed: int
@@ -100,8 +104,10 @@ class Plan:
         return any(fault.kind == "disk_full" for fault in self.schedule.faults)
 
     def placed(self, run_dir: Path, namespaces: dict[str, str]) -> Schedule:
-        """The schedule as it is carried out there."""
-        return replace(self.schedule, faults=tuple(_placed(fault, run_dir, namespaces) for fault in self.schedule.faults))
+        """Return the schedule with the real names of hosts and run directory."""
+        return replace(
+            self.schedule, faults=tuple(_placed(fault, run_dir, namespaces) for fault in self.schedule.faults)
+        )
 
 
 def _placed(fault: Fault, run_dir: Path, namespaces: dict[str, str]) -> Fault:
@@ -111,17 +117,17 @@ def _placed(fault: Fault, run_dir: Path, namespaces: dict[str, str]) -> Fault:
 
 
 def address(host: int) -> str:
-    """Of a host in its network (``tests.netlab``)."""
+    """Return the address of a host in its network (``tests.netlab``)."""
     return f"10.99.0.{host + 1}"
 
 
 def draw(seed: int) -> Plan:
-    """The run of that seed: always the same."""
+    """Draw the run of that seed: always the same."""
     rng = random.Random(seed)
     kind = rng.choices(tuple(_KINDS), tuple(_KINDS.values()))[0]
     job = _job(rng, kind)
     keeper, *others = rng.sample(range(job.groups), job.groups)
-    if kind == "hosts":  # the store is on host 0: who is cut off from it is who has to leave
+    if kind == "hosts":  # the store is on host 0: a host that is cut off from it has to leave
         keeper = rng.choice(sorted(job.groups_of(0)))
         others = [group for group in rng.sample(range(job.groups), job.groups) if group != keeper]
     drawn = _Draw(rng, job, keeper)
@@ -152,12 +158,13 @@ def _job(rng: random.Random, kind: str) -> Job:
 
 
 def is_long(fault: Fault) -> bool:
-    """Whether it is a stop after which the group is out."""
+    """Return whether the fault is a stop after which the group is out."""
     return fault.signal is not None and fault.signal.name == "SIGSTOP" and (fault.duration_s or 0) > STOPPED_LIMIT_S
 
 
 def takes(fault: Fault, job: Job) -> frozenset[int]:
-    """The groups that may be lost to it, as the run is set up: none to a short stop, nor to one of the agent."""
+    """Return the groups that may be lost to the fault, as the run is set up: none to a short stop, nor to one of the
+    agent."""
     if fault.kind == "cut":
         return _cuts_off(fault, job)
     if fault.kind in ("nan", "bitflip"):
@@ -168,7 +175,8 @@ def takes(fault: Fault, job: Job) -> frozenset[int]:
 
 
 def _cuts_off(fault: Fault, job: Job) -> frozenset[int]:
-    """Of a link that is cut for long one end leaves: not the store's, if it is there."""
+    """Return the groups that may leave for a long cut of a link: those of its ends, but not those of the store's
+    host."""
     if fault.share is not None or fault.duration_s < SILENCE_LIMIT_S:
         return frozenset()
     ends = {host for host in range(1, job.hosts) if address(host) == fault.peer or fault.netns.endswith(f"host{host}")}
@@ -177,7 +185,7 @@ def _cuts_off(fault: Fault, job: Job) -> frozenset[int]:
 
 @dataclass
 class _Draw:
-    """The dice, and what they are thrown for. ``raised``: the steps in which a script raises while it computes."""
+    """The dice and the state of a draw. ``raised``: the steps in which a script raises while it computes."""
 
     rng: random.Random
     job: Job
@@ -214,7 +222,7 @@ class _Draw:
     def _single(self, group: int, step: int) -> Fault:
         kind = self._one_of(_SINGLES)
         lasting = {"duration_s": self._seconds(*_LONG_S)} if kind == "stop" else {}
-        if kind in ("exception", "oom"):
+        if kind in RAISING:
             whom = self._rank(group)
             return Fault(kind=kind, **whom, **self._at_point(step, whom, raises=True))
         if self.job.ranks > 1 and kind in ("kill", "stop") and self.rng.random() < 0.25:  # a node
@@ -222,12 +230,12 @@ class _Draw:
         return self._aimed(kind, group, step, **lasting)
 
     def _aimed(self, kind: str, group: int, step: int, **fields) -> Fault:
-        """At one rank of the group, in or about that step."""
+        """Aim at one rank of the group, in or about that step."""
         whom = self._rank(group)
         return Fault(kind=kind, **whom, **fields, **self._moment(step, whom))
 
     def _rank(self, group: int) -> dict:
-        """Any of the group's ranks."""
+        """Draw any of the group's ranks."""
         position = self.rng.randrange(self.job.ranks)
         return {"group": group} | ({"position": position} if position else {})
 
@@ -261,13 +269,14 @@ class _Draw:
         return Fault(kind="rack", groups=tuple(sorted(groups)), how=how, **lasting, **when)
 
     def full_disk(self) -> list[Fault]:
-        """Early, and with somebody slow: a line that cannot be written waits for room, but not longer than the run."""
+        """Fill the disk early, while a group is slow: a line that cannot be written waits for room, but not longer
+        than the run."""
         whole = Fault(kind="disk_full", directory="RUN", duration_s=self._seconds(*_DISK_S), step=self.rng.randrange(3))
         slow = Fault(kind="slow", group=self.keeper, step=0, factor=6.0, steps=self.job.steps)
         return [slow, whole]
 
     def corruptions(self, others: list[int]) -> list[list[Fault]]:
-        """Gradients that go wrong, each in a step of its own; where nothing stops for it, somebody may die as well."""
+        """Corrupt gradients, each in a step of its own; where the run does not stop for it, a group may die as well."""
         steps = self.rng.sample(range(self.job.steps), min(self.rng.randint(2, 4), len(others) + 1))
         policy, found = self.job.nonfinite, []
         for number, step in enumerate(sorted(steps)):
@@ -281,7 +290,7 @@ class _Draw:
         return found
 
     def cuts(self) -> list[list[Fault]]:
-        """Most often a host is cut off for good; links are cut for a moment, or lose some of what they carry."""
+        """Cut links: most often a host is cut off for good; other links are cut for a moment, or lose some packets."""
         steps = sorted(self.rng.sample(range(self.job.steps - 1), 3))
         found = [[self._cut(step, *self._link(), duration_s=self._seconds(*_CUT_SHORT_S))] for step in steps[:1]]
         share = round(self.rng.uniform(0.02, 0.15), 3)
@@ -308,7 +317,7 @@ class _Draw:
         return Fault(kind="cut", group=group, netns=f"host{host}", peer=address(peer), **when, **fields)
 
     def troubles(self, count: int) -> Iterator[Fault]:
-        """Faults that nobody is lost to."""
+        """Draw faults to which no group is lost."""
         weights = dict(_HARMLESS)
         if self.job.hosts > 1:
             weights["agent"] = 0  # it would not be heard
@@ -339,7 +348,8 @@ class _Draw:
     # --- moments ------------------------------------------------------------------------------------------------------
 
     def _moment(self, step: int, whom: dict) -> dict:
-        """Mostly a point of that step; else right after the commit of it, some time after another fault, or anywhen."""
+        """Draw a moment: mostly a point of that step; else right after its commit, some time after another fault, or
+        at any time."""
         form = self._one_of({"point": 6, "step": 2, "wait": 2, "clock": 1})
         if form == "wait":
             return {"wait_s": self._seconds(0.0, 0.4)}
@@ -363,7 +373,7 @@ class _Draw:
 
     @staticmethod
     def _there(points: tuple[str, ...], whom: dict) -> tuple[str, ...]:
-        """Those of them that this rank gets to."""
+        """Return the points that this rank gets to."""
         return tuple(point for point in points if not (whom.get("position") and point in _LEADERS_POINTS))
 
     def _seconds(self, least: float, most: float) -> float:

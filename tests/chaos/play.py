@@ -1,7 +1,7 @@
-"""Play one run: launch it by the real command, inject its schedule, wait for its end, and see what it leaves behind.
+"""Play one run: launch it by the real command, inject its schedule, wait for its end, and look at its leftovers.
 
-A run that does not end is not waited for: its threads' stacks are written down (where ``py-spy`` is installed), then it is
-ended. Nothing is judged here.
+A run that does not end is not waited for: the stacks of its threads are written down (where ``py-spy`` is installed),
+then it is ended. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_ft.errors import FTError
-from megatron_ft.faults import processes
-from megatron_ft.faults.execute import Case, Injector
+from megatron_ft.faults import injection_points, process_lookup
+from megatron_ft.faults.injector import Case, Injector
 from megatron_ft.faults.schedule import Schedule
-from megatron_ft.runtime import history, points
+from megatron_ft.runlog import history
 from tests import netlab, support
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
@@ -34,14 +34,14 @@ HANGS_S = 150.0
 _STARTS_WITHIN_S = 60.0
 _DISK_MB = 8
 _ENDS_WITHIN_S = 20.0
-"""After SIGTERM to the launcher, and of a process whose parent has ended."""
+"""The time until the end of a launcher after SIGTERM, and of a process whose parent has ended."""
 
 
 @dataclass
 class Played:
-    """What became of a run. ``code``: of the launcher, None when it was ended because it hung; ``stops``: seconds that a
-    stop or a cut lasted, by number of the fault; ``stood``: the same, from when the rank froze itself at its point;
-    ``left``: processes that outlived it; ``codes``: of each host's."""
+    """The outcome of a run. ``code``: of the launcher, None when it was ended because it hung; ``stops``: seconds that
+    a stop or a cut lasted, by number of the fault; ``stood``: the same, from when the rank froze itself at its
+    point; ``left``: processes that outlived it; ``codes``: of each host's launcher."""
 
     plan: Plan
     directory: Path
@@ -64,7 +64,8 @@ class Played:
 
 
 def missing(plan: Plan) -> str:
-    """What this machine lacks for that run; empty when it can be played. (Where no disk can be mounted, none is filled.)"""
+    """Return what this machine lacks for that run; empty when it can be played. (Where no disk can be mounted, none is
+    filled.)"""
     if plan.job.hosts == 1:
         return ""
     if shutil.which("nft") is None and shutil.which("iptables") is None:
@@ -73,7 +74,7 @@ def missing(plan: Plan) -> str:
 
 
 def play(plan: Plan, directory: Path, data: Path) -> Played:
-    """One run, in a directory of its own that is made anew."""
+    """Play one run, in a directory of its own that is made anew."""
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "run").mkdir(parents=True)
     (directory / "schedule.json").write_text(json.dumps(plan.schedule.to_json(), indent=1))
@@ -94,7 +95,8 @@ def play(plan: Plan, directory: Path, data: Path) -> Played:
 
 
 def reference(job: Job, directory: Path, data: Path) -> list[dict]:
-    """The history of the same job without failures, on one host and one rank per group; played once, then read again."""
+    """Return the history of the same job without failures, on one host and one rank per group; played once, then read
+    again."""
     directory = directory / "reference-{}x{}x{}".format(*job.key)
     if not (directory / "done").exists():
         plain = replace(job, ranks=1, hosts=1, kind="plain", nonfinite="skip")
@@ -107,7 +109,8 @@ def reference(job: Job, directory: Path, data: Path) -> list[dict]:
 
 @contextmanager
 def _small_disk(run_dir: Path) -> Iterator[None]:
-    """The run directory as a file system of its own, which can be filled; what is in it stays. Needs root, else nothing."""
+    """Make the run directory a file system of its own, which can be filled; its contents stay. Needs root, else does
+    nothing."""
     small = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(run_dir)]
     if subprocess.run(small, capture_output=True).returncode:
         yield
@@ -124,7 +127,7 @@ def _small_disk(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _network(job: Job) -> Iterator[netlab.Lab | None]:
-    """Hosts of their own, where the job has several."""
+    """Make hosts of their own, where the job has several."""
     if job.hosts == 1:
         yield None
         return
@@ -136,12 +139,22 @@ def _network(job: Job) -> Iterator[netlab.Lab | None]:
 
 
 def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> list[subprocess.Popen]:
-    """A launcher for each host."""
+    """Start a launcher for each host."""
     config = directory / "config.json"
     detector = {"stopped_timeout_s": STOPPED_LIMIT_S, "heartbeat_timeout_s": SILENCE_LIMIT_S}
-    support.write_config(config, bucket_mb=job.bucket_mb, detector=detector, nonfinite=job.nonfinite)
+    changes = {"detector": detector, "nonfinite": job.nonfinite, "store": "embedded"}
+    support.write_config(config, bucket_mb=job.bucket_mb, **changes)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"gradient_accumulation_steps": job.per_group}))
-    options = ["--groups", job.groups, "--ranks-per-group", job.ranks, "--config", config, "--run-dir", directory / "run"]
+    options = [
+        "--groups",
+        job.groups,
+        "--ranks-per-group",
+        job.ranks,
+        "--config",
+        config,
+        "--run-dir",
+        directory / "run",
+    ]
     own = ["--data", data, "--steps", job.steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
     launchers = []
     for host in range(job.hosts):
@@ -172,9 +185,13 @@ def _inject(played: Played, lab: netlab.Lab | None) -> None:
         words = line.split()
         if words[0] == "undone:":
             said[int(words[1])] = time.time()
-        if words[0] == "injected:" and (fault := plan.schedule.faults[int(words[1]) - 1]).kind == "stop" and fault.point:
-            with suppress(OSError):  # it has said so right before
-                reached = points.reached_file(played.run_dir, fault.group, fault.position or 0)
+        if (
+            words[0] == "injected:"
+            and (fault := plan.schedule.faults[int(words[1]) - 1]).kind == "stop"
+            and fault.point
+        ):
+            with suppress(OSError):  # the rank has reported it right before
+                reached = injection_points.reached_file(played.run_dir, fault.group, fault.position or 0)
                 froze[int(words[1])] = reached.stat().st_mtime
         with (played.directory / "injector.log").open("a") as log:
             log.write(f"{time.time():.3f} {line}\n")
@@ -189,24 +206,28 @@ def _inject(played: Played, lab: netlab.Lab | None) -> None:
         injector.run()
     finally:
         for case, fault in zip(injector.cases, plan.schedule.faults, strict=True):
-            case.fault = fault  # as it was drawn: who reads a result has no use for a temporary directory
+            case.fault = fault  # as it was drawn: a reader of a result has no use for a temporary directory
         played.cases = injector.cases
     begun = {line.get("fault"): line["t"] for line in played.history if line["event"] == "inject"}
     numbers = {case.number: case.key for case in injector.cases}
-    played.stops = {number: until - begun[numbers[number]] for number, until in said.items() if numbers[number] in begun}
+    played.stops = {
+        number: until - begun[numbers[number]] for number, until in said.items() if numbers[number] in begun
+    }
     played.stood = {number: until - froze[number] for number, until in said.items() if number in froze}
 
 
 def _await_ranks(played: Played) -> None:
-    """Until the agents of all hosts have said whom they started: the injector takes the first rank's agent for the run's."""
+    """Wait until the agents of all hosts have listed their ranks: the injector takes the first rank's agent for the
+    run's."""
     deadline = time.monotonic() + _STARTS_WITHIN_S
     job = played.plan.job
-    while len(processes.ranks(played.run_dir)) < job.groups * job.ranks and time.monotonic() < deadline:
+    while len(process_lookup.ranks(played.run_dir)) < job.groups * job.ranks and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 class _Limit:
-    """Ends a run that hangs, so that whoever waits for its processes goes on; and one that nobody waits for any more."""
+    """End a run that hangs, so that a thread that waits for its processes goes on; and a run that is not waited for
+    any more."""
 
     def __init__(self, launchers: list[subprocess.Popen], directory: Path) -> None:
         self.launchers, self._directory = launchers, directory
@@ -243,14 +264,14 @@ class _Limit:
 
     def _write_stacks(self) -> None:
         tool = Path(sys.executable).with_name("py-spy")
-        ours = [*self._living(), *processes.ranks(self._directory / "run")]
+        ours = [*self._living(), *process_lookup.ranks(self._directory / "run")]
         with (self._directory / "stacks.txt").open("wb") as output:
             for pid in [process.pid for process in ours] if tool.exists() else ():
                 subprocess.run([tool, "dump", "--nonblocking", "--pid", str(pid)], stdout=output, stderr=output)
 
 
 def _left_behind(run_dir: Path) -> list[int]:
-    """Processes of the run that have not ended some time after it; these are ended here."""
+    """Return the processes of the run that have not ended some time after it; they are ended here."""
     try:
         run_id = json.loads((run_dir / "config.json").read_text())["run_id"]
     except (OSError, ValueError, KeyError):
@@ -263,7 +284,7 @@ def _left_behind(run_dir: Path) -> list[int]:
 
 
 def _of_run(run_id: str, run_dir: Path) -> list[int]:
-    """Its ranks, by what they were started with; agents, keepers and stores by their command line."""
+    """Return the run's ranks, by their environment; agents, keepers and stores by their command line."""
     mark, path, found = f"MEGATRON_FT_RUN_ID={run_id}".encode(), str(run_dir).encode(), []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -277,7 +298,7 @@ def _words(path: Path) -> list[bytes]:
 
 
 def _ends(pid: int) -> bool:
-    """Whether it ends by itself: the kernel may still be busy with what was killed."""
+    """Return whether the process ends by itself: the kernel may still be busy with a killed one."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

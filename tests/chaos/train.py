@@ -15,7 +15,8 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "pretrain_gpt" / "tr
 
 
 def leave_out_dynamo() -> None:
-    """What is decorated to be left alone by the compiler is left alone anyway."""
+    """Put a stand-in in place of ``torch._dynamo``: the functions that its decorators exempt from the compiler are not
+    compiled anyway."""
     stand_in = types.ModuleType("torch._dynamo")
 
     def disable(function: Callable, recursive: bool = True, **_: object) -> Callable:

@@ -1,6 +1,6 @@
-"""Every command of the documentation exists as it is written there, and those that take seconds are run.
+"""Every command of the documentation exists as it is written there, and the commands that take seconds are run.
 
-Which ones are run says ``RUN``. The others need a cluster, a live run or minutes.
+``RUN`` lists the commands that are run. The others need a cluster, a live run or minutes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RUN = (
 """The lines that are run here, in the order of the pages, all in one copy of the project."""
 WRAPPERS = {"srun", "mpirun", "torchrun", "deepspeed", "sbatch"}
 SHELL = {"cp", "tail", "eval", "hostname", "git", "cd", "source", "export", "pip", "sacct"}
-"""What is no program of the project."""
+"""Programs that do not belong to the project."""
 
 
 def known(parser: argparse.ArgumentParser, words: list[str]) -> str:
-    """Why that parser does not know an option among these words; empty if it knows all of them."""
+    """Return why that parser does not know an option among these words; empty if it knows all of them."""
     options = set(parser._option_string_actions)
     own = words[: words.index("--")] if "--" in words else words
     wrong = [word for word in own if word.startswith("--") and word.partition("=")[0] not in options]
@@ -47,7 +47,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def ours(words: list[str]) -> str:
-    """Of ``megatron-ft ...``; what a ``supervise`` or ``burn-in`` is given is looked at, too."""
+    """Check a command ``megatron-ft ...``; the command that a ``supervise`` or ``burn-in`` is given is checked, too."""
     commands = subcommands(cli._parser())
     if not words or words[0] not in commands:
         return f"megatron-ft has no {words[0] if words else 'command'}"
@@ -59,7 +59,8 @@ def ours(words: list[str]) -> str:
 
 
 def of_script(words: list[str]) -> str:
-    """Of ``python FILE ...`` or ``python -m MODULE ...``: asked with --help, as scripts have parsers of their own."""
+    """Check ``python FILE ...`` or ``python -m MODULE ...``: the script is asked with --help, as scripts have parsers
+    of their own."""
     module = words[0] == "-m"
     path = support.ROOT / (words[1].replace(".", "/") + ".py" if module else words[0])
     if module and not path.exists():
@@ -88,7 +89,7 @@ def of_make(words: list[str]) -> str:
 
 
 def inside(words: list[str]) -> str:
-    """What another program is told to start: one of our commands, modules or scripts."""
+    """Check the command that another program is told to start: one of our commands, modules or scripts."""
     if "megatron-ft" in words:
         return ours(words[words.index("megatron-ft") + 1 :])
     for option in ("-m", "--module"):
@@ -102,7 +103,7 @@ def inside(words: list[str]) -> str:
 
 
 def wrong(command: Command) -> str:
-    """What is not right about it; empty when all is."""
+    """Return what is wrong with the command; empty when all is right."""
     words = [word for word in command.words if word != "..."]
     while words and "=" in words[0] and not words[0].startswith("-"):
         words = words[1:]  # settings for one command
@@ -134,7 +135,7 @@ def test_each_command_exists_with_its_options(command):
         "python tools/slurm_lab.py up --node 3",
         "sbatch slurm/prtrain.sbatch",
         "srun -N3 megatron-ft doctor --dir x",
-        "torchrun -m megatron_ft.launch.shm train.py",
+        "torchrun -m megatron_ft.launchers.launcher_shm train.py",
         "megatron-ft supervise --arrray launch --groups 4",
         "megatron-ft supervise --array launch --grups 4",
         "frobnicate",
@@ -153,7 +154,7 @@ def test_blocks_are_read_as_they_are_meant():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """The project as somebody has just cloned it, without its tests; this interpreter's environment."""
+    """A fresh clone of the project, without its tests; this interpreter's environment."""
     root = tmp_path_factory.mktemp("clone")
     for name in ("examples", "slurm"):
         subprocess.run(["cp", "-r", support.ROOT / name, root / name], check=True)
@@ -161,8 +162,8 @@ def copy(tmp_path_factory) -> Path:
     return root
 
 
-def test_what_takes_seconds_is_run_as_it_is_written(copy):
-    """In the order of the pages: what one makes, the next may need."""
+def test_commands_that_take_seconds_are_run_as_they_are_written(copy):
+    """The order is that of the pages: a command may need the output of an earlier one."""
     chosen = [command for command in COMMANDS if command.line in RUN]
     assert {command.line for command in chosen} == set(RUN)
     (copy / "bin").mkdir()
@@ -174,5 +175,7 @@ def test_what_takes_seconds_is_run_as_it_is_written(copy):
     for command in chosen:
         if command.line not in done:
             done.add(command.line)
-            ran = subprocess.run(["bash", "-c", command.line], capture_output=True, text=True, cwd=copy, env=environment)
+            ran = subprocess.run(
+                ["bash", "-c", command.line], capture_output=True, text=True, cwd=copy, env=environment
+            )
             assert ran.returncode == 0, f"{command}: {ran.returncode}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"

@@ -1,4 +1,5 @@
-"""Ranks that are forked: children of the agent like any others, with what a new interpreter would have been given."""
+"""Forked ranks: children of the agent like any others, with the environment and arguments that a new interpreter would
+get."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import processes
-from megatron_ft.launch import forkserver
-from megatron_ft.runtime.points import start_of
+from megatron_ft.agent import forkserver
+from megatron_ft.faults import process_lookup
+from megatron_ft.faults.injection_points import start_of
 from tests.stores import await_
 
 SAY = """
@@ -34,7 +35,7 @@ def server():
     made = forkserver.ForkServer({**os.environ, "LEFT": "to the server"}, ["fractions"])
     yield made
     made.close()
-    ctypes.CDLL(None).prctl(36, 0)  # whoever becomes an orphan in another test is not this process's child
+    ctypes.CDLL(None).prctl(36, 0)  # an orphan of another test must not become a child of this process
 
 
 @pytest.fixture
@@ -64,15 +65,15 @@ def test_a_forked_rank_is_a_child_with_an_environment_arguments_and_output_of_it
     assert (tmp_path / "log").read_text() == 3 * "to the log\n"
 
 
-def test_its_death_is_seen_like_any_childs(tmp_path, server, script):
+def test_the_death_of_a_forked_rank_is_seen_like_that_of_any_child(tmp_path, server, script):
     with (tmp_path / "log").open("wb") as output:
         rank = server.start([str(script), str(tmp_path / "said"), "9"], environment(os.getpid()), output)
     assert rank.wait() == rank.poll() == -signal.SIGKILL
-    rank.kill()  # nobody
+    rank.kill()  # has no effect on any process
 
 
 def test_a_rank_that_is_forked_too_late_does_not_begin(tmp_path, script, monkeypatch):
-    """Its agent has started it otherwise by then."""
+    """The agent has started the rank in another way by then."""
     monkeypatch.setattr(forkserver, "_ANSWER_S", 0.2)
     server, own = forkserver.ForkServer(os.environ), environment(os.getpid())
     with (tmp_path / "log").open("wb") as output:
@@ -90,7 +91,7 @@ def test_a_rank_that_is_forked_too_late_does_not_begin(tmp_path, script, monkeyp
 
 AGENT = """
 import os, sys, time
-from megatron_ft.launch import forkserver
+from megatron_ft.agent import forkserver
 server = forkserver.ForkServer(os.environ)
 own = {**os.environ, forkserver.AGENT_VARIABLE: str(os.getpid())}
 print(server.start([sys.argv[1]], own, open(os.devnull, "wb")).pid, server.pid, flush=True)
@@ -98,17 +99,17 @@ time.sleep(600)
 """
 
 
-def test_it_ends_with_its_agent(tmp_path):
+def test_a_forked_rank_ends_with_its_agent(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(600)")
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(script)], stdout=subprocess.PIPE, text=True)
-    started = [processes.Process(pid, start_of(pid)) for pid in map(int, agent.stdout.readline().split())]
+    started = [process_lookup.Process(pid, start_of(pid)) for pid in map(int, agent.stdout.readline().split())]
     agent.kill()
     agent.communicate()
     await_(lambda: not any(process.lives for process in started), "rank and server have ended with the agent")
 
 
-def test_a_server_that_is_gone_is_told(tmp_path, script):
+def test_a_server_that_is_gone_is_reported(tmp_path, script):
     server = forkserver.ForkServer(os.environ, ["no_such_module"])
     with (tmp_path / "log").open("wb") as output, pytest.raises(forkserver.NotForked, match="no_such_module"):
         server.start([str(script)], environment(os.getpid()), output)

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from megatron_ft.faults import checkers
+from megatron_ft.runlog import invariants
 from tests import support
 from tests.stores import held_port
 
@@ -19,36 +19,48 @@ BEATS = {"heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S}
 
 
 class Agents:
-    """One launcher for each host."""
+    """The launchers of all hosts, one for each host."""
 
     def __init__(self, directory, data) -> None:
         self.directory, self._held = directory, held_port()
         self.port = self._held.getsockname()[1]
-        self.config = support.write_config(directory / "config.json", detector=BEATS)
+        self.config = support.write_config(directory / "config.json", detector=BEATS, store="embedded")
         self.script = support.SCRIPT
         self.own = ["--data", data, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
         self.agents: dict[int, subprocess.Popen] = {}
+        self.environment: dict[int, dict[str, str]] = {}
 
     def start(self, host: int, **changed) -> subprocess.Popen:
         options = {"groups": GROUPS, "hosts": HOSTS, "host-rank": host, "store": f"127.0.0.1:{self.port}"}
         options |= {"address": f"127.0.0.{host + 1}", "config": self.config, "run-dir": self.directory / "run"}
         options |= {name.replace("_", "-"): value for name, value in changed.items()}
-        flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+        flags = [text for name, value in options.items() for text in (f"--{name}", value) if text is not True]
         self.agents[host] = subprocess.Popen(
             support.command("launch", *flags, self.script, "--", *self.own),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=support.ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment.get(host, {})},
         )
         return self.agents[host]
+
+    def join(self, number: int, *options) -> subprocess.Popen:
+        self.agents[number] = subprocess.Popen(
+            support.command("join", self.directory / "run", "--address", f"127.0.0.{number + 1}", *options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",  # the script's path is relative to the directory in which the run was started
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support.ROOT)},
+        )
+        return self.agents[number]
 
     def said(self, host: int) -> str:
         return self.agents[host].communicate(timeout=support.TIMEOUT_S)[0]
 
     def kill(self) -> None:
-        """Whatever is still there."""
+        """Kill every launcher that still runs."""
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
@@ -75,11 +87,12 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     agents.agents[1].send_signal(signal.SIGKILL)
     gate.open()
     assert [agents.agents[host].wait(timeout=support.TIMEOUT_S) for host in (0, 2)] == [0, 0], agents.said(0)
-    found = checkers.check_history(run.history, GROUPS * support.PER_GROUP)
+    found = invariants.check_history(run.history, GROUPS * support.PER_GROUP)
     assert not found, found
     lost = {group: why for view in run.events("view") for group, why in view["lost"].items()}
-    assert sorted(lost) == ["2", "3"] and all("(127.0.0.2) for" in why for why in lost.values())
-    assert {line["about"] for line in run.events("silence")} == {f"{socket.gethostname()}(127.0.0.2)"}
+    assert sorted(lost) == ["2", "3"] and all(f"of host 1 ({socket.gethostname()}) for" in why for why in lost.values())
+    about = {(line["about"], line["hosts"][1]) for line in run.events("silence")}
+    assert about == {(f"{socket.gethostname()}(127.0.0.2)", 1)}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
         ({"hosts": 2}, "host 1 has hosts 2, host 0 has 3"),
     ],
 )
-def test_hosts_that_do_not_agree_say_so(agents, changed, words):
+def test_hosts_that_do_not_agree_report_it(agents, changed, words):
     agents.start(0)
     other = agents.start(1, **changed)
     assert words in " ".join(agents.said(1).split()) and other.returncode == 2
@@ -105,7 +118,7 @@ def test_hosts_that_do_not_agree_say_so(agents, changed, words):
         ({"store": "no.such.host.invalid:1", "address": "127.0.0.1", "host_rank": 1}, "no.such.host.invalid"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(agents, changed, words):
+def test_mistakes_are_reported_before_anything_starts(agents, changed, words):
     agent = agents.start(**{"host": 0, **changed})
     said = " ".join(agents.said(0).split())
     assert words in said and agent.returncode == 2 and "Traceback" not in said, said

@@ -1,4 +1,4 @@
-"""``megatron-ft inject`` against real runs: what is asked happens, at its point, once; and the run keeps its promises."""
+"""``megatron-ft inject`` against real runs: each fault happens at its point, once; and the run keeps its promises."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import mix, processes, surroundings
-from megatron_ft.faults.execute import Injector
+from megatron_ft.faults import host_faults, injection_points, mix, process_lookup
+from megatron_ft.faults.injector import Injector
 from megatron_ft.faults.schedule import Fault, Schedule
-from megatron_ft.runtime import history, points
+from megatron_ft.runlog import history
 from tests import support
 from tests.stores import store_of
 
@@ -34,7 +34,7 @@ def long_reference(tmp_path_factory, data_dir) -> support.Run:
 
 
 def start(tmp_path, data_dir, *gates: int, **options) -> tuple[support.Run, support.Gate]:
-    """A run that waits before these steps: an injector is as slow to start as it is."""
+    """Start a run that waits before these steps: an injector is as slow to start as the run."""
     gate = support.Gate(tmp_path, *gates)
     return support.start(tmp_path / "run", data_dir, steps=STEPS, script=gate.script, **options), gate
 
@@ -45,7 +45,7 @@ def write(path, *faults) -> str:
 
 
 def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, long_reference):
-    """Three of four groups, each by another way; the same schedule again does nothing."""
+    """Three of four groups fail, each by another way; the same schedule again does nothing."""
     schedule = write(
         tmp_path / "schedule.json",
         {"kind": "kill", "group": 2, "step": 3, "point": "reduce", "bucket": 1},
@@ -61,19 +61,24 @@ def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, l
     assert done.returncode == 1
     assert "it would leave 0 groups, --min-survivors is 1" in done.stdout
     injected = run.events("inject")
-    assert [(line["group"], line["kind"]) for line in injected] == [(2, "kill"), (1, "exception"), (0, "kill")], done.stdout
+    assert [(line["group"], line["kind"]) for line in injected] == [(2, "kill"), (1, "exception"), (0, "kill")], (
+        done.stdout
+    )
     assert injected[0]["point"] == "reduce 1, step 3"
     assert injected[1]["point"] == "backward, step 6"
     assert {line["group"] for line in run.events("fault")} == {0, 1, 2}
-    assert next(line for line in run.events("fault") if line["group"] == 1)["detail"].startswith("train.py raised Injected")
+    assert next(line for line in run.events("fault") if line["group"] == 1)["detail"].startswith(
+        "train.py raised Injected"
+    )
     again = support.ft("inject", run.directory, schedule)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    assert "is over; nothing was injected" in again.stderr
+    assert "is over, and no fault was injected" in again.stderr
     assert run.events("inject") == injected
 
 
 def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_path, data_dir):
-    """The first one dies after its first strike; group 0 is held at a point meanwhile, and struck by the second."""
+    """The first injector dies after its first strike; group 0 is held at a point meanwhile, and struck by the
+    second."""
     faults = (
         Fault(kind="terminate", group=2, step=1),
         Fault(kind="kill", group=0, step=4, point="begin"),
@@ -81,7 +86,9 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
     schedule = write(tmp_path / "schedule.json", *(fault.to_json() for fault in faults))
     run, gate = start(tmp_path, data_dir, 3)
     first = subprocess.Popen(support.command("inject", run.directory, schedule), cwd=support.ROOT)
-    support.wait_for(lambda: len(run.events("inject")) == 1 and points.mailbox(run.directory, 0, 0).exists(), run)
+    support.wait_for(
+        lambda: len(run.events("inject")) == 1 and injection_points.mailbox(run.directory, 0, 0).exists(), run
+    )
     first.kill()
     first.wait()
     gate.open(3)
@@ -94,7 +101,7 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
 
 
 def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
-    """Agent and store are frozen, the steps go on without them, and they go on when their time is up."""
+    """Agent and store are frozen; the steps go on without them, and both resume when their time is up."""
     run, gate = start(tmp_path, data_dir, LATE)
     support.wait_for_step(run, 4)
     schedule = Schedule((
@@ -115,7 +122,8 @@ def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_pa
 
 
 def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_reference):
-    """Twice, and each time a rank dies afterwards; the last group must not be taken, the store may be."""
+    """The store is killed twice, and each time a rank dies afterwards; the last group must not be struck, the store
+    may be."""
     schedule = write(
         tmp_path / "schedule.json",
         {"kind": "store", "step": 2},
@@ -134,8 +142,9 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
     assert sorted(line["group"] for line in run.events("fault")) == [0, 2]
 
 
-def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir):
-    """Both ranks of group 1 shall die at bucket 0, which one of them owns: it freezes there, the other one never comes."""
+def test_a_rank_that_is_held_for_a_fault_that_is_not_reached_resumes(tmp_path, data_dir):
+    """Both ranks of group 1 are to die at bucket 0, which one of them owns: that rank freezes there, the other one
+    never comes."""
     detector = {"stopped_timeout_s": 0.5}
     run, gate = start(tmp_path, data_dir, FIRST, LATE, groups=3, extra=["--ranks-per-group", "2"], detector=detector)
     fault = {"kind": "kill", "group": 1, "position": "all", "step": 3, "point": "bucket", "bucket": 0}
@@ -147,8 +156,8 @@ def test_who_is_held_for_a_fault_that_is_not_reached_goes_on(tmp_path, data_dir)
     assert "is stopped" in (run.directory / "logs" / "g1.p0.log").read_text(), "it could say so itself, later"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_dir, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_an_injector_that_is_told_to_end_withdraws_its_orders(tmp_path, data_dir, number):
     run, gate = start(tmp_path, data_dir, LATE)
     schedule = write(tmp_path / "schedule.json", {"kind": "kill", "group": 1, "step": STEPS - 1, "point": "gate"})
     injector = subprocess.Popen(
@@ -159,7 +168,7 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     assert injector.stdout.readline().startswith("armed: 1 kill group 1")
-    mailbox = points.mailbox(run.directory, 1, 0)
+    mailbox = injection_points.mailbox(run.directory, 1, 0)
     support.wait_for(mailbox.exists, run)
     injector.send_signal(number)
     said, _ = injector.communicate()
@@ -171,7 +180,7 @@ def test_an_injector_that_is_told_to_end_takes_its_orders_back(tmp_path, data_di
     assert not run.events("fault")
 
 
-def test_who_is_only_slow_is_not_lost(tmp_path, data_dir, long_reference):
+def test_a_slow_group_is_not_lost(tmp_path, data_dir, long_reference):
     schedule = write(tmp_path / "schedule.json", {"kind": "slow", "group": 1, "after_s": 0, "factor": 1.5, "steps": 2})
     run, gate = start(tmp_path, data_dir, FIRST)
     done = support.inject_when_ready(run, gate, FIRST, schedule, orders=(1,))
@@ -200,7 +209,7 @@ def test_a_dry_run_shows_all_and_needs_no_run(tmp_path):
         (["--mix", "2", "--min-survivors", "-1"], "--min-survivors is -1"),
         (["--mix", "0"], "--mix is 0"),
         (["--mix", "2", "--every-s", "0"], "--every-s is 0"),
-        (["--mix", "2", "--groups", "3"], "--groups is for --dry-run only"),
+        (["--mix", "2", "--groups", "3"], "--groups needs --dry-run"),
         (["missing.json"], "schedule missing.json cannot be read"),
         (["--mix", "2", "--start-timeout-s", "0.1"], "no live run in"),
     ],
@@ -228,16 +237,17 @@ def test_two_injectors_do_not_work_on_one_run(tmp_path):
         first.kill()
         first.wait()
     assert second.returncode == 2
-    assert "another injector is at work" in second.stderr
+    assert "another injector works on" in second.stderr
 
 
 def _is_locked_by(pid: int) -> bool:
-    """Without trying to take it: the first one might find it taken in that moment."""
+    """Check who holds the lock without trying to take it: the first injector might find the lock taken in that
+    moment."""
     locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
     return any((words[1], words[4]) == ("FLOCK", str(pid)) for words in locks)
 
 
-# --- who may be signalled ---------------------------------------------------------------------------------------------
+# --- which processes may be signalled ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,14 +260,14 @@ def bystander():
 
 def listed(run_dir, pid: int, later: int = 0, **more: str) -> None:
     (run_dir / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 1, "ranks_per_group": 1}))
-    entry = {"group": 0, "position": 0, "pid": pid, "start": points.start_of(pid) + later, **more}
+    entry = {"group": 0, "position": 0, "pid": pid, "start": injection_points.start_of(pid) + later, **more}
     (run_dir / "ranks.json").write_text(json.dumps([entry]))
 
 
 def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
-    """The file is old and its pid somebody else's by now."""
+    """The file is old and its pid belongs to another process by now."""
     listed(tmp_path, bystander.pid)
-    assert processes.ranks(tmp_path) == []
+    assert process_lookup.ranks(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -270,9 +280,16 @@ def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
         ({"host": f"{socket.gethostname()}(10.99.0.2)"}, True),
         ({"host": f"{socket.gethostname()}2"}, False),
     ],
-    ids=["it is", "somebody else's child", "earlier than the file says", "later", "one of hosts of one name", "elsewhere"],
+    ids=[
+        "it is",
+        "somebody else's child",
+        "earlier than the file says",
+        "later",
+        "one of hosts of one name",
+        "elsewhere",
+    ],
 )
-def test_a_rank_is_known_by_what_it_was_started_as(tmp_path, changes, found):
+def test_a_rank_is_identified_by_its_command_line(tmp_path, changes, found):
     own = {"MEGATRON_FT_AGENT_PID": str(os.getpid())}
     later, host = changes.pop("later", 0), changes.pop("host", socket.gethostname())
     code = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
@@ -285,15 +302,15 @@ def test_a_rank_is_known_by_what_it_was_started_as(tmp_path, changes, found):
     try:
         process.stdout.read(1)
         listed(tmp_path, process.pid, later, host=host)
-        assert bool(processes.ranks(tmp_path)) is found
+        assert bool(process_lookup.ranks(tmp_path)) is found
     finally:
         process.kill()
         process.communicate()
 
 
-def test_a_signal_reaches_the_process_that_was_looked_at_or_nobody(bystander):
-    process = processes.Process(bystander.pid, points.start_of(bystander.pid))
-    assert not processes.Process(process.pid, process.start + 1).send(signal.SIGKILL)
+def test_a_signal_reaches_the_process_that_was_checked_or_none(bystander):
+    process = process_lookup.Process(bystander.pid, injection_points.start_of(bystander.pid))
+    assert not process_lookup.Process(process.pid, process.start + 1).send(signal.SIGKILL)
     assert process.send(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     assert process.is_stopped and process.lives
@@ -321,13 +338,13 @@ def small_disk(tmp_path):
 
 def test_a_file_system_is_filled_and_freed(small_disk):
     fault = Fault(kind="disk_full", directory=str(small_disk), after_s=0, duration_s=1)
-    surroundings.check(fault)
-    surroundings.strike(fault, "k/1")
+    host_faults.check(fault)
+    host_faults.strike(fault, "k/1")
     with pytest.raises(OSError), (small_disk / "more").open("wb") as file:
         file.write(bytes(8192))
         file.flush()
-    surroundings.undo(fault, "k/1")
-    surroundings.undo(fault, "k/1")
+    host_faults.undo(fault, "k/1")
+    host_faults.undo(fault, "k/1")
     assert history.read(small_disk) == []
     history.append(small_disk, "note")
 
@@ -337,10 +354,12 @@ def test_orders_that_find_no_room_are_given_when_there_is_some(tmp_path, monkeyp
     schedule = Schedule((Fault(kind="slow", group=0, factor=2, step=3),))
     injector = Injector(tmp_path, schedule, 1, 1, say=lambda line: None)
     (case,) = injector.cases
-    case.state, case.armed = "armed", {(0, 0): processes.Rank(1, 2, 0, 0)}
-    box = points.mailbox(tmp_path, 0, 0)
+    case.state, case.armed = "armed", {(0, 0): process_lookup.Rank(1, 2, 0, 0)}
+    box = injection_points.mailbox(tmp_path, 0, 0)
     with monkeypatch.context() as full:
-        full.setattr(points, "post", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(
+            injection_points, "post", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+        )
         injector._post()
     assert not box.exists()
     injector._post()

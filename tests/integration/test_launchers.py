@@ -1,4 +1,5 @@
-"""Launchers that end everything when one of their processes dies see the agent only; a rank's death is masked under them."""
+"""Launchers that end the whole job when one of their processes dies see the agent only; a rank's death is masked under
+them."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import checkers, inject
-from megatron_ft.runtime import history, points
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import injection_points, kill
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import history, invariants
 from tests import support
 
 BIN = Path(sys.executable).parent
@@ -28,7 +29,7 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
         pytest.skip(f"{command[0]} is not installed")
     config = support.write_config(tmp_path / "ds.json", detector={"stopped_timeout_s": support.TIMEOUT_S})
     hold = Hold(2, 2, "backward")
-    shim = ["megatron_ft.launch.shim", "--run-dir", tmp_path / "run", support.SCRIPT]
+    shim = ["megatron_ft.launchers.launcher_shim", "--run-dir", tmp_path / "run", support.SCRIPT]
     own = ["--data", data_dir, "--steps", "4", "--layers", "2", "--width", "64", "--seq-len", "32"]
     process = subprocess.Popen(
         [str(word) for word in (BIN / command[0], *command[1:], *shim, *own, "--deepspeed_config", config)],
@@ -36,27 +37,37 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
         stderr=subprocess.STDOUT,
         text=True,
         cwd=support.ROOT,
-        env={**os.environ, **points.to_env([hold]), "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, **injection_points.to_env([hold]), "DS_ACCELERATOR": "cpu"},
     )
     try:
-        inject.strike(tmp_path / "run", [hold], support.TIMEOUT_S, lambda: process.poll() is None)
+        kill.strike(tmp_path / "run", [hold], support.TIMEOUT_S, lambda: process.poll() is None)
         said, _ = process.communicate(timeout=support.TIMEOUT_S)
     finally:
         process.kill()
     assert process.returncode == 0, said
     assert f"started by {launcher}, on host 0 of 1" in said
     lines = history.read(tmp_path / "run")
-    assert not checkers.check_history(lines, 4 * support.PER_GROUP), said
+    assert not invariants.check_history(lines, 4 * support.PER_GROUP), said
     assert [line["group"] for line in lines if line["event"] == "fault"] == [2]
 
 
-def test_torchrun_with_one_process_on_each_node_says_which_host_this_is(tmp_path, data_dir):
-    """Two nodes, on one machine; they find each other through the run directory."""
+def test_torchrun_with_one_process_on_each_node_gives_the_number_of_the_host(tmp_path, data_dir):
+    """Two nodes run on one machine; they find each other through the run directory."""
     # On a busy machine an agent stands still for longer than the other one would wait for its beat.
     config = support.write_config(tmp_path / "ds.json", detector={"heartbeat_timeout_s": support.TIMEOUT_S})
     own = ["--data", data_dir, "--steps", "3", "--layers", "2", "--width", "64", "--seq-len", "32"]
     launch = ["launch", "--groups", 2, "--config", config, "--run-dir", tmp_path / "run", support.SCRIPT, "--", *own]
-    torchrun = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", 29661]
+    torchrun = [
+        BIN / "torchrun",
+        "--nnodes",
+        2,
+        "--nproc-per-node",
+        1,
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        29661,
+    ]
     nodes = [
         subprocess.Popen(
             [str(word) for word in (*torchrun, "--node-rank", rank, "--no-python", BIN / "megatron-ft", *launch)],
@@ -71,7 +82,7 @@ def test_torchrun_with_one_process_on_each_node_says_which_host_this_is(tmp_path
         said = [node.communicate(timeout=support.TIMEOUT_S)[0] for node in nodes]
     finally:
         for node in nodes:
-            node.terminate()  # it ends what it has started
+            node.terminate()  # torchrun ends the processes that it has started
     assert [node.returncode for node in nodes] == [0, 0], said
     assert [f"host {rank} of 2 (found: torchrun, run none)" in text for rank, text in enumerate(said)] == [True, True]
     assert len([line for line in history.read(tmp_path / "run") if line["event"] == "step"]) == 3

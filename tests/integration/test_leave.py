@@ -1,4 +1,5 @@
-"""A maintenance notice: SIGTERM to one group. It finishes its step and leaves; the others go on, and it is no fault."""
+"""A maintenance notice: SIGTERM to one group. The group finishes its step and leaves; the others go on, and it is no
+fault."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import subprocess
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold
 from tests import support
 
 
 def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, reference):
-    """It comes in the middle of a backward pass; the group's microbatches of that step all count, none is patched in it."""
+    """The signal comes in the middle of a backward pass; the group's microbatches of that step all count, none is
+    patched in it."""
     hold = Hold(2, 3, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
     pid = support.await_held(run, 2)
@@ -30,11 +32,11 @@ def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, refe
 
 
 def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
-    """Nobody is left to go on; the run says so, and how far it came."""
+    """No group is left to go on; the run reports this, and how far it came."""
     run = support.start(tmp_path / "run", data_dir, steps=100_000)
     support.wait_for_step(run, 2)
     for group in range(support.GROUPS):
-        os.kill(inject.pid_of(run.directory, group), signal.SIGTERM)
+        os.kill(kill.pid_of(run.directory, group), signal.SIGTERM)
     said = run.finish()
     assert run.process.returncode != 0 and "Traceback" not in said, said
     assert len(run.events("leave")) == support.GROUPS
@@ -42,7 +44,8 @@ def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
 
 
 def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
-    """Through the control store, from wherever it is seen; both ranks of the group go, and it does not come back."""
+    """The request goes through the control store, from any host that reaches it; both ranks of the group leave, and it
+    does not come back."""
     options = {"steps": 20, "groups": 3, "extra": ["--ranks-per-group", 2], "rejoin": {"enabled": True}}
     run = support.start(tmp_path / "run", data_dir, [Hold(0, 3, "forward")], **options)
     frozen = support.await_held(run, 0)
@@ -63,7 +66,7 @@ def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
     assert over.returncode == 2 and "is over" in over.stderr
 
 
-@pytest.mark.parametrize("rejoin", [False, True])
+@pytest.mark.parametrize("rejoin", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_operator_stops_a_run_that_saves_nothing(tmp_path, data_dir, rejoin):
     run = support.start(tmp_path / "run", data_dir, steps=100_000, groups=2, rejoin={"enabled": rejoin})
     support.wait_for_step(run, 2)

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one clear line, a non-zero exit code, no process left behind."""
+"""Mistakes of a user: one clear line, a non-zero exit code, no process left behind."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.launch.forkserver import AGENT_VARIABLE
-from megatron_ft.runtime import history
+from megatron_ft.agent.forkserver import AGENT_VARIABLE
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import history
 from tests import support
 from tests.support import ft
 from tools import proc
 
-ABOUT_THE_STORE = re.compile("control store .*training goes on without it|the control store answers again")
+ABOUT_THE_STORE = re.compile(
+    "control store .*a recovery waits for one|the control store answers again|goes on without the control store"
+)
 
 
 def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None, groups: int = 2, extra=()) -> tuple:
-    """Run the launcher to its end; returns (exit code, what it said on stderr)."""
+    """Run the launcher to its end; return (exit code, its output on stderr)."""
     config = config or support.write_config(run_dir.with_suffix(".json"))
     words = ["launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -34,13 +37,13 @@ def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None
         finally:
             agent.kill()
     assert not living_ranks(agent.pid)
-    # On a busy machine the store may not answer for a while, which is said, too, and no mistake of the user.
+    # On a busy machine the store may not answer for a while; the line that reports it is no mistake of the user.
     said = [line for line in errors.splitlines() if not ABOUT_THE_STORE.search(line)]
     return agent.returncode, "\n".join(said)
 
 
 def living_ranks(agent: int) -> list[int]:
-    """Processes whose environment names that agent: a rank that was forked has its own values in memory only."""
+    """Return the processes whose environment names that agent: a forked rank has its own values in memory only."""
     return [pid for pid in proc.pids() if f"{AGENT_VARIABLE}={agent}" in proc.environment(pid)]
 
 
@@ -50,7 +53,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def one_line(stderr: str, *words: str) -> None:
-    """Exactly one line, with every word, and no traceback."""
+    """Check that there is exactly one line, with every word, and no traceback."""
     lines = stderr.strip().splitlines()
     assert len(lines) == 1, stderr
     for word in words:
@@ -111,6 +114,20 @@ def test_a_run_directory_that_holds_a_finished_run(reference, tmp_path):
     assert (reference.directory / history.FILE).read_bytes() == before
 
 
+def test_a_run_directory_whose_run_is_alive(tmp_path, data_dir):
+    """The directory is refused even with --overwrite."""
+    gate = support.Gate(tmp_path, 2)
+    run = support.start(tmp_path / "run", data_dir, groups=2, script=gate.script)
+    support.wait_for(lambda: gate.waiting(2) == 2, run)
+    before = run.history
+    extra = ("--overwrite", "--no-preload")
+    code, said = launch(run.directory, gate.script, config=run.directory.with_suffix(".json"), extra=extra)
+    assert code == 2 and run.history == before
+    one_line(said, f"{run.directory} is in use by run", f"pid {run.process.pid} on {socket.gethostname()}", ", for ")
+    assert "--overwrite" not in said
+    support.kill([run.process.pid])
+
+
 def test_a_script_that_raises_at_import(tmp_path):
     bad = script(tmp_path / "bad.py", "import sys\nimport no_such_module\n")
     code, said = launch(tmp_path / "run", bad)
@@ -160,7 +177,7 @@ DISAGREE = """
 import os
 import torch
 import megatron_ft
-from megatron_ft.runtime import released
+from megatron_ft.worker import peer_lost as released
 released._CULPRIT_S = 60.0  # however busy the agent is, it says what its rank has died of before another rank guesses
 session = megatron_ft.init()
 model = torch.nn.Linear(4, 4)
@@ -188,10 +205,12 @@ def test_a_script_started_without_the_launcher(tmp_path):
 
 
 def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
-    holds = [support.points.Hold(1, 2, "backward"), support.points.Hold(2, 4, "backward")]
+    holds = [Hold(1, 2, "backward"), Hold(2, 4, "backward")]
     run = support.start(tmp_path / "run", data_dir, holds, min_groups=3)
     run.strike(holds[0])
-    support.wait_for_step(run, 3)  # else group 0 may still be in it when it hears of the second loss, and has to stop there
+    support.wait_for_step(
+        run, 3
+    )  # otherwise group 0 may still be in it when it hears of the second loss, and has to stop there
     run.strike(holds[1])
     said = run.finish()
     assert run.process.returncode == 3, said

@@ -1,4 +1,5 @@
-"""A gradient that is not a number: the step's update is left out everywhere, and the group it came from is named."""
+"""A gradient that is not a number: the step's update is left out in all groups, and the group that produced it is
+named."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests import support
 
 
 def start_with_nan(directory, data_dir, group: int, step: int, script=support.SCRIPT, **options) -> support.Run:
-    """A run in which a gradient of that group becomes NaN."""
+    """Start a run in which a gradient of that group becomes NaN."""
     path = directory.with_suffix(".faults.json")
     path.write_text(json.dumps({"faults": [{"kind": "nan", "group": group, "step": step}]}))
     gate = support.Gate(directory.parent, step - 2, script=script)
@@ -33,7 +34,7 @@ def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
     assert not run.events("fault") and len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
-def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
+def test_the_run_stops_where_the_setting_says_stop(tmp_path, data_dir):
     run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop")
     said = " ".join(run.finish().split())
     assert run.process.returncode == 3 and "nonfinite is 'stop'" in said and "Traceback" not in said, said
@@ -43,8 +44,8 @@ def test_the_run_stops_where_that_is_asked_for(tmp_path, data_dir):
 LOSES_THE_SUM = """
 import os, time
 from pathlib import Path
-from megatron_ft.runtime.communicator import Broken
-from megatron_ft.runtime.reduction import Reduction
+from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.bucket_allreduce import Reduction
 start, reduce, all_started = Reduction._start, Reduction._finish, []
 def starts(self, outer, step, bucket):
     start(self, outer, step, bucket)
@@ -61,10 +62,13 @@ if os.environ["MEGATRON_FT_GROUP"] == "{late}":
 """
 
 
-@pytest.mark.parametrize("late", [1, 3], ids=["it came from this group", "it came from another"])
-def test_who_is_still_in_that_step_when_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir, late):
-    """The late group's sums are lost when the others end, who had them. Without their gradient its own step may be
-    finite; and nobody but itself can say whether it was its own that was not."""
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param(1, id="it came from this group"), pytest.param(3, id="it came from another", marks=pytest.mark.long)],
+)
+def test_a_group_still_in_the_step_in_which_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir, late):
+    """The sums are lost to the late group when the others, which had them, end. Without their gradient its own step
+    may be finite; and no other group can say whether the late group's own gradient was not."""
     ended = tmp_path / "ended"
     script = support.changed_script(tmp_path / "train.py", LOSES_THE_SUM.format(ended=str(ended), late=late))
     run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop", script=script)
@@ -85,7 +89,9 @@ def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_el
     ((group, step),) = [(line["group"], line["step"]) for line in run.events("nonfinite")]
     (view,) = [line for line in run.events("view") if line["lost"]]
     assert group == 2 and list(view["lost"]) == ["2"]
-    assert view["step"] in (step - 1, step), "it was the first in its step: others may still have been in the one before"
+    assert view["step"] in (step - 1, step), (
+        "it was the first in its step: others may still have been in the one before"
+    )
     assert f"microbatch {step}/" in view["lost"]["2"] and "not finite" in view["lost"]["2"]
 
 

@@ -1,7 +1,7 @@
-"""Groups host restricted stacks: after a real kill, the record says what its heirs had in memory.
+"""Groups host restricted stacks: after a real kill, the record shows which samples the heirs had in memory.
 
-Groups freeze in an all-reduce of a step, so the others wait in theirs until the test says go on: their prefetchers
-have all the time they need, and none of the tests depends on how fast anything is.
+Groups freeze in an all-reduce of a step, so the others wait in theirs until the test says go on: their prefetchers have
+all the time they need, and none of the tests depends on how fast anything is.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold
 from tests import support
 from tests.support import GROUPS, PER_GROUP
 
@@ -21,7 +21,7 @@ STEP = 3
 # The example, with a dataset that notes each call before it is answered.
 TRAIN = """
 from pathlib import Path
-from megatron_ft.runtime.session import Session
+from megatron_ft.worker.session import Session
 
 class Noted:
     def __init__(self, inner, path):
@@ -46,7 +46,7 @@ def script(tmp_path) -> Path:
 
 
 def calls(run: support.Run, group: int) -> list[str]:
-    """What that group's dataset was asked for so far, in order."""
+    """Return the calls of that group's dataset so far, in order."""
     try:
         return (run.directory / f"calls.g{group}").read_text().split()
     except FileNotFoundError:
@@ -54,12 +54,12 @@ def calls(run: support.Run, group: int) -> list[str]:
 
 
 def is_frozen(run: support.Run, group: int) -> bool:
-    pid = inject.pid_of(run.directory, group)
-    return pid is not None and inject.is_stopped(pid)
+    pid = kill.pid_of(run.directory, group)
+    return pid is not None and kill.is_stopped(pid)
 
 
 def wait_for_the_stacks(run: support.Run, groups: set[int]) -> None:
-    """Until those groups hold their stacks: the next step's share comes after them, one call at a time."""
+    """Wait until those groups hold their stacks: the next step's share comes after them, one call at a time."""
     ready = {f"{STEP + 1}/{group}.0": group for group in groups}
     support.wait_for(lambda: all(first in calls(run, group) for first, group in ready.items()), run)
 
@@ -69,7 +69,7 @@ def names(step: int, *shards: int) -> list[str]:
 
 
 def patched(run: support.Run) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """By group, the microbatches that were prefetched and those that were fetched; each has one line."""
+    """Return, by group, the microbatches that were prefetched and those that were fetched; each has one line."""
     found: tuple[dict[int, list[str]], dict[int, list[str]]] = ({}, {})
     for line in run.events("patch"):
         assert line["step"] == STEP
@@ -82,18 +82,19 @@ def patched(run: support.Run) -> tuple[dict[int, list[str]], dict[int, list[str]
 
 
 def struck(tmp_path, data_dir, script, *dead: int, **changes) -> support.Run:
-    """A run whose groups ``dead`` are killed together, in an all-reduce of the step."""
+    """Start a run whose groups ``dead`` are killed together, in an all-reduce of the step."""
     holds = [Hold(group, STEP, "reduce", 3) for group in dead]
     run = support.start(tmp_path / "run", data_dir, holds, script=script, **changes)
     wait_for_the_stacks(run, set(range(GROUPS)) - set(dead))
-    # Else one that has not come so far would live to take over something of the other.
+    # Otherwise a group that has not come so far would live to take over a part of the other.
     support.wait_for(lambda: all(is_frozen(run, group) for group in dead), run)
     run.strike(*holds)
     return run
 
 
 def test_a_host_has_the_lost_groups_samples_in_memory(tmp_path, data_dir, reference, script):
-    """Shard 2 is hosted by groups 2 and 1: group 1 takes its part over without reading anything, 0 and 3 read theirs."""
+    """Shard 2 is hosted by groups 2 and 1: group 1 takes its part over without reading anything, 0 and 3 read
+    theirs."""
     run = struck(tmp_path, data_dir, script, 2, redundancy=2)
     run.check(reference)
     lost = names(STEP, 2)
@@ -105,11 +106,11 @@ def test_a_host_has_the_lost_groups_samples_in_memory(tmp_path, data_dir, refere
     assert "2 / 2" in shown, shown
 
 
-def test_a_shard_that_lost_both_hosts_is_fetched_by_anybody(tmp_path, data_dir, reference, script):
-    """Of shard 1 group 0 is left, of shard 2 nobody is.
+def test_a_shard_that_lost_both_hosts_is_fetched_by_any_group(tmp_path, data_dir, reference, script):
+    """Of the hosts of shard 1, group 0 is left; shard 2 has no host left.
 
-    The survivors may hear of both deaths at once or one after the other; only in the first case is it certain who takes
-    shard 2, so the test does not ask.
+    The survivors may hear of both deaths at once or one after the other; only in the first case is it certain which
+    group takes shard 2, so the test does not ask.
     """
     run = struck(tmp_path, data_dir, script, 1, 2, redundancy=2)
     run.check(reference)
@@ -120,7 +121,9 @@ def test_a_shard_that_lost_both_hosts_is_fetched_by_anybody(tmp_path, data_dir, 
 
 
 @pytest.mark.parametrize("changes", [{"redundancy": 1}, {"placement": "full"}], ids=["its own shard", "everything"])
-def test_who_prefetches_its_own_share_only_fetches_what_it_takes_over(tmp_path, data_dir, reference, script, changes):
+def test_a_group_that_prefetches_only_its_share_fetches_what_it_takes_over(
+    tmp_path, data_dir, reference, script, changes
+):
     run = struck(tmp_path, data_dir, script, 2, **changes)
     run.check(reference)
     prefetched, fetched = patched(run)
@@ -131,7 +134,8 @@ def test_who_prefetches_its_own_share_only_fetches_what_it_takes_over(tmp_path, 
 
 
 def test_a_dataset_with_torch_s_random_numbers_changes_nothing(tmp_path, data_dir, reference, script):
-    """Beside training its draws would change dropout: it is noticed, and stays in the training thread."""
+    """In a thread beside training, the dataset's draws would change dropout: the prefetcher notices the draws, and the
+    dataset stays in the training thread."""
     script.write_text(script.read_text().replace("return self.inner", "import torch; torch.rand(1); return self.inner"))
     run = support.start(tmp_path / "run", data_dir, script=script)
     run.check(reference)

@@ -1,6 +1,7 @@
-"""Groups of several ranks: whichever of them dies, wherever, its group is out and the others keep the step.
+"""Groups of several ranks: whichever of them dies, at any point, its group is out and the others keep the step.
 
-The moments that are particular to them; many others are drawn by the chaos campaign, half of whose runs have such groups.
+These are the moments that are particular to such groups; the chaos campaign draws many others, and half of its runs
+have such groups.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import signal
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold
 from tests import support
 
 GROUPS, RANKS = 3, 2
@@ -42,14 +43,21 @@ STORIES = {
     "a follower while the new communicators are built": [follower(2, "reduce", 1), follower(1, "connect")],
     "after the last step": [follower(1, "update", step=support.STEPS - 1), Hold(0, support.STEPS, "finish")],
 }
+IN_CI = (
+    "a follower, in the all-reduce of the first bucket it owns",
+    "a leader before anything is connected, and the others compute its part",
+    "a follower while the new communicators are built",
+    "after the last step",
+)
 
 
 LISTENS = """
-from megatron_ft.runtime import released
+from megatron_ft.worker import peer_lost as released
 
 released._CULPRIT_S = 120.0
 """
-"""So long a released rank waits for its agent to name who is gone, before it says itself that its group has come apart."""
+"""The time for which a released rank waits for its agent to name the lost rank, before the rank reports that its group
+has come apart."""
 
 
 def test_ranks_that_share_a_group_train_the_same_model(tmp_path, data_dir, alone):
@@ -61,7 +69,7 @@ def test_ranks_that_share_a_group_train_the_same_model(tmp_path, data_dir, alone
         assert lines[0] == lines[1], "every rank's script sees the same results"
 
 
-@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
+@pytest.mark.parametrize("holds", support.first_of(STORIES, *IN_CI))
 def test_one_dead_rank_takes_its_group_out_and_costs_no_step(tmp_path, data_dir, alone, holds):
     run = start(tmp_path / "run", data_dir, holds, script=support.changed_script(tmp_path / "train.py", LISTENS))
     run.strike_in_step(*holds)
@@ -72,17 +80,20 @@ def test_one_dead_rank_takes_its_group_out_and_costs_no_step(tmp_path, data_dir,
     dead = {(hold.group, hold.position) for hold in holds}
     for group, position in {(group, position) for group in lost for position in range(RANKS)} - dead:
         log = (run.directory / "logs" / f"g{group}.p{position}.log").read_text()
-        assert f"group {group} is out: " in log and f"rank {position} waits" in log, "a healthy rank waits, nothing kills it"
+        assert f"group {group} is out: " in log and f"rank {position} waits" in log, (
+            "a healthy rank waits, nothing kills it"
+        )
         assert "SIGKILL" in log, "and knows what took its group out"
 
 
 def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
-    """Its leader is stuck behind it in the group; the agent names the stopped rank, and all others go on."""
+    """The leader is stuck behind the stopped follower in the group; the agent names the stopped rank, and all others
+    go on."""
     hold = follower(1, "forward")
     script = support.changed_script(tmp_path / "train.py", LISTENS)
     run = start(tmp_path / "run", data_dir, [hold], detector={"stopped_timeout_s": 0.5}, script=script)
     support.wait_for(lambda: any(1 not in line["live"] for line in run.events("step")), run)
-    frozen = inject.pid_of(run.directory, 1, 1)
+    frozen = kill.pid_of(run.directory, 1, 1)
     os.kill(frozen, signal.SIGCONT)
     run.check(alone)
     assert [(line["group"], line["position"], line["pid"]) for line in run.events("fault")] == [(1, 1, frozen)]
@@ -112,7 +123,7 @@ OWN_GROUP = """
 import os, threading
 import torch, torch.distributed as dist
 import megatron_ft
-from megatron_ft.runtime.session import Session
+from megatron_ft.worker.session import Session
 
 group, position = int(os.environ["MEGATRON_FT_GROUP"]), int(os.environ["RANK"])
 where = os.path.join(os.environ["MEGATRON_FT_RUN_DIR"], f"meet{group}")
@@ -147,7 +158,7 @@ def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, da
 
 
 FALLS_APART = """
-from megatron_ft.runtime.session import Session
+from megatron_ft.worker.session import Session
 
 plain = Session.train_step
 def train_step(self, *args):
@@ -159,7 +170,7 @@ Session.train_step = train_step
 """
 
 
-def test_a_group_whose_ranks_have_lost_each_other_is_out_though_all_of_them_live(tmp_path, data_dir, alone):
+def test_a_group_whose_live_ranks_have_lost_each_other_is_out(tmp_path, data_dir, alone):
     script = support.changed_script(tmp_path / "train.py", FALLS_APART)
     run = start(tmp_path / "run", data_dir, script=script)
     run.check(alone)
@@ -168,7 +179,7 @@ def test_a_group_whose_ranks_have_lost_each_other_is_out_though_all_of_them_live
     assert not run.events("fault")
 
 
-def test_all_groups_broken_is_the_end_and_says_why(tmp_path, data_dir):
+def test_a_run_ends_with_the_reason_when_all_groups_are_broken(tmp_path, data_dir):
     """Healthy ranks wait for their group only as long as there is a run that it could come back to."""
     holds = [follower(group, "backward") for group in range(GROUPS)]
     run = start(tmp_path / "run", data_dir, holds)

@@ -1,4 +1,4 @@
-"""What real runs with real kills have recorded, core decides again in the same way."""
+"""The core decides the records of real runs with real kills again in the same way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.faults.recorded import Record
-from megatron_ft.faults.replay import replay
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog.protocol_trace import Record
+from megatron_ft.runlog.replay import replay
 from tests import support
 
 STORIES = {
@@ -28,14 +28,19 @@ STORIES = {
 def killed(tmp_path, data_dir, holds: list[Hold]) -> support.Run:
     run = support.start(tmp_path / "run", data_dir, holds)
     if begun := holds[0].step:
-        # Else group 0 may still be in the step before when the first one dies, and the second never gets to its point.
+        # Otherwise group 0 may still be in the step before when the first one dies, and the second never comes there.
         support.wait_for_step(run, begun - 1)
     run.strike(*holds)
     run.check()
     return run
 
 
-@pytest.mark.parametrize("holds", STORIES.values(), ids=STORIES.keys())
+@pytest.mark.parametrize(
+    "holds",
+    support.first_of(
+        STORIES, "before the models are equal, then inside an all-reduce", "the second after its report on the first"
+    ),
+)
 def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
     run = killed(tmp_path, data_dir, holds)
     command = [sys.executable, "tools/replay.py", str(run.directory), "--json"]
@@ -51,7 +56,7 @@ def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
 
 ONE_BUCKET = """
 import time
-from megatron_ft.runtime.points import Points
+from megatron_ft.faults.injection_points import Points
 
 reach = Points.reach
 
@@ -62,21 +67,23 @@ def waits(self, point, step, bucket=None):
 
 Points.reach = waits
 """
-"""Group 2 begins to reduce bucket 0 and no other. Its training thread waits; were it frozen, that one would not finish."""
+"""Group 2 begins to reduce bucket 0 and no other. Its training thread waits; if the thread were frozen, bucket 0 would
+not finish."""
 
 
-def test_what_is_decided_again_has_every_kind_of_decision(tmp_path, data_dir):
-    """State handed over, buckets kept, buckets reduced again, microbatches taken over: or the rest proves little.
+def test_a_replayed_run_has_every_kind_of_decision(tmp_path, data_dir):
+    """State handed over, buckets kept, buckets reduced again, microbatches taken over: without all of these the other
+    tests prove little.
 
-    Group 1 has seen a bucket finished, and is held until group 2 is dead: else nobody may have seen one by then. And group 2
-    has not begun with the others, or all of them may be finished by then.
+    Group 1 has seen a bucket finished, and is held until group 2 is dead: otherwise it is possible that no group has
+    seen one by then. And group 2 has not begun with the others, or all buckets may be finished by then.
     """
     first, witness = Hold(0, 0, "connect"), Hold(1, 3, "bucket", 0)
     script = support.changed_script(tmp_path / "train.py", ONE_BUCKET)
     run = support.start(tmp_path / "run", data_dir, [first, witness], script=script)
     run.strike(first)
     frozen = support.await_held(run, witness.group)
-    inject.kill(run.directory, 2, "while the others reduce")
+    kill.kill(run.directory, 2, "while the others reduce")
     os.kill(frozen, signal.SIGCONT)
     run.check()
     record = Record.load(run.directory)

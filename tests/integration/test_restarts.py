@@ -1,7 +1,7 @@
 """The agent's side of a group that comes back: real agents and real processes, with scripts that do not train.
 
-What a rank does in its new life is not asked here, only that it is started: once for every loss, as what it is, not too
-often, and that nothing is left behind.
+These tests do not cover the work of a rank in its new life. They cover its start: one for every loss, under the right
+identity, within the limits of the settings, and without anything left behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.faults import inject, processes
+from megatron_ft.faults import kill as inject
+from megatron_ft.faults import process_lookup
 from tests import support
 from tests.stores import await_, held_port
 
@@ -23,9 +24,9 @@ GROUPS = 3
 SCRIPT = """
 import json, os, signal, sys, threading
 from pathlib import Path
-from megatron_ft.runtime import history
-from megatron_ft.runtime.environment import RankEnvironment
-from megatron_ft.runtime.store import ControlStore
+from megatron_ft.runlog import history
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.coordination.store import ControlStore
 
 env = RankEnvironment.from_env()
 print(f"rank {env.position} of {env.seat} is here", flush=True)
@@ -62,30 +63,30 @@ if (env.group, env.position, env.incarnation) == (0, 0, 0):
 
 
 def script(path: Path, text: str) -> Path:
-    """Group 0 ends the run when it is told to; the others do what is given, then wait."""
+    """Return a script in which group 0 ends the run when it is told to; the others run ``rest``, then wait."""
     path.write_text(SCRIPT + WAITS + text + "\nforever()\n")
     return path
 
 
 class Agents(support.Run):
-    """One agent, as everywhere in the tests, and what its ranks have said."""
+    """One agent, and the messages of its ranks."""
 
     def said(self, group: int, incarnation: int = 0, position: int = 0) -> dict:
-        """Waits until that start of the rank is there."""
+        """Wait until that start of the rank has reported."""
         name = f"{group}.{incarnation}-{position}" if incarnation else f"{group}-{position}"
         path = self.directory / "said" / name
         support.wait_for(path.exists, self)
         return json.loads(path.read_text())
 
     def kill(self, group: int, incarnation: int = 0, position: int = 0, number: signal.Signals = signal.SIGKILL) -> int:
-        """That start of the rank, once it is listed; its pid."""
+        """Kill that start of the rank, once it is listed; return its pid."""
         pid = self.said(group, incarnation, position)["pid"]
         support.wait_for(lambda: inject.pid_of(self.directory, group, position) == pid, self)
         inject.kill(self.directory, group, "of a test", number, position)
         return pid
 
     def enough(self) -> str:
-        """Let group 0 end the run; what the launcher printed."""
+        """Let group 0 end the run; return what the launcher printed."""
         (self.directory / "enough").touch()
         return self.finish()
 
@@ -130,7 +131,7 @@ def test_a_group_that_is_killed_twice_is_started_twice(tmp_path):
         numbers = sorted((rank["group"], rank["incarnation"]) for rank in listed(run))
         assert numbers == [(0, 0), (0, 0), (1, incarnation), (1, incarnation), (2, 0), (2, 0)]
     assert forks <= set(children(run.process.pid)), "ranks are still forked from the same process"
-    last = [processes.Process(rank["pid"], rank["start"]) for rank in listed(run)]
+    last = [process_lookup.Process(rank["pid"], rank["start"]) for rank in listed(run)]
     output = run.enough()
     assert run.process.returncode == 0, output + run.logs()
     assert not any(process.lives for process in last)
@@ -184,7 +185,7 @@ def forever():
 
 
 def test_a_stopped_group_makes_room_for_its_next_start(tmp_path):
-    """Who is still there long after the run's end is ended, too."""
+    """A process that is still there long after the run's end is ended, too."""
     run = start(tmp_path, STAYS, detector={"stopped_timeout_s": 0.5})
     old = run.said(1)["pid"]
     os.kill(old, signal.SIGSTOP)
@@ -209,7 +210,7 @@ if env.group == 2:
 """
 
 
-def test_who_was_left_out_while_it_lived_comes_back_and_who_stopped_with_the_run_does_not(tmp_path):
+def test_a_group_that_was_left_out_while_it_lived_comes_back_and_one_that_stopped_with_the_run_does_not(tmp_path):
     run = start(tmp_path, LEFT_OUT)
     run.said(1, 1)
     support.wait_for(lambda: len(run.events("fault")) == 2, run)
@@ -236,8 +237,8 @@ def arguments_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_when_the_last_member_dies_those_that_have_just_come_back_end_with_it(tmp_path):
-    """Nobody has given them a seat: the real cause is said, not that they found nobody."""
+def test_when_the_last_member_dies_groups_that_wait_for_a_seat_end_with_it(tmp_path):
+    """These groups have no seat yet: the real cause is reported, not that they found no member."""
     run = start(tmp_path)
     for group in (1, 2):
         run.kill(group)
@@ -256,10 +257,14 @@ def test_a_script_that_fails_everywhere_ends_the_run_as_it_does_without_rejoin(t
     bad.write_text("import no_such_module\n")
     run = support.start(tmp_path / "bad", tmp_path, script=bad, own=(), groups=2, rejoin={"enabled": True})
     output = run.finish()
-    assert run.process.returncode == 1 and "ModuleNotFoundError" in output and "all groups, before the first step" in output
+    assert (
+        run.process.returncode == 1
+        and "ModuleNotFoundError" in output
+        and "all groups, before the first step" in output
+    )
 
 
-def test_who_was_told_to_end_stays_away_and_an_agent_that_is_stopped_waits_for_nobody(tmp_path):
+def test_a_group_that_was_told_to_end_stays_away_and_a_stopped_agent_waits_for_none(tmp_path):
     run = start(tmp_path, DIES)
     run.kill(2, number=signal.SIGTERM)
     support.wait_for(lambda: any(line["group"] == 2 for line in run.events("given_up")), run)
@@ -277,8 +282,10 @@ HOSTS = 4
 def several(tmp_path):
     """Two groups of two ranks on four hosts, each an agent with a loopback address of its own."""
     held = held_port()
-    detector = {"heartbeat_timeout_s": support.TIMEOUT_S}  # no host is lost: a busy one must not be taken for that
-    config = support.write_config(tmp_path / "config.json", rejoin={"enabled": True}, detector=detector)
+    detector = {"heartbeat_timeout_s": support.TIMEOUT_S}  # no host is lost: a busy one must not be given up
+    config = support.write_config(
+        tmp_path / "config.json", rejoin={"enabled": True}, detector=detector, store="embedded"
+    )
     text = script(tmp_path / "script.py", "")
     agents = []
     for host in range(HOSTS):
@@ -303,7 +310,7 @@ def several(tmp_path):
 
 def test_hosts_that_share_a_group_start_it_again_as_one(several):
     agents, run = several
-    for incarnation, position in ((1, 1), (2, 0)):  # the host of position 0 says when
+    for incarnation, position in ((1, 1), (2, 0)):  # the host of position 0 decides when
         older = [run.said(1, incarnation - 1, rank)["pid"] for rank in range(2)]
         run.kill(1, incarnation - 1, position)
         new = [run.said(1, incarnation, rank) for rank in range(2)]

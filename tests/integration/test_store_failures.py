@@ -1,33 +1,36 @@
 """A real store server is killed, frozen and restarted empty under its clients (hard cases 16 and 17).
 
-No call hangs, nothing is decided twice, and what was standing is put back by those who live.
+No call hangs, nothing is decided twice, and the survivors restore the contents.
 """
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from megatron_ft.core import detector
-from megatron_ft.errors import StoreError
-from megatron_ft.runtime import watcher
-from megatron_ft.runtime.store import (
+from megatron_ft.coordination import watcher
+from megatron_ft.coordination.store import (
     ControlStore,
     StoreConflict,
     StoreGone,
     StoreLostMemory,
     StoreSilent,
     patient,
+    tcp_store,
 )
+from megatron_ft.coordination.store.tcp_store import TcpStore
+from megatron_ft.core.protocol import signals
+from megatron_ft.errors import StoreError
 from tests.stores import DEADLINE_S, TcpServer, await_, store_threads
 
 SILENCE_S = 0.5
-"""Of calls on a frozen store."""
+"""The bound on calls on a frozen store."""
 PATIENCE_S = 20.0
-"""Of all others: a slow name server can hold up connecting for seconds."""
+"""The bound on all other calls: a slow name server can hold up connecting for seconds."""
 VIEW = {"epoch": 4, "live": [0, 2, 3]}
 
 
@@ -39,7 +42,7 @@ def server():
 
 
 def client_of(server: TcpServer, timeout_s: float = PATIENCE_S) -> ControlStore:
-    """As another process would have it: what it knows of the store's memory is its own. It is connected."""
+    """Return a connected client with its own knowledge of the store's memory, as another process would have."""
     return patient(lambda: ControlStore(server.address, "run", timeout_s), patience_s=DEADLINE_S)
 
 
@@ -68,7 +71,7 @@ REFUSED = ("get", "create", "set", "append", "wait", "beat", "clone")
 
 
 def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
-    """Every call on a connection of its own, all at once; they come back by themselves."""
+    """Every call has a connection of its own, and all are made at once; the connections come back by themselves."""
     clients = {name: client_of(server, SILENCE_S) for name in CALLS}
     before = len(store_threads())
     server.freeze()
@@ -102,7 +105,44 @@ def test_every_call_on_a_killed_store_says_that_it_is_gone(server):
             CALLS[name](clients[name])
 
 
-def test_who_waits_for_a_key_hears_of_the_death(server):
+def test_a_store_that_dies_while_a_client_connects_to_it_is_gone_and_not_silent(monkeypatch):
+    """The store answers the plain socket; then torch is refused, and would try again for longer than the call may
+    take. The call ends with the first refusal that a plain socket meets, and does not wait for torch."""
+    asked, ended, gone = [], threading.Event(), threading.Event()
+    connect, make = socket.create_connection, tcp_store.dist.TCPStore
+
+    def ask(*address, **options) -> socket.socket:
+        gone.wait(DEADLINE_S if asked else 0.0)
+        asked.append("refused")
+        end = connect(*address, **options)
+        asked[-1] = "answered"
+        return end
+
+    def try_on(*where, **options):
+        gone.wait(DEADLINE_S)
+        try:
+            return make(*where, **options)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(tcp_store.socket, "create_connection", ask)
+    monkeypatch.setattr(tcp_store.dist, "TCPStore", try_on)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+
+        def dies() -> None:
+            listener.accept()[0].close()
+            listener.close()
+            gone.set()
+
+        threading.Thread(target=dies, daemon=True).start()
+        with pytest.raises(StoreGone, match="is gone"):
+            TcpStore(address, PATIENCE_S).get("key")
+        assert not ended.is_set(), "it has waited for torch, which goes on trying"
+    assert asked == ["answered", "refused"]
+
+
+def test_a_client_that_waits_for_a_key_hears_of_the_death(server):
     store = client_of(server, timeout_s=DEADLINE_S)
     met: list[Exception] = []
     entered = threading.Event()
@@ -141,7 +181,7 @@ def test_a_call_that_took_effect_after_it_was_given_up_is_recognised(server):
     assert call(other, lambda store: store.append("log", "third")) == 2
 
 
-def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_whoever_is_first(server):
+def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_its_first_client(server):
     agent = client_of(server)
     agent.begin()
     first, second = client_of(server), client_of(server)
@@ -170,7 +210,8 @@ def test_a_store_that_came_back_empty_is_recognised_and_rebuilt_by_whoever_is_fi
 
 
 def test_a_rendezvous_waits_until_the_store_is_rebuilt(server):
-    """In a recovery it is asked for on the training thread, when another thread of the process rebuilds the store."""
+    """In a recovery the training thread asks for the rendezvous, when another thread of the process rebuilds the
+    store."""
     store = client_of(server)
     store.begin()
     server.kill()
@@ -197,7 +238,7 @@ def refused(store: ControlStore) -> bool:
 
 
 def patient_but_lost(operation) -> None:
-    """Wait until the store is back; that it has lost its memory is what the test wants to see."""
+    """Wait until the store is back; its loss of memory is what the test wants to see."""
 
     def attempt() -> None:
         try:
@@ -211,7 +252,7 @@ def patient_but_lost(operation) -> None:
         raise found[0]
 
 
-def test_who_missed_a_view_and_was_faster_is_found_out(server):
+def test_a_client_that_missed_a_view_and_was_faster_is_found_out(server):
     behind, ahead = client_of(server), client_of(server)
     ahead.begin()
     behind.check_begun()
@@ -223,7 +264,7 @@ def test_who_missed_a_view_and_was_faster_is_found_out(server):
         call(ahead, lambda store: store.restore(4, VIEW))
 
 
-def test_clones_share_what_their_process_knows(server):
+def test_clones_share_the_knowledge_of_their_process(server):
     store = client_of(server)
     store.begin()
     clone = store.clone()
@@ -235,18 +276,19 @@ def test_clones_share_what_their_process_knows(server):
 
 
 class Told:
-    """What a watcher told, in order."""
+    """The verdicts of a watcher, in order."""
 
     def __init__(self, store: ControlStore, restore: bool = True, wait_s: float = 60.0) -> None:
         self.lines: list[object] = []
         self._restore, back = restore, lambda: self.lines.append("back")
         watcher.Watcher(store, self._heard, self._lost, back, self._empty, wait_s).start()
 
-    def _heard(self, verdict: detector.Verdict) -> None:
+    def _heard(self, verdict: signals.Verdict) -> None:
         self.lines.append(verdict.epoch)
 
     def _lost(self, error: StoreError) -> None:
-        """Gone or silent: who connects again in the very moment in which a store dies meets one that says nothing."""
+        """Accept gone or silent: a client that connects again in the very moment in which a store dies meets a silent
+        one."""
         self.lines.append("away" if isinstance(error, StoreGone | StoreSilent) else type(error))
 
     def _empty(self, store: ControlStore) -> None:
@@ -264,31 +306,32 @@ def test_the_watcher_outlives_the_store_and_hears_the_new_log_from_its_beginning
     agent.begin()
     told = Told(client_of(server))
     for epoch in (1, 2):
-        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
     told.await_(1, 2)
     server.kill()
     told.await_(1, 2, "away")
     server.start()
     told.await_(1, 2, "away", "empty", "back")
     call(agent, lambda store: store.restore())
-    watcher.announce(agent, detector.Reset(4, 0, "broken"))
+    watcher.announce(agent, signals.Reset(4, 0, "broken"))
     told.await_(1, 2, "away", "empty", "back", 4)
 
 
 def test_the_watcher_hears_what_was_announced_before_it_found_the_new_store(server):
-    """Another survivor has rebuilt the store; the watcher, which was away, does not go on in the middle of the new log."""
+    """Another survivor has rebuilt the store; the watcher, which was away, does not go on in the middle of the new
+    log."""
     agent = client_of(server)
     agent.begin()
     told = Told(client_of(server))
     for epoch in (1, 2):
-        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
     told.await_(1, 2)
     server.kill()
     told.await_(1, 2, "away")
     server.start()
     call(agent, lambda store: store.restore(4, VIEW))
     for epoch in (4, 5, 6):
-        watcher.announce(agent, detector.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
     told.await_(1, 2, "away", "empty", "back", 4, 5, 6)
 
 
@@ -296,14 +339,14 @@ def test_the_watcher_goes_on_in_a_store_that_was_only_frozen(server):
     agent = client_of(server)
     agent.begin()
     told = Told(client_of(server, SILENCE_S), wait_s=0.1)
-    watcher.announce(agent, detector.Reset(1, 0, "broken"))
-    # On a busy machine it can be silent for so long more often than once: each time both are told.
+    watcher.announce(agent, signals.Reset(1, 0, "broken"))
+    # On a busy machine the store can be silent longer than the limit more than once: each time both are told.
     await_(lambda: 1 in told.lines, "the first notice is heard")
     server.freeze()
     await_(lambda: told.lines[-1] == "away", "it is silent")
     server.thaw()
     await_(lambda: told.lines[-1] == "back", "it answers again")
-    call(agent, lambda store: watcher.announce(store, detector.Reset(2, 0, "broken"), by="once"))
+    call(agent, lambda store: watcher.announce(store, signals.Reset(2, 0, "broken"), by="once"))
     await_(lambda: 2 in told.lines, "the second notice is heard")
     assert [line for line in told.lines if line not in ("away", "back")] == [1, 2], told.lines
 
@@ -312,15 +355,15 @@ def test_a_watcher_that_may_not_rebuild_waits_for_another_client_of_its_process(
     store = client_of(server)
     store.begin()
     told = Told(store.clone(), restore=False)
-    watcher.announce(store, detector.Reset(1, 0, "broken"))
+    watcher.announce(store, signals.Reset(1, 0, "broken"))
     told.await_(1)
     server.kill()
-    told.await_(1, "away")  # who were still connecting when it starts again would meet the empty one first
+    told.await_(1, "away")  # a client that still connects when the store starts again would meet the empty one first
     server.start()
     await_(lambda: "empty" in told.lines, "the loss is seen")
     call(store, lambda store: store.restore(4, VIEW))
     await_(lambda: told.lines[-1] == "back", "the watcher is back")
-    watcher.announce(store, detector.Reset(4, 0, "broken"))
+    watcher.announce(store, signals.Reset(4, 0, "broken"))
     await_(lambda: told.lines[-1] == 4, "the new log is heard")
     assert told.lines[:2] == [1, "away"] and set(told.lines[2:-2]) == {"empty"}
 
@@ -333,9 +376,9 @@ def test_without_a_marker_a_restart_is_only_a_new_connection(server):
     assert call(store, lambda store: store.get("key")) is None
 
 
-def test_a_server_ends_with_who_started_it_and_names_a_port_in_use(server):
+def test_a_server_ends_with_its_parent_and_names_a_port_in_use(server):
     second = subprocess.run(
-        [sys.executable, "-m", "megatron_ft.runtime.store.serve", "--port", str(server.port)],
+        [sys.executable, "-m", "megatron_ft.coordination.store.server", "--port", str(server.port)],
         capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert second.returncode == 2 and f"port {server.port} is in use" in second.stderr

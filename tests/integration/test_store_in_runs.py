@@ -1,6 +1,6 @@
 """Real runs whose embedded control store is killed or frozen: the run goes on, and the next recovery is exact.
 
-The keeper starts the store again, the groups and the agent rebuild what it has to know (hard cases 16 and 17).
+The keeper starts the store again; the groups and the agent restore its contents (hard cases 16 and 17).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.launch import keeper
-from megatron_ft.launch.kept import RESTARTS, STOPPED_S
-from megatron_ft.launch.record import STORE
-from megatron_ft.runtime import history
-from megatron_ft.runtime.points import Hold
-from megatron_ft.runtime.store import ControlStore, patient
+from megatron_ft.agent import store_keeper
+from megatron_ft.agent.process_keeper import RESTARTS, STOPPED_S
+from megatron_ft.coordination.store import ControlStore, patient
+from megatron_ft.faults import kill as inject
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import history
+from megatron_ft.runlog.run_directory import STORE
 from tests import support
 from tests.stores import DEADLINE_S, await_, parent_of, store_of
 
@@ -41,7 +41,7 @@ def restarts(run: support.Run) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    """Also one that whoever inherited it has not waited for yet."""
+    """Return whether the process is gone; a zombie counts as gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -49,7 +49,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_is_exact(tmp_path, data_dir, reference):
-    """Killed in a fault-free step, and once more; nobody leaves for that. Then a rank dies in the middle of a reduction."""
+    """The store is killed in a fault-free step, and once more; no group leaves for that. Then a rank dies in the
+    middle of a reduction."""
     hold = Hold(2, 6, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
     for count, step in ((1, 1), (2, 3)):
@@ -63,7 +64,7 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(6, support.PER_GROUP)]
 
 
-@pytest.mark.parametrize("first", ["store", "rank"])
+@pytest.mark.parametrize("first", ["store", pytest.param("rank", marks=pytest.mark.long)])
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
     hold = Hold(1, 4, "reduce", 1)
     gate = support.Gate(tmp_path, 6)
@@ -79,9 +80,9 @@ def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, firs
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
 
 
-@pytest.mark.parametrize("point", ["recover", "connect"])
+@pytest.mark.parametrize("point", ["recover", pytest.param("connect", marks=pytest.mark.long)])
 def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, reference, point):
-    """A survivor is held where it has published its report, or where it is about to build the new communicator."""
+    """A survivor is held after it has published its report, or before it builds the new communicator."""
     dies, waits = Hold(1, 4, "reduce", 1), Hold(2, 4, point)
     run = support.start(tmp_path / "run", data_dir, [dies, waits])
     run.strike_in_step(dies)
@@ -94,7 +95,7 @@ def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, referenc
 
 
 def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
-    """Every rank is a process with a memory of its own of the store; then a rank dies that does not lead its group."""
+    """Every rank is a process with its own memory of the store; then a rank dies that does not lead its group."""
     alone = support.start(tmp_path / "alone", data_dir, groups=2)
     alone.check()
     hold = Hold(1, 4, "reduce", 1, position=1)
@@ -130,7 +131,7 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     run.check(reference)
     died, restarted = run.events("store")
     assert died["detail"].startswith(f"was stopped for {STOPPED_S:g} s and is ended")
-    # That it is there again is written down beside its clients' work, that it died before.
+    # The restart is recorded concurrently with its clients' work, the death before it.
     assert restarted["t"] > died["t"] and run.events("recovery")[0]["t"] > died["t"]
 
 
@@ -153,14 +154,15 @@ def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, dat
     kept_by = parent_of(store)
     assert len({os.getsid(pid) for pid in (store, kept_by)} - {os.getsid(run.process.pid)}) == 1
     assert parent_of(kept_by) == run.process.pid
-    os.kill(store, signal.SIGSTOP)  # even so
+    os.kill(store, signal.SIGSTOP)  # even when the store is stopped
     run.process.kill()
     run.finish()
     await_(lambda: is_gone(store) and is_gone(kept_by), "store and keeper end with their agent")
 
 
-def test_a_store_that_forgets_the_end_before_everybody_has_heard_of_it(tmp_path, data_dir, reference):
-    """The writer has left with the store's answer; a group and the agent were frozen meanwhile. Nobody is lost for that."""
+def test_a_store_that_forgets_the_end_before_every_process_has_heard_of_it(tmp_path, data_dir, reference):
+    """The writer has left with the store's answer; a group and the agent were frozen meanwhile. No group is lost for
+    that."""
     hold = Hold(1, support.STEPS, "finish")
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.wait_for_step(run, 1)
@@ -179,20 +181,47 @@ def test_a_store_that_forgets_the_end_before_everybody_has_heard_of_it(tmp_path,
 
 
 @pytest.fixture(params=["forked", "executed"])
-def kept(request, tmp_path):
-    """Beside other threads a keeper is a new interpreter."""
-    stop = threading.Event()
+def keep(request, tmp_path):
+    """Start a keeper: a forked one, or a new interpreter where the process has other threads."""
+    stop, started = threading.Event(), []
     other = threading.Thread(target=stop.wait)
     if request.param == "executed":
         other.start()
-    started = keeper.Keeper("127.0.0.1", 0, tmp_path)
-    yield started
-    started.close()
+
+    def start(**options) -> store_keeper.Keeper:
+        started.append(store_keeper.Keeper("127.0.0.1", 0, tmp_path, **options))
+        return started[-1]
+
+    yield start
+    started[-1].close()
     stop.set()
 
 
-def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_runs(kept, tmp_path):
-    killed = 0
+def test_a_keeper_on_standby_has_a_store_from_the_order_on_and_for_its_own_lifetime(keep, tmp_path):
+    kept = keep(serves=False)
+    for times in range(3):
+        assert not (tmp_path / STORE).exists()
+        kept.look()
+        kept.serve()
+        await_((tmp_path / STORE).exists, "there is a store")
+        asked = ControlStore(kept.address, "run", DEADLINE_S)
+        asked.set("key", times)
+        asked.close()
+        store = store_of(tmp_path)
+        kept.stand_by()
+        await_(lambda store=store: is_gone(store), "the store has ended")
+        assert (tmp_path / STORE).exists(), "it may be that of another host by now"
+        (tmp_path / STORE).unlink()
+    kept.close()
+    kept = keep(serves=False)
+    if kept.pid is not None:
+        os.kill(kept.pid, signal.SIGKILL)
+    kept.serve()
+    await_(lambda: kept.look() or (tmp_path / STORE).exists(), "one that was killed is replaced")
+
+
+def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_runs(keep, tmp_path):
+    kept, killed = keep(), 0
     await_((tmp_path / STORE).exists, "there is a store")
     address = kept.address.rpartition(":")
     for count in range(1, RESTARTS + 1):

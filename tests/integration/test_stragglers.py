@@ -1,4 +1,4 @@
-"""A group that is slow, and a microbatch that nobody survives."""
+"""A group that is slow, and a microbatch that kills every group that computes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import support
 
 
 def computed(run: support.Run, group: int) -> Counter:
-    """By step, how many microbatches a group has computed."""
+    """Return, by step, the number of microbatches that a group has computed."""
     lines = (run.directory / "timeline" / f"g{group}.p0.jsonl").read_text().splitlines()
     spans = ((line["step"], span[0]) for line in map(json.loads, lines) for span in line["spans"])
     return Counter(step for step, phase in spans if phase in ("compute", "patch"))
@@ -51,7 +51,7 @@ torch_native.TorchNativeEngine.compute = compute
 """
 
 
-def test_a_microbatch_that_nobody_survives_costs_two_groups_and_stops_the_run(tmp_path, data_dir):
+def test_a_microbatch_that_no_group_survives_costs_two_groups_and_stops_the_run(tmp_path, data_dir):
     script = support.changed_script(tmp_path / "train.py", POISON)
     run = support.start(tmp_path / "run", data_dir, script=script)
     said = " ".join(run.finish().split())

@@ -1,4 +1,4 @@
-"""Trouble that kills nobody: a frozen group, a disk that is full, trackers that misbehave."""
+"""Failures that kill no process: a frozen group, a disk that is full, trackers that misbehave."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import inject
-from megatron_ft.runtime.points import Hold
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold
 from tests import support
 from tests.stores import parent_of, store_of
 from tools import proc
@@ -20,12 +20,13 @@ from tools import proc
     "hold", [Hold(2, 3, "reduce", 1), Hold(0, 3, "update")], ids=["in an all-reduce", "the writer, before it wrote"]
 )
 def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference, hold):
-    """Its agent sees it stopped; nobody waits for a timeout of a collective or a report (hard case 18)."""
+    """The agent of the group sees it stopped; no other group waits for a timeout of a collective or a report (hard
+    case 18)."""
     detector = {"stopped_timeout_s": 0.5}
     run = support.start(tmp_path / "run", data_dir, [hold], detector=detector)
     support.wait_for(lambda: any(hold.group not in line["live"] for line in run.events("step")), run)
-    frozen = inject.pid_of(run.directory, hold.group)
-    assert inject.is_stopped(frozen)
+    frozen = kill.pid_of(run.directory, hold.group)
+    assert kill.is_stopped(frozen)
     os.kill(frozen, signal.SIGCONT)
     run.check(reference)
     view = run.events("view")[1]
@@ -73,7 +74,7 @@ def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, 
     support.wait_for_step(run, 1)
     killed = tracker_pid(run)
     os.kill(killed, signal.SIGKILL)
-    # At the end nobody waits long for a tracker: the new one has to be there by then.
+    # At the end a run waits only briefly for a tracker: the new one has to be there by then.
     support.wait_for(lambda: any(f".{killed}." not in file.name for file in run.directory.glob("tensorboard/*")), run)
     gate.open()
     run.check(reference)
@@ -95,13 +96,14 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, data_dir, reference):
 
 
 def start_tracked(tmp_path: Path, data_dir: Path) -> tuple[support.Run, support.Gate]:
-    """The run stays until what shall happen to its tracker has happened."""
+    """Start a run that lasts until the faults of its tracker have happened."""
     gate = support.Gate(tmp_path, 5)
     return support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"), script=gate.script), gate
 
 
 def tracker_pid(run: support.Run) -> int:
-    """The tracker among the launcher's children. It is started after the ranks, which may be quicker."""
+    """Return the pid of the tracker among the launcher's children. It is started after the ranks, which may be
+    quicker."""
     support.wait_for(lambda: trackers(run), run)
     return trackers(run)[0]
 

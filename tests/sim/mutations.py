@@ -1,20 +1,22 @@
 """Planted bugs: each breaks one rule of the protocol or of its shell, and the checkers must see it in a simulated world.
 
-``MUTATIONS`` maps what the bug is to a function that plants it with pytest's ``monkeypatch``, and the seeds in which it
-shows; a rare one is looked for where it was found once.
+``MUTATIONS`` maps the description of a bug to a function that plants it with pytest's ``monkeypatch``, and to the seeds that
+are played; for a rare bug these are seeds near one that has found it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import membership, recovery, saving, scheduler
-from megatron_ft.core.recovery import GroupState, Transferred, Updated
-from megatron_ft.core.stragglers import Speeds
-from megatron_ft.sim import group
-from megatron_ft.sim.following import Following
-from megatron_ft.sim.group import Group
-from megatron_ft.sim.store import Store
+from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.lifecycle import checkpoint_protocol
+from megatron_ft.core.protocol import machine, membership
+from megatron_ft.core.protocol.machine import GroupState, Transferred, Updated
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.simulation.protocol import simulated_group
+from megatron_ft.simulation.protocol.returning_group import Following
+from megatron_ft.simulation.protocol.simulated_group import Group
+from megatron_ft.simulation.protocol.simulated_store import Store
 from megatron_ft.types import Begun, Plan
 
 MUTATIONS = {}
@@ -37,8 +39,8 @@ def _(patch):
         taken = {report.group: replace(report, epoch=state.view.epoch) for report in found}
         return replace(state, reports={**state.reports, **taken})
 
-    patch.setattr(recovery, "_reports", reports)
-    patch.setattr(group, "look", lambda store, epoch, missing: _older(store, epoch, missing))
+    patch.setattr(machine, "_reports", reports)
+    patch.setattr(simulated_group, "look", lambda store, epoch, missing: _older(store, epoch, missing))
 
 
 def _older(store, epoch, missing):
@@ -55,18 +57,18 @@ def _(patch):
     patch.setattr(Store, "create", create)
 
 
-@mutation("nobody waits for reports")
+@mutation("a view is proposed without waiting for reports")
 def _(patch):
-    def hasty(view, reports, dead, silent, reason, asking=None):
+    def hasty(view, reports, dead, silent, *rest):
         missing = {group: "no report yet" for group in view.live if group not in reports}
-        return NEXT_VIEW(view, reports, dead, {**silent, **missing}, reason, asking)
+        return NEXT_VIEW(view, reports, dead, {**silent, **missing}, *rest)
 
     patch.setattr(membership, "next_view", hasty)
 
 
 @mutation("the time in which the store is away counts as waiting", range(100, 200))
 def _(patch):
-    patch.setattr(recovery, "_LOOKS", 0.01)
+    patch.setattr(machine, "_LOOKS", 0.01)
 
 
 @mutation("the step that is least far goes on")
@@ -78,7 +80,7 @@ def _(patch):
     patch.setattr(membership, "next_view", backwards)
 
 
-@mutation("that all are taken for dead is not decided")
+@mutation("no view is decided when all groups are taken for dead")
 def _(patch):
     def undecided(view, *rest, **named):
         found = NEXT_VIEW(view, *rest, **named)
@@ -87,31 +89,33 @@ def _(patch):
     patch.setattr(membership, "next_view", undecided)
 
 
-@mutation("who has no state waits for ever for those that had", range(1000, 1050))
+@mutation("a group without a state waits for ever for lost groups with one", range(1000, 1050))
 def _(patch):
-    patch.setattr(recovery, "_has_say", lambda state: state.synced or not any(r.synced for r in state.reports.values()))
-    patch.setattr(recovery, "_give_up", lambda state: state)
+    patch.setattr(machine, "_has_say", lambda state: state.synced or not any(r.synced for r in state.reports.values()))
+    patch.setattr(machine, "_give_up", lambda state: state)
 
 
 # --- membership -----------------------------------------------------------------------------------------------------
 
 
-@mutation("who is left out goes on")
+@mutation("a group that is left out goes on")
 def _(patch):
     def adopt(state, view):
         if state.me not in view.live and view.live:
             view = replace(view, live=tuple(sorted((*view.live, state.me))))
         return ADOPT(state, view)
 
-    patch.setattr(recovery, "_adopt", adopt)
+    patch.setattr(machine, "_adopt", adopt)
 
 
-@mutation("an older start takes its successor's seat", range(550, 600))
+@mutation("an older start counts as a member in place of its successor", range(550, 600))
 def _(patch):
-    patch.setattr(recovery, "_adopt", lambda s, view: ADOPT(replace(s, incarnation=view.incarnations.get(s.me, 0)), view))
+    patch.setattr(
+        machine, "_adopt", lambda s, view: ADOPT(replace(s, incarnation=view.incarnations.get(s.me, 0)), view)
+    )
 
 
-@mutation("who is behind does not take the state")
+@mutation("a group that is behind does not take the state")
 def _(patch):
     _change_views(patch, lambda view: replace(view, source=None, behind=()))
 
@@ -119,26 +123,26 @@ def _(patch):
 # --- coming back ----------------------------------------------------------------------------------------------------
 
 
-@mutation("who follows somebody that is no member any more enters", range(4750, 4800))
+@mutation("a group joins although its donor is no member any more", range(4750, 4800))
 def _(patch):
     patch.setattr(membership, "admissible", lambda view, asked: asked.group not in view.live)
 
 
-@mutation("somebody enters although others are behind", range(1000, 1050))
+@mutation("a group joins although others are behind", range(1000, 1050))
 def _(patch):
     _admit_where(patch, lambda view, reports: view.behind)
 
 
-@mutation("somebody enters although a bucket is final", range(3250, 3300))
+@mutation("a group joins although a bucket is final", range(3250, 3300))
 def _(patch):
     _admit_where(patch, lambda view, reports: view.final)
 
 
 def _admit_where(patch, condition):
-    """Those that ask enter also where this holds, and nothing is handed to them."""
+    """Requests to join are granted also where this holds, and no state is handed to the joining group."""
 
-    def next_view(view, reports, dead, silent, reason, asking=None):
-        found = NEXT_VIEW(view, reports, dead, silent, reason, asking)
+    def next_view(view, reports, dead, silent, reason, asking=None, noticed=""):
+        found = NEXT_VIEW(view, reports, dead, silent, reason, asking, noticed)
         if not found or not found.live or found.joined or not condition(found, reports):
             return found
         joined = membership._entering(view, found.live, asking or {})
@@ -148,20 +152,20 @@ def _admit_where(patch, condition):
     patch.setattr(membership, "next_view", next_view)
 
 
-@mutation("who enters computes with what it has")
+@mutation("a joining group computes with an incomplete state")
 def _(patch):
-    patch.setattr(recovery, "start", lambda *arguments: replace(START(*arguments), synced=True, following=False))
+    patch.setattr(machine, "start", lambda *arguments: replace(START(*arguments), synced=True, following=False))
 
 
-@mutation("who enters takes its own model for the donors'")
+@mutation("a joining group keeps its own model in place of the donors'")
 def _(patch):
     def follow(self, step):
-        yield from self._feed(recovery.Followed(self.state.speeds))
+        yield from self._feed(machine.Followed(self.state.speeds))
 
     patch.setattr(Group, "_follow", follow)
 
 
-@mutation("who enters is content with an older state of its donors")
+@mutation("a joining group accepts an older state of its donors")
 def _(patch):
     def advance(self, limit=None):
         found = ADVANCE(self, limit)
@@ -170,15 +174,15 @@ def _(patch):
     patch.setattr(Following, "advance", advance)
 
 
-@mutation("who enters does not learn who is slow")
+@mutation("a joining group does not learn the speeds")
 def _(patch):
     def progress(state, event):
-        return PROGRESS(state, recovery.Followed(Speeds()) if isinstance(event, recovery.Followed) else event)
+        return PROGRESS(state, machine.Followed(Speeds()) if isinstance(event, machine.Followed) else event)
 
-    patch.setattr(recovery, "_progress", progress)
+    patch.setattr(machine, "_progress", progress)
 
 
-@mutation("who lacks a donor waits for ever")
+@mutation("a joining group that has lost a donor waits for ever")
 def _(patch):
     def follow(self, step):
         while not self._inbox and (self._following.advance(step) is None or self._following.advance(step).step < step):
@@ -189,13 +193,13 @@ def _(patch):
     patch.setattr(Group, "_follow", follow)
 
 
-@mutation("that a request has ended the epoch is not said")
+@mutation("no group announces that a request has ended the epoch")
 def _(patch):
     def close(state):
         state, actions = CLOSE(state)
-        return state, tuple(a for a in actions if not (isinstance(a, recovery.Announce) and a.after >= 0))
+        return state, tuple(a for a in actions if not (isinstance(a, machine.Announce) and a.after >= 0))
 
-    patch.setattr(recovery, "_close", close)
+    patch.setattr(machine, "_close", close)
 
 
 # --- plans and sums -------------------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ def _(patch):
         other = next(group for group in patched.assignment if new[0] not in patched.of(group))
         return replace(patched, assignment={**patched.assignment, other: (*patched.of(other), new[0])})
 
-    patch.setattr(scheduler, "patch_plan", twice)
+    patch.setattr(assignment, "patch_plan", twice)
 
 
 @mutation("what a lost group had is forgotten")
@@ -220,7 +224,7 @@ def _(patch):
         kept = {group: own for group, own in plan.assignment.items() if group not in lost}
         return Plan(plan.step, kept, plan.reason, plan.patched)
 
-    patch.setattr(scheduler, "patch_plan", forgetful)
+    patch.setattr(assignment, "patch_plan", forgetful)
 
 
 @mutation("the interrupted step is planned anew")
@@ -228,7 +232,7 @@ def _(patch):
     _change_views(patch, lambda view: replace(view, begun=Begun(view.live)))
 
 
-@mutation("who joins in the middle of a step gets a share of it")
+@mutation("a group that joins in the middle of a step gets a share of it")
 def _(patch):
     def generous(plan, joined):
         admitted = ADMIT(plan, joined)
@@ -238,19 +242,19 @@ def _(patch):
         share = {rich: admitted.of(rich)[1:], min(joined): admitted.of(rich)[:1]}
         return replace(admitted, assignment={**admitted.assignment, **share})
 
-    patch.setattr(scheduler, "admit", generous)
+    patch.setattr(assignment, "admit", generous)
 
 
 @mutation("a step is committed before all buckets are there")
 def _(patch):
     def hasty(state):
         action = NEXT_ACTION(state)
-        return recovery.Update(state.step) if isinstance(action, recovery.Reduce) and state.have else action
+        return machine.Update(state.step) if isinstance(action, machine.Reduce) and state.have else action
 
-    patch.setattr(recovery, "next_action", hasty)
+    patch.setattr(machine, "next_action", hasty)
 
 
-@mutation("a decided step is committed by who lacks a bucket")
+@mutation("a decided step is committed by a group that lacks a bucket")
 def _(patch):
     patch.setattr(GroupState, "complete", property(lambda state: not state.finished and bool(state.have)))
 
@@ -260,13 +264,13 @@ def _(patch):
     _change_views(patch, lambda view: replace(view, missing={}))
 
 
-@mutation("nobody waits for the transfers of a view")
+@mutation("no group waits for the transfers of a view")
 def _(patch):
     def impatient(state):
         action = NEXT_ACTION(state)
-        return NEXT_ACTION(replace(state, transferred=True)) if isinstance(action, recovery.Transfer) else action
+        return NEXT_ACTION(replace(state, transferred=True)) if isinstance(action, machine.Transfer) else action
 
-    patch.setattr(recovery, "next_action", impatient)
+    patch.setattr(machine, "next_action", impatient)
 
 
 @mutation("local gradients do not survive an epoch change")
@@ -294,7 +298,7 @@ def _(patch):
         result = yield from GROUP_GATHER(self, key, some, interruptible)
         if key[0] == "sum":
             for source in sources:
-                self._inbound[key].setdefault(source, group.Sum())
+                self._inbound[key].setdefault(source, simulated_group.Sum())
         return result
 
     patch.setattr(Group, "_gather", gather)
@@ -303,18 +307,18 @@ def _(patch):
 # --- speeds ---------------------------------------------------------------------------------------------------------
 
 
-@mutation("who takes the state does not learn who is slow")
+@mutation("a group that takes the state does not learn the speeds")
 def _(patch):
-    patch.setattr(recovery, "_transferred", lambda state, event: TRANSFERRED(state, Transferred(event.epoch)))
+    patch.setattr(machine, "_transferred", lambda state, event: TRANSFERRED(state, Transferred(event.epoch)))
 
 
-@mutation("who enters plans on with what it knew before")
+@mutation("a joining group plans with the speeds that it knew before")
 def _(patch):
     def progress(state, event):
         new = PROGRESS(state, event)
-        return replace(new, plan=state.plan) if isinstance(event, recovery.Followed) else new
+        return replace(new, plan=state.plan) if isinstance(event, machine.Followed) else new
 
-    patch.setattr(recovery, "_progress", progress)
+    patch.setattr(machine, "_progress", progress)
 
 
 @mutation("every group goes by its own clock")
@@ -324,46 +328,46 @@ def _(patch):
             event = Updated(event.step, {**event.measured, state.me: 2 * event.measured.get(state.me, 0.0)})
         return PROGRESS(state, event)
 
-    patch.setattr(recovery, "_progress", progress)
+    patch.setattr(machine, "_progress", progress)
 
 
 @mutation("a bucket that is fetched comes without the times", range(1600, 1700))
 def _(patch):
     def send(self, targets, key, value):
-        GROUP_SEND(self, targets, key, group.Sum(value.gradient) if key[0] == "bucket" else value)
+        GROUP_SEND(self, targets, key, simulated_group.Sum(value.gradient) if key[0] == "bucket" else value)
 
     patch.setattr(Group, "_send", send)
 
 
-@mutation("who is slow depends on who is a member")
+@mutation("speeds depend on the membership")
 def _(patch):
     def adopt(state, view):
         new = ADOPT(state, view)
         tracks = {group: track for group, track in new.speeds.tracks.items() if group in view.live}
         return replace(new, speeds=replace(new.speeds, tracks=tracks))
 
-    patch.setattr(recovery, "_adopt", adopt)
+    patch.setattr(machine, "_adopt", adopt)
 
 
-@mutation("a slow group gives away a microbatch that nobody takes")
+@mutation("a slow group gives away a microbatch that no group takes")
 def _(patch):
     def by_time(*arguments):
         found, reason = BY_TIME(*arguments)
         largest = max(found, key=lambda group: len(found[group].get(group, ())))
         return {**found, largest: {**found[largest], largest: found[largest].get(largest, [0])[1:]}}, reason
 
-    patch.setattr(scheduler, "_by_time", by_time)
+    patch.setattr(assignment, "_by_time", by_time)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@mutation("who hears too late of a save saves the step it is in")
+@mutation("a group that learns too late of a save saves its present step")
 def _(patch):
     def eager(order, me, step, view, has_state, since):
         return ANSWER(replace(order, at=step) if order.at < step else order, me, step, view, has_state, since)
 
-    patch.setattr(saving, "answer", eager)
+    patch.setattr(checkpoint_protocol, "answer", eager)
 
 
 @mutation("a save holds in every epoch")
@@ -371,33 +375,33 @@ def _(patch):
     def lasting(order, me, step, view, has_state, since):
         return ANSWER(replace(order, epoch=view.epoch), me, step, view, has_state, min(since, view.epoch))
 
-    patch.setattr(saving, "answer", lasting)
+    patch.setattr(checkpoint_protocol, "answer", lasting)
 
 
 def _change_views(patch, change):
-    """Every view that is proposed is changed on its way, ``begun`` included."""
+    """Apply a change to every proposed view, ``begun`` included."""
 
     def propose(state):
-        return tuple(recovery.Propose(change(action.view)) for action in PROPOSAL(state))
+        return tuple(replace(action, view=change(action.view)) for action in PROPOSAL(state))
 
-    patch.setattr(recovery, "_proposal", propose)
+    patch.setattr(machine, "_proposal", propose)
 
 
-ANSWER = saving.answer
-LOOK = group.look
-START = recovery.start
-CLOSE = recovery._close
+ANSWER = checkpoint_protocol.answer
+LOOK = simulated_group.look
+START = machine.start
+CLOSE = machine._close
 FOLLOW = Group._follow
 ADVANCE = Following.advance
 NEXT_VIEW = membership.next_view
-NEXT_ACTION = recovery.next_action
-ADOPT = recovery._adopt
-PROPOSAL = recovery._proposal
-PATCH_PLAN = scheduler.patch_plan
-ADMIT = scheduler.admit
-BY_TIME = scheduler._by_time
-PROGRESS = recovery._progress
-TRANSFERRED = recovery._transferred
+NEXT_ACTION = machine.next_action
+ADOPT = machine._adopt
+PROPOSAL = machine._proposal
+PATCH_PLAN = assignment.patch_plan
+ADMIT = assignment.admit
+BY_TIME = assignment._by_time
+PROGRESS = machine._progress
+TRANSFERRED = machine._transferred
 GROUP_ADOPT = Group._adopt
 GROUP_RESET = Group.reset
 GROUP_GATHER = Group._gather

@@ -1,4 +1,4 @@
-"""``megatron-ft simulate``: what it prints, that processes change nothing, and one clear line for a mistake."""
+"""``megatron-ft simulate``: its output, which does not depend on the number of processes, and one line for a mistake."""
 
 import json
 
@@ -24,11 +24,11 @@ def test_a_line_for_every_policy_fastest_first(capsys):
     assert rows[0] == "stacked_quota" and "+ rejoin" in shown
 
 
-def test_what_never_gets_to_its_end_is_shown_as_given_up(capsys):
-    """Its trials have no mean, and no spread."""
+def test_a_policy_that_never_finishes_is_shown_as_given_up(capsys):
+    """Trials that are given up have no mean and no spread."""
     hopeless = [*SMALL, "--system-mtbf-s", 20, "--policy", "restart", "--jobs", 1, "--trials", 2]
     code, shown, _ = run(capsys, *hopeless)
-    assert code == 0 and "given up at" in shown
+    assert code == 0 and "stopped at" in shown
 
 
 def test_the_same_seed_gives_the_same_bytes_whatever_the_processes(capsys):
@@ -49,9 +49,11 @@ def test_a_trace_and_what_hosting_costs(capsys, tmp_path):
     spare = json.loads(out)["policies"]["spare"]
     assert (spare["trials"][0]["failures"], spare["held_gb"]) == (2, 6)
     _, shown, _ = run(capsys, *SMALL, *options)
-    assert "Held ahead by a group: spare 6 GB" in shown
+    assert "Memory of a group for prefetched samples: spare 6 GB" in shown
     _, slow, _ = run(capsys, *SMALL, *options, "--read-s", 10, "--json")
-    assert json.loads(slow)["policies"]["spare"]["overhead"] > 2.5, "3 shards of 10 s take longer than computing one or two"
+    assert json.loads(slow)["policies"]["spare"]["overhead"] > 2.5, (
+        "3 shards of 10 s take longer than computing one or two"
+    )
 
 
 def test_the_picture(capsys, tmp_path):
@@ -62,7 +64,7 @@ def test_the_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--restart-finds", "survivors", "--policy", "spare"], "spare is laid out for all groups"),
+        (["--restart-finds", "survivors", "--policy", "spare"], "spare has a placement for all groups"),
         (["--policy", "magic"], "--policy 'magic' is not known; there are: restart, replication"),
         (["--redundancy", "13"], "13"),
         (["--redundancy", "9", "--policy", "spare"], "take at most"),
@@ -71,9 +73,9 @@ def test_the_picture(capsys, tmp_path):
         (["--shape", "x"], "--shape is 'x'; it must be a number"),
         (["--shape", "0"], "shape is 0.0; it must be a number > 0"),
         (["--rack-share", "2"], "rack_share is 2.0; it must lie between 0 and 1"),
-        (["--renewal", "daily"], "renewal is 'daily'; it can be: system, groups, replaced"),
+        (["--renewal", "daily"], "renewal is 'daily'; it must be one of: system, groups, replaced"),
         (["--rack-groups", "99"], "rack_groups is 99, the cluster has 12 groups"),
-        (["--step-s", "-1"], "step_s is -1; it must be a number > 0"),
+        (["--step-s", "-1"], "step_s is -1.0; it must be a number > 0"),
         (["--system-mtbf-s", "1"], "more often than one step"),
         (["--trace", "nowhere.csv"], "trace nowhere.csv cannot be read"),
         (["--plot", "nowhere/x.png"], "nowhere"),
@@ -89,8 +91,8 @@ def test_a_mistake_is_told_in_one_line(capsys, arguments, words):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("", "it needs seconds and group in its first line"),
-        ("time,group\n1,2\n", "it needs seconds and group"),
+        ("", "its first line must name the columns seconds and group"),
+        ("time,group\n1,2\n", "must name the columns seconds and group"),
         ("seconds,group\n1,x\n", "line 2: seconds is '1', group is 'x'"),
         ("seconds,group\n", "holds no failure"),
         ("seconds,group\n5,12\n", "group 12 fails at 5 s; groups are 0 to 11"),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import checkers
-from megatron_ft.runtime import points
-from megatron_ft.runtime.points import Hold
-from tests import netlab, support
+from megatron_ft.faults import injection_points
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog import invariants
+from tests import listening, netlab, support
 from tests.deepspeed_kills import MODEL, SCRIPT, start
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -39,14 +39,14 @@ def lab(request):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, data_dir) -> list[dict]:
-    """The history of the same job on one host, to which nothing happens."""
+    """The history of the same job on one host, without failures."""
     run = start(tmp_path_factory.mktemp("alone") / "run", data_dir, groups=GROUPS, steps=STEPS)
     run.check()
     return run.history
 
 
 class Job:
-    """The processes that start it, one or one for each host; ended by pid, whatever the test did."""
+    """The launchers of a job, one or one for each host; ended by pid, whatever the test did."""
 
     def __init__(self, directory: Path, data_dir: Path) -> None:
         self.directory = directory
@@ -55,11 +55,17 @@ class Job:
         engine = {"pipeline": {"stages": 2}}
         self.config = support.write_config(directory / "ds.json", engine=engine, model=MODEL, detector=detector)
         self.own = ["--data", data_dir, "--steps", STEPS, "--deepspeed_config", self.config]
-        self.shim = ["megatron_ft.launch.shim", "--run-dir", directory / "run", SCRIPT, *self.own]
+        self.shim = ["megatron_ft.launchers.launcher_shim", "--run-dir", directory / "run", SCRIPT, *self.own]
         self.started: list[subprocess.Popen] = []
 
     def start(self, command, holds=(), **environment) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **points.to_env(list(holds)), **environment}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            **injection_points.to_env(list(holds)),
+            **environment,
+        }
         output = (self.directory / f"said{len(self.started)}.log").open("w")
         options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": support.ROOT, "env": env}
         self.started.append(subprocess.Popen(list(map(str, command)), **options))
@@ -73,7 +79,7 @@ class Job:
 
     def check(self, reference: list[dict]) -> None:
         assert self.started[0].wait(timeout=support.TIMEOUT_S) == 0, self.said()
-        found = checkers.check_history(self.run.history, GROUPS * support.PER_GROUP, reference)
+        found = invariants.check_history(self.run.history, GROUPS * support.PER_GROUP, reference)
         assert not found, "\n".join([*found, *map(str, self.run.history), self.said()])
         assert len(self.run.events("step")) == STEPS
 
@@ -92,7 +98,7 @@ HOLD = Hold(1, 2, "backward", position=1)
 
 @pytest.mark.parametrize("lab", [2], indirect=True)
 def test_deepspeeds_own_launcher_on_two_hosts(lab, job, alone, tmp_path):
-    """One command with a hostfile; pdsh starts it on both."""
+    """One command gets a hostfile; pdsh starts it on both hosts."""
     if shutil.which("pdsh") is None:
         pytest.skip("pdsh is not installed (Debian: pdsh); deepspeed starts other hosts through it")
     (tmp_path / "hosts").write_text("".join(f"{lab.address(host)} slots=2\n" for host in lab.hosts))
@@ -100,7 +106,15 @@ def test_deepspeeds_own_launcher_on_two_hosts(lab, job, alone, tmp_path):
     ssh.parent.mkdir()
     ssh.write_text(FAKE_SSH.replace("LABh", lab.namespace(0).removesuffix("0")))
     ssh.chmod(0o755)
-    where = ["--hostfile", tmp_path / "hosts", "--master_addr", lab.address(0), "--master_port", 29500, "--no_ssh_check"]
+    where = [
+        "--hostfile",
+        tmp_path / "hosts",
+        "--master_addr",
+        lab.address(0),
+        "--master_port",
+        29500,
+        "--no_ssh_check",
+    ]
     path = f"{ssh.parent}:{os.environ['PATH']}"
     job.start(lab.inside(0, [BIN / "deepspeed", *where, "--module", *job.shim]), [HOLD], PATH=path)
     job.run.strike(HOLD)
@@ -121,7 +135,9 @@ def test_torchrun_on_two_hosts(lab, job, alone):
 @pytest.mark.parametrize("lab", [4], indirect=True)
 def test_groups_across_hosts(lab, job, alone, tmp_path):
     """Each stage on a host of its own. One is cut off: its group is out, and the stage before it is released, from a process
-    group that the script's PipelineModule has made (DeepSpeed sums the norm in it before the optimizer's step)."""
+    group that the script's PipelineModule has made (DeepSpeed sums the norm in it before the optimizer's step).
+
+    Until then every socket on which a process of the run listens is bound to its host's address on the hosts' network."""
     hold, pause = Hold(1, 1, "update", position=1), Hold(0, 2, "begin")
     (tmp_path / "hosts").write_text("".join(f"{lab.address(host)} slots=1\n" for host in lab.hosts))
     options = ["--groups", GROUPS, "--config", job.config, "--run-dir", tmp_path / "run"]
@@ -132,18 +148,21 @@ def test_groups_across_hosts(lab, job, alone, tmp_path):
         job.start(lab.inside(host, command), [hold, pause])
     support.await_held(job.run, 1, 1)
     leader = support.await_held(job.run, 0)
+    for host in lab.hosts:
+        found = listening.listeners(lab.processes(host))
+        assert {listener.address for listener in found} == {lab.address(host)}, found
     lab.cut(3)
 
     def missed() -> bool:
         pairs = [(line["by"], line["about"]) for line in job.run.events("silence")]
         return any(lab.address(2) in by and lab.address(3) in about for by, about in pairs)
 
-    # All hosts miss it; who shares a group with it knows most. No view is made before that one has said so.
+    # All hosts miss it; the host that shares a group with it knows most. No view is made before that host has reported.
     support.wait_for(missed, job.run)
     os.kill(leader, signal.SIGCONT)
     job.check(alone)
     (view,) = job.run.events("view")[1:]
     why = view["lost"]["1"]
-    assert lab.address(3) in why and "the group has ranks on both" in why, why
+    assert "host 3 (" in why and "the group has ranks on both" in why, why
     assert job.started[2].wait(timeout=support.TIMEOUT_S) == 0, job.said()
     assert "group 1 is out" in (tmp_path / "run" / "logs" / "g1.p0.log").read_text()

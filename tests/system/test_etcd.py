@@ -1,10 +1,11 @@
 """Three real etcd nodes on loopback: the store's contract, and one node at a time killed or frozen under its clients.
 
-And a whole run on them that loses two nodes, one after the other, and two groups.
+A whole run on them loses two nodes, one after the other, and two groups.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from datetime import timedelta
@@ -13,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.core import detector
+from megatron_ft.coordination import watcher
+from megatron_ft.coordination.store import AWAY, ControlStore, patient
+from megatron_ft.core.protocol import signals
 from megatron_ft.errors import StoreError
-from megatron_ft.launch.record import STORE
-from megatron_ft.runtime import watcher
-from megatron_ft.runtime.points import Hold
-from megatron_ft.runtime.store import AWAY, ControlStore, patient
+from megatron_ft.faults.injection_points import Hold
+from megatron_ft.runlog.run_directory import STORE
 from tests import support
+from tests.growth import Changes
 from tests.store_contract import StoreContract, at_once
 from tests.stores import DEADLINE_S, EtcdCluster, await_, etcd_missing
 
@@ -39,7 +41,7 @@ def etcd(tmp_path_factory):
 
 @pytest.fixture
 def cluster(etcd):
-    """Whole again before and after."""
+    """A cluster that is whole before and after each test."""
     etcd.start()
     yield etcd
     for node in etcd.nodes:
@@ -54,11 +56,25 @@ def served(cluster):
 
 
 class TestEtcd(StoreContract):
-    """Over three nodes."""
+    """The contract over three nodes."""
+
+
+def test_the_store_is_as_small_after_many_view_changes_as_after_a_few(served):
+    """The benchmark ``benchmarks/store_growth.py`` makes 2,000 of them."""
+    changes = Changes(served)
+    changes.make(20)
+    keys, size = changes.size()
+    changes.make(100)
+    keys_then, size_then = changes.size()
+    assert keys_then <= 1.1 * keys and size_then <= 1.1 * size
+    other = ControlStore(served.address, uuid.uuid4().hex, SILENCE_S)
+    other.set("key", 1)
+    served.forget()
+    assert served.listed() == [] and other.get("key") == 1
 
 
 class Players:
-    """Clients that claim the same keys, one after the other, and remember who stood there and whether they won."""
+    """Clients that claim the same keys, one after the other, and remember the standing value and whether they won."""
 
     def __init__(self, served: ControlStore) -> None:
         self.moves: list[list[tuple[int, bool]]] = [[] for _ in range(PLAYERS)]
@@ -88,7 +104,7 @@ class Players:
             assert not thread.is_alive()
 
     def check(self) -> None:
-        """One value per key whoever looked, and its writer is the only one who was told that it won."""
+        """Check for one value per key in all clients, and that its writer alone was told that it won."""
         for key in range(min(len(own) for own in self.moves)):
             (standing,) = {own[key][0] for own in self.moves}
             assert [player for player, own in enumerate(self.moves) if own[key][1]] == [standing]
@@ -96,7 +112,7 @@ class Players:
 
 @pytest.mark.parametrize("who", ["leader", "follower"])
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_while_one_node_is_away_everybody_goes_on_and_every_key_has_one_winner(cluster, served, fault, who):
+def test_while_one_node_is_away_all_clients_go_on_and_every_key_has_one_winner(cluster, served, fault, who):
     players = Players(served)
     players.await_moves()
     node = getattr(cluster, who)()
@@ -109,7 +125,7 @@ def test_while_one_node_is_away_everybody_goes_on_and_every_key_has_one_winner(c
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_who_waits_hears_of_a_key_although_its_node_is_lost(cluster, served, fault):
+def test_a_client_that_waits_hears_of_a_key_although_its_node_is_lost(cluster, served, fault):
     waiting = [served.clone() for _ in range(6)]  # spread over the nodes at random
     node = cluster.leader()
     results: list[object] = []
@@ -128,7 +144,7 @@ def test_who_waits_hears_of_a_key_although_its_node_is_lost(cluster, served, fau
     assert results == [7] * len(waiting)
 
 
-def test_without_a_majority_calls_fail_in_time_and_the_watcher_tells(cluster, served):
+def test_without_a_majority_calls_fail_in_time_and_the_watcher_reports_it(cluster, served):
     lines: list[object] = []
     listening = watcher.Watcher(
         ControlStore(cluster.address, served.run_id, SILENCE_S),
@@ -138,7 +154,7 @@ def test_without_a_majority_calls_fail_in_time_and_the_watcher_tells(cluster, se
     )
     listening.start()
     served.begin()
-    watcher.announce(served, detector.Reset(1, 0, "broken"))
+    watcher.announce(served, signals.Reset(1, 0, "broken"))
     await_(lambda: lines == [1], "the notice is heard")
     nodes = cluster.nodes[:2]
     for node in nodes:
@@ -149,13 +165,13 @@ def test_without_a_majority_calls_fail_in_time_and_the_watcher_tells(cluster, se
     for node in nodes:
         node.start()
     await_(lambda: lines == [1, "lost", "back"], "the return is told")
-    patient(lambda: watcher.announce(served, detector.Reset(2, 0, "broken"), by="once"), patience_s=DEADLINE_S)
+    patient(lambda: watcher.announce(served, signals.Reset(2, 0, "broken"), by="once"), patience_s=DEADLINE_S)
     await_(lambda: lines[-1] == 2, "the log goes on where it was")
     assert lines == [1, "lost", "back", 2], "each change is told once"
     listening.stop()
 
 
-def test_all_nodes_dead_is_said_at_once(cluster, served):
+def test_the_loss_of_all_nodes_is_reported_at_once(cluster, served):
     cluster.stop()
     with pytest.raises(StoreError, match="is gone .* no node of it listens"):
         served.get("key")
@@ -174,7 +190,18 @@ def test_a_process_group_is_built_while_a_node_is_frozen(cluster, served):
     assert at_once(lambda: reduce(0), lambda: reduce(1)) == [[2.0, 2.0]] * 2
 
 
-def test_what_is_added_through_a_lost_node_is_counted_once(cluster, served):
+def test_many_keys_are_read_at_once_and_one_that_comes_late_is_waited_for(served):
+    store = served.rendezvous("pg")
+    names = [f"key {number}" for number in range(250)]
+    for number, name in enumerate(names[:-1]):
+        store.set(name, str(number))
+    late = threading.Timer(0.2, lambda: store.set(names[-1], "249"))
+    late.start()
+    assert store.multi_get(names) == [str(number).encode() for number in range(250)]
+    late.join()
+
+
+def test_an_addition_through_a_lost_node_is_counted_once(cluster, served):
     store = served.rendezvous("pg")
     node = cluster.leader()
     added = []
@@ -191,7 +218,7 @@ def test_what_is_added_through_a_lost_node_is_counted_once(cluster, served):
 
 
 def test_a_run_outlives_the_leader_then_another_node_and_a_group_after_each(cluster, tmp_path, data_dir, reference):
-    """Never a step lost or repeated, although the nodes that decide change under the run."""
+    """No step is lost or repeated, although the nodes that decide change under the run."""
     first, second = Hold(1, 3, "reduce", 1), Hold(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [first, second], store=cluster.address)
     support.wait_for_step(run, 0)
@@ -211,3 +238,5 @@ def test_a_run_outlives_the_leader_then_another_node_and_a_group_after_each(clus
     assert [line["step"] for line in run.events("recovery")] == [3, 5]
     assert [line["group"] for line in run.events("survivor")] == [0, 3]
     assert not run.events("store") and not (run.directory / STORE).exists(), "there is no other store"
+    left = ControlStore(cluster.address, json.loads((run.directory / "config.json").read_text())["run_id"], SILENCE_S)
+    assert left.listed() == [] and left.memory is None, "the run has left nothing in a store that outlives it"

@@ -1,17 +1,17 @@
 """Runs that start their own etcd, in network namespaces: three hosts with a group each and a spare one. Hosts lose their
-power, host 0 first: nobody is left who could close their connections, or say a word."""
+power, host 0 first: no process is left that could close their connections, or report the loss."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 
 import pytest
 
-from megatron_ft.faults import checkers
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history, invariants
 from tests import netlab, support
 from tests.stores import etcd_missing
 
@@ -28,13 +28,13 @@ def settings(path):
 
 def script(data_dir, steps: int, path=support.SCRIPT) -> list[object]:
     own = ["--data", data_dir, "--steps", steps, "--seed", 1, *support.SMALL]
-    own += ["--lr", 1e-4]  # at which one rounding in another order stays one
+    own += ["--lr", 1e-4]  # a rounding difference from another order of sums does not grow at this rate
     return [path, "--", *own]
 
 
 @pytest.fixture(scope="module")
 def failure_free(tmp_path_factory, data_dir) -> list[dict]:
-    """The history of the same job on one host, to which nothing happens."""
+    """The history of the same job on one host, without failures."""
     directory = tmp_path_factory.mktemp("reference")
     config = support.write_config(directory / "config.json", detector={"straggler_factor": 0})
     where = ["--groups", GROUPS, "--config", config, "--run-dir", directory / "run"]
@@ -70,7 +70,7 @@ class Launch:
 
     @property
     def run(self) -> support.Run:
-        """As one sees it whose agent goes on."""
+        """Return the run, as seen by an agent that goes on."""
         return support.Run(self.directory / "run", self.agents[min(self.agents.keys() - self.lost)])
 
     def lose(self, host: int) -> None:
@@ -81,7 +81,7 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
 
     def codes(self) -> set[int]:
-        """Of all whose host is there."""
+        """Return the exit codes of all agents whose host is there."""
         try:
             return {self.agents[host].wait(timeout=support.TIMEOUT_S) for host in self.agents.keys() - self.lost}
         except subprocess.TimeoutExpired:
@@ -118,9 +118,11 @@ def test_host_0_loses_its_power_and_every_step_is_made_with_the_losses_of_a_run_
     launch.lose(0)
     run = launch.run
     support.wait_for(lambda: any(0 in view["joined"] for view in run.events("view")), run)
+    lock = json.loads((run.directory / "run.lock").read_text())
+    assert lock["turn"] == 1 and not lock["released"], "host 1 has taken the run directory's lock over"
     launch.gate.open()
     assert launch.codes() == {0}, launch.said()
-    found = checkers.check_history(run.history, GROUPS * support.PER_GROUP, failure_free)
+    found = invariants.check_history(run.history, GROUPS * support.PER_GROUP, failure_free)
     assert not found, "\n".join([*found, launch.said()])
     assert len(run.events("step")) == STEPS
     assert [line["what"] for line in run.events("host")] == ["spare", "took over"]
@@ -135,7 +137,7 @@ def test_a_second_host_is_lost_when_the_spare_one_has_taken_the_firsts_place_in_
     launch.lose(0)
     run = launch.run
     support.wait_for(lambda: members(run, "added") == ["h3.1"], run)
-    # Nobody else, that is: who has asked for it may have had no answer. If it had not been, the next loss were one too many.
+    # Only h0 is removed, perhaps without a record: the request may have had no answer. The next loss needs the removal.
     assert set(members(run, "removed")) <= {"h0"}
     launch.lose(1)
     run = launch.run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.planner.allreduce import allreduce_s
+from megatron_ft.planning.allreduce import allreduce_s
 from tools import simgrid_allreduce as tool
 
 pytestmark = pytest.mark.system
@@ -28,7 +28,7 @@ def cases(simgrid: str) -> list[dict]:
 
 
 def ratio(case: dict, bandwidth_share: float = 1.0, latency_factor: float = 1.0) -> float:
-    """SimGrid over formula."""
+    """Return the ratio of SimGrid over formula."""
     bandwidth, latency_s = bandwidth_share * case["bandwidth"], latency_factor * case["latency"]
     place = {"positions": case["positions"], "slowdown": case["slowdown"], "slow_group": case["slow_host"]}
     return case["time_s"] / allreduce_s(case["hosts"], case["bytes"], bandwidth, latency_s, case["algorithm"], **place)

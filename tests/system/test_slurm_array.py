@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft.core.elements import Beat
-from megatron_ft.launch.board import Board
+from megatron_ft.core.lifecycle.array_policy import Beat
+from megatron_ft.launchers.slurm.array_board import Board
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 from tools import proc
@@ -21,20 +21,20 @@ failure_free = slurm.failure_free(STEPS)
 
 
 class Array(Submitted):
-    """Of four elements."""
+    """An array job of four elements."""
 
     def __init__(self, lab, directory: Path, data_dir: Path, *options: str) -> None:
         batch = ["--array=0-3", f"--output={directory}/element.%a.log", *options, SCRIPT]
         super().__init__(lab, directory, data_dir, batch)
 
     def elements(self) -> dict[int, tuple[str, str]]:
-        """State and node of each."""
+        """Return state and node of each element."""
         asked = ["squeue", "--noheader", "--array", "--states=all", "--jobs", self.id, "--format", "%K %T %N"]
         rows = (line.split() for line in self.lab.run(asked).stdout.splitlines())
         return {int(row[0]): (row[1], "".join(row[2:])) for row in rows}
 
     def hosts(self) -> list[int]:
-        """The elements that have begun the run, by group; the one in reserve last. They come in any order."""
+        """Return the elements that have begun the run, by group; the one in reserve last. They come in any order."""
         begun = list(Board(self.run_dir / "array" / self.id).read()[0].hosts)
         return [*begun, *({0, 1, 2, 3} - set(begun))]
 
@@ -42,8 +42,8 @@ class Array(Submitted):
         return self.elements()[element][1]
 
     def start_now(self, element: int) -> None:
-        """One that was requeued; Slurm would wait for two minutes. A node refuses a job in the second in which it was
-        killed there."""
+        """Start a requeued element now; Slurm would wait for two minutes. A node refuses a job in the second in which
+        it was killed there."""
         self.await_(lambda: self.elements()[element][0] == "PENDING", f"element {element} is requeued")
         self.lab.run(["scontrol", "update", f"jobid={self.id}_{element}", "StartTime=now+3"], check=True)
 
@@ -51,10 +51,16 @@ class Array(Submitted):
         return Board(self.run_dir / "array" / self.id).last(element)
 
     def kill(self, element: int, word: str) -> None:
-        """SIGKILL to the command of ours that runs there under that name."""
+        """Send SIGKILL to the command of this project that runs there under that name."""
         pids = [pid for pid in self.lab.tasks_of(self.node(element)) if word in proc.command(pid)[:4]]
         assert pids, self.said()
         proc.send(sorted(pids)[:1], 9)
+
+    def await_store_whole(self) -> None:
+        """Wait until a member of the run's own etcd that was lost has been replaced: only then may another be lost."""
+        self.await_(
+            lambda: any(line["what"] == "added" for line in self.events("store")), "the store has 3 members again"
+        )
 
     def await_spares(self, count: int) -> None:
         what = f"{count} elements have come as spares"
@@ -101,6 +107,7 @@ def test_an_agent_and_then_its_element_are_killed_and_both_are_back_without_slur
     array.kill(array.hosts()[2], "launch")
     array.await_back(2)
     array.await_spares(2)
+    array.await_store_whole()
     array.kill(array.hosts()[1], "supervise")
     array.await_back(1)
     array.await_spares(3)

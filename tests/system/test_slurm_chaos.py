@@ -1,10 +1,10 @@
-"""A burn-in of a real Slurm; and jobs that go on when the same script is submitted again."""
+"""A burn-in on a real Slurm; jobs that continue when the same script is submitted again."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_ft.burnin import plan
+from megatron_ft.burnin import strikes
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 
@@ -29,7 +29,7 @@ def submit(cluster, tmp_path, data_dir):
     slurm.clear(cluster, jobs)
 
 
-def test_a_burn_in_strikes_in_every_way_and_finds_every_promise_kept(submit, failure_free):
+def test_a_burn_in_with_every_kind_of_fault_finds_every_promise_kept(submit, failure_free):
     job = submit("chaos.sbatch", FAULTS="4", EVERY_S="1", FREEZE_S="15", SEED="3")
     log = job.directory / "batch.0.log"
     job.await_(lambda: log.exists() and "fault 4: all groups" in log.read_text(), "the last fault is over")
@@ -40,7 +40,7 @@ def test_a_burn_in_strikes_in_every_way_and_finds_every_promise_kept(submit, fai
     assert "burn-in: 4 of 4 faults, every promise was kept" in said, said
     struck = [line for line in job.events("inject") if line.get("kind") in ("step", "freeze", "kill", "agent")]
     assert len(struck) == 4 and len(job.events("view")) > 4, job.said()
-    assert {strike.kind for strike in plan.draw(4, 3, 1.0, plan.DEFAULT)} == set(plan.DEFAULT)
+    assert {strike.kind for strike in strikes.draw(4, 3, 1.0, strikes.DEFAULT)} == set(strikes.DEFAULT)
 
 
 def test_a_job_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, submit, failure_free):
@@ -55,6 +55,7 @@ def test_a_job_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, su
     assert (second.run_dir / "earlier" / "0001").exists()
 
 
+@pytest.mark.long
 def test_a_job_that_was_stopped_goes_on_when_it_is_submitted_again(submit, failure_free):
     first = submit("pretrain.sbatch")
     first.await_step(5)

@@ -1,4 +1,4 @@
-"""The Slurm cluster that other tests break: what its faults do to real jobs, and that nothing of it is left."""
+"""The Slurm cluster that other tests break: the effects of its faults on real jobs, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.system
 
 TOOL = support.ROOT / "tools" / "slurm_lab.py"
 KEEP = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-"""A step that loses some of its tasks goes on."""
+"""Options of a step that goes on when it loses some of its tasks."""
 BEAT = """
 cd "$0"; at=$SLURMD_NODENAME
 while echo $((i += 1)) > $at.part; do mv $at.part $at; sleep 0.05; done
@@ -49,19 +49,19 @@ class Job:
         return {path.name: int(path.read_text()) for path in found if path.exists()}
 
     def await_beats(self, *nodes: str) -> None:
-        """Several more of each of them."""
+        """Wait for several more counts of each of the tasks."""
         before = self.beats()
         await_(lambda: all(self.beats()[node] > before[node] + 5 for node in nodes), f"{', '.join(nodes)} go on")
 
     def end(self) -> None:
-        """Whatever was done to the nodes: they are whole and idle."""
+        """End the job; the nodes are whole and idle afterwards, whatever was done to them."""
         for node in self.lab.nodes:
             self.lab.thaw(node)
             if not self.lab.shape.plain:
                 self.lab.heal(node)
             if self.lab.slurmd(node) == "dead":
                 self.lab.start_node(node)
-        self.srun.kill()  # it would wait for tasks that are no more
+        self.srun.kill()  # it would wait for tasks that are gone
         self.srun.wait()
         self.lab.run(["scancel", self.id], check=True)
         await_(lambda: set(self.lab.states().values()) == {"idle"}, "all nodes are idle again")
@@ -75,7 +75,7 @@ def job(cluster, tmp_path):
 
 
 def reaches(lab: Lab, node: str) -> bool:
-    """Whether its slurmd can be connected to."""
+    """Return whether the node's slurmd can be connected to."""
     try:
         socket.create_connection((lab.address(node), lab.shape.ports[1 + lab.nodes.index(node)]), timeout=1.0).close()
     except OSError:
@@ -84,7 +84,7 @@ def reaches(lab: Lab, node: str) -> bool:
 
 
 def left_of(lab: Lab) -> list[str]:
-    """Of one that was up: processes, namespaces, links, files."""
+    """Return what is left of a lab that was up: processes, namespaces, links, files."""
     words = {pid: [*proc.command(pid), *proc.environment(pid)] for pid in proc.pids() if pid != os.getpid()}
     own = str(lab.directory)
     found = [f"process {pid}: {told}" for pid, told in words.items() if any(own in word for word in told)]
@@ -96,7 +96,7 @@ def left_of(lab: Lab) -> list[str]:
 
 
 def tool(*arguments: object, **options) -> subprocess.CompletedProcess:
-    """The command, run to its end."""
+    """Run the command of the lab to its end."""
     command = [sys.executable, TOOL, *arguments]
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=2 * DEADLINE_S, **options)
 
@@ -207,7 +207,7 @@ def test_an_up_that_is_killed_half_way_leaves_nothing_that_down_does_not_find(tm
 
 
 @slurm.needs_slurm
-def test_an_up_that_fails_says_why_and_takes_down_what_there_was(tmp_path):
+def test_an_up_that_fails_reports_why_and_takes_down_what_there_was(tmp_path):
     slurmd = tmp_path / "bin" / "slurmd"
     slurmd.parent.mkdir()
     slurmd.write_text("#!/bin/sh\necho slurmd: no such luck >&2\nexit 3\n")
@@ -261,7 +261,7 @@ def test_wrong_use_without_a_lab_gives_one_line(tmp_path, arguments, remedy, cap
     assert len(said.splitlines()) == 1 and remedy in said
 
 
-def test_what_is_missing_is_said_with_its_remedy(tmp_path, monkeypatch, capsys):
+def test_missing_programs_are_reported_with_the_remedy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert slurm_lab.main(["up", "--directory", str(tmp_path / "lab")]) == 2
     assert capsys.readouterr().err == "slurm_lab: a Slurm lab needs root\n"

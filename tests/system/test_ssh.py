@@ -1,4 +1,4 @@
-"""``launch --ssh``: one command starts three hosts and a spare through real sshds, and the run does not need it any more."""
+"""``launch --ssh`` with three hosts and a spare one, each with a real sshd. The run does not depend on the launcher."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from megatron_ft.faults import checkers
-from megatron_ft.runtime import history
+from megatron_ft.errors import WIPED_OUT
+from megatron_ft.runlog import history, invariants
 from tests import sshd, support
-from tests.stores import await_
+from tests.stores import await_, etcd_missing
 from tools import proc
 
 pytestmark = pytest.mark.system
@@ -39,7 +40,7 @@ def own(data_dir: Path, steps: int = STEPS) -> list:
 
 @pytest.fixture(scope="module")
 def failure_free(tmp_path_factory, data_dir) -> list[dict]:
-    """The history of the same job on one host, to which nothing happens."""
+    """The history of the same job on one host without failures."""
     run_dir = tmp_path_factory.mktemp("reference") / "run"
     config = support.write_config(run_dir.with_suffix(".json"), detector={"straggler_factor": 0})
     where = ["--groups", GROUPS, "--config", config, "--run-dir", run_dir]
@@ -49,7 +50,7 @@ def failure_free(tmp_path_factory, data_dir) -> list[dict]:
 
 
 class Job:
-    """One ``launch --ssh``, called on the host that is only there for that."""
+    """One ``launch --ssh``, on a host that takes no part in the run."""
 
     def __init__(self, lab: sshd.Lab, directory: Path, data_dir: Path) -> None:
         self.lab, self.directory, self.data_dir = lab, directory, data_dir
@@ -58,18 +59,35 @@ class Job:
         self.process: subprocess.Popen | None = None
         self.gate = support.Gate(directory, slowly=STEPS)
 
-    def start(self, *options, steps: int = STEPS, cwd: Path = support.ROOT, saves: bool = False, **detector) -> None:
+    def start(
+        self,
+        *options,
+        steps: int = STEPS,
+        cwd: Path = support.ROOT,
+        saves: bool = False,
+        settings: Mapping[str, object] = {},
+        **detector,
+    ) -> None:
+        """Start the launcher; ``settings``: of fault_tolerance, in place of those of this test."""
         (self.directory / "hosts").write_text("\n".join(self.hosts))
         detector = {"straggler_factor": 0, "heartbeat_timeout_s": support.HEARTBEAT_TIMEOUT_S, **detector}
         checkpoint = {"directory": str(self.directory / "saved")} if saves else {}
-        changes = {"rejoin": {}, "detector": detector, "checkpoint": checkpoint}
+        changes = {"rejoin": {}, "detector": detector, "checkpoint": checkpoint, **settings}
         config = support.write_config(self.directory / "config.json", **changes)
-        where = ["--ssh", "--ssh-command", self.lab.ssh, "--hostfile", self.directory / "hosts", "--spare-hosts", SPARES]
+        where = [
+            "--ssh",
+            "--ssh-command",
+            self.lab.ssh,
+            "--hostfile",
+            self.directory / "hosts",
+            "--spare-hosts",
+            SPARES,
+        ]
         script = support.SCRIPT if steps == ENDLESS else self.gate.script
         what = ["--groups", GROUPS, "--config", config, "--run-dir", self.run_dir, *options, script]
         command = support.command("launch", *where, *what, "--", *own(self.data_dir, steps))
         said = (self.directory / "said.log").open("w")
-        # Python finds this package whatever the directory is.
+        # Python must find this package from any working directory.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support.ROOT), "MEGATRON_FT_OF_THE_TEST": "7"}
         options = {"stdout": said, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": cwd, "env": env}
         self.process = subprocess.Popen(self.lab.inside(self.lab.start, command), **options)
@@ -78,7 +96,7 @@ class Job:
         return (self.directory / "said.log").read_text()
 
     def all_said(self) -> str:
-        """The ranks' last lines only: they have one for each step."""
+        """Return all output; of the ranks, which print each step, the last lines."""
         logs = [(path.name, path.read_text().splitlines()[-20:]) for path in sorted(self.run_dir.glob("logs/*"))]
         agents = [(path.name, path.read_text().splitlines()) for path in sorted(self.run_dir.glob("agents/*"))]
         return "\n".join([self.said(), *("\n".join([f"== {name}", *lines]) for name, lines in [*agents, *logs])])
@@ -102,25 +120,30 @@ class Job:
         self.await_(lambda: any(group in view["joined"] for view in self.events("view")), f"group {group} is back")
 
     def await_exit(self) -> int:
-        self.await_(lambda: self.process.poll() is not None, "the starter ends")
+        self.await_(lambda: self.process.poll() is not None, "the launcher ends")
         return self.process.returncode
 
     def await_nobody(self) -> None:
-        """No process but sshds is left on any host."""
+        """Wait until no process but sshd is left on any host."""
         self.await_(lambda: not self.agents(), "all agents have ended")
 
     def agents(self, host: int | None = None) -> set[int]:
-        """All on the hosts, or one of them, that is ours: agents, their keepers and ranks."""
+        """Return the agents, keepers and ranks on one host or on all."""
         hosts = range(GROUPS + SPARES) if host is None else [host]
         return {pid for one in hosts for pid in self.lab.processes(one) if proc.program(pid).startswith("python")}
 
     def agent(self, host: int) -> int:
-        """The ``megatron-ft launch`` of a host."""
+        """Return the process of ``megatron-ft launch`` on a host."""
         return next(pid for pid in self.agents(host) if "launch" in proc.command(pid)[3:4])
 
+    def lines(self) -> list[dict]:
+        """Return the history of all starts of the job, as one."""
+        starts = [*sorted((self.run_dir / "earlier").glob("*")), self.run_dir]
+        return invariants.joined([history.read(start) for start in starts])
+
     def check(self, reference: list[dict]) -> None:
-        lines = history.read(self.run_dir)
-        found = checkers.check_history(lines, GROUPS * support.PER_GROUP, reference)
+        lines = self.lines()
+        found = invariants.check_history(lines, GROUPS * support.PER_GROUP, reference)
         assert not found, "\n".join([*found, self.all_said()])
         assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
 
@@ -136,12 +159,12 @@ def job(lab, tmp_path, data_dir):
 
 @pytest.fixture
 def up(lab):
-    """All of them are."""
+    """Start sshd on all hosts."""
     for host in range(GROUPS + SPARES):
         lab.begin(host)
 
 
-def test_the_run_goes_on_when_who_has_started_it_is_killed_and_all_connections_with_it(lab, job, up, failure_free):
+def test_the_run_survives_the_loss_of_the_launcher_and_of_all_connections(lab, job, up, failure_free):
     job.start()
     job.await_step(3)
     job.process.kill()
@@ -157,8 +180,8 @@ def test_the_run_goes_on_when_who_has_started_it_is_killed_and_all_connections_w
     assert [state["code"] for state in states] == [0] * len(job.hosts)
 
 
-def test_a_host_without_power_is_replaced_by_the_spare_one(lab, job, up, failure_free):
-    """Its ssh connection, its agent and its log fall silent; the command goes on, and so do the others."""
+def test_a_host_without_power_is_replaced_by_the_spare_host(lab, job, up, failure_free):
+    """Its ssh connection, its agent and its log fall silent; the launcher and the other hosts continue."""
     job.start("--export", "ONE=two words")
     job.await_step(5)
     environment = proc.environment(job.agent(0))
@@ -167,7 +190,7 @@ def test_a_host_without_power_is_replaced_by_the_spare_one(lab, job, up, failure
     job.await_back(1)
     told = f"{lab.address(0)}: megatron_ft: "
     lines = lambda: [line for line in job.said().splitlines() if line.startswith(told)]  # noqa: E731
-    job.await_(lambda: any(lab.address(1) in line for line in lines()), "host 0 has said whom it misses")
+    job.await_(lambda: any("of host 1 (" in line for line in lines()), "host 0 has reported the lost host")
     job.gate.open()
     assert job.await_exit() == 0, job.all_said()
     job.check(failure_free)
@@ -176,7 +199,68 @@ def test_a_host_without_power_is_replaced_by_the_spare_one(lab, job, up, failure
     job.await_nobody()
 
 
-def test_an_agent_that_is_killed_on_a_host_that_is_well_comes_back_as_a_spare_and_ctrl_c_stops_in_order(lab, job, up):
+@pytest.fixture
+def etcd(lab, tmp_path):
+    """Return a function that starts an etcd beside the launcher, on its earlier data; and the address."""
+    running: list[subprocess.Popen] = []
+    url = f"http://{lab.address(lab.start)}:2379"
+    where = ["--data-dir", tmp_path / "etcd", "--listen-client-urls", url, "--advertise-client-urls", url]
+
+    def start() -> subprocess.Popen:
+        with (tmp_path / "etcd.log").open("ab") as log:
+            command = lab.inside(lab.start, ["etcd", *map(str, where)])
+            running.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return running[-1]
+
+    yield start, url.replace("http", "etcd")
+    for one in running:
+        one.kill()
+        one.wait()
+
+
+@pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())
+def test_a_run_that_finds_no_store_is_started_again_from_its_checkpoint(lab, job, up, etcd, failure_free):
+    """A rank is lost while there is no etcd; the etcd is back when the run has ended with exit code 7."""
+    start, address = etcd
+    first = start()
+    saves = {"directory": str(job.directory / "saved"), "period_s": 0.05}
+    job.start(settings={"store": address, "store_patience_s": 3.0, "checkpoint": saves})
+    job.await_(lambda: job.events("host") and job.events("checkpoint"), "a spare host and a checkpoint")
+    saved = job.events("checkpoint")[-1]["step"]
+    first.kill()
+    support.kill([job.ranks()[1]["pid"]])
+    job.await_(lambda: (job.run_dir / "earlier").exists() or job.events("stop"), "the run ends")
+    start()
+    job.gate.open()
+    assert job.await_exit() == 0, job.all_said()
+    job.check(failure_free)
+    (earlier,) = (job.run_dir / "earlier").iterdir()
+    (stop,) = (line for line in history.read(earlier) if line["event"] == "stop")
+    assert stop["exit_code"] == WIPED_OUT and "no control store has answered for 3 s" in stop["reason"]
+    assert job.events("resume")[0]["step"] >= saved
+    assert "the whole job is started again (restart 1)" in job.said()
+
+
+@pytest.mark.long
+def test_a_run_that_loses_the_store_for_good_is_started_again_on_all_hosts_that_are_left(lab, job, up, failure_free):
+    """No host can claim the store of the lost host. The agents that are left end one after the other, with code 7."""
+    saves = {"directory": str(job.directory / "saved"), "period_s": 0.05}
+    job.start(settings={"store": "embedded", "store_patience_s": 5.0, "checkpoint": saves})
+    job.await_(lambda: job.events("host") and job.events("checkpoint"), "a spare host and a checkpoint")
+    saved = job.events("checkpoint")[-1]["step"]
+    (job.run_dir / "store").rename(job.directory / "store")
+    (job.run_dir / "store").touch()
+    lab.kill_all(0)
+    job.await_((job.run_dir / "earlier").exists, "the whole job is started again")
+    job.gate.open()
+    assert job.await_exit() == 0, job.all_said()
+    job.check(failure_free)
+    assert job.events("resume")[0]["step"] >= saved
+    assert "the whole job is started again (restart 1)" in job.said()
+    assert f"{GROUPS} hosts, 0 of them in reserve" in job.said() and "gets no further agent" not in job.said()
+
+
+def test_a_killed_agent_on_a_healthy_host_is_replaced_and_ctrl_c_stops_the_run_in_order(lab, job, up):
     job.start(steps=ENDLESS)
     job.await_step(3)
     os.kill(job.agent(2), signal.SIGKILL)
@@ -194,7 +278,7 @@ def test_an_agent_that_is_killed_on_a_host_that_is_well_comes_back_as_a_spare_an
 
 
 def test_ctrl_c_twice_ends_the_agents_of_a_run_that_cannot_stop_in_order(job, up):
-    """It would save first, and one rank is stopped."""
+    """The run would save first, but one rank is stopped."""
     job.start(steps=ENDLESS, saves=True, stopped_timeout_s=DEADLINE_S, hang_timeout_s=DEADLINE_S)
     job.await_step(3)
     job.await_(lambda: len(job.ranks()) == GROUPS, "all agents have written down their ranks")
@@ -204,11 +288,11 @@ def test_ctrl_c_twice_ends_the_agents_of_a_run_that_cannot_stop_in_order(job, up
     job.process.send_signal(signal.SIGINT)
     assert job.await_exit() != 0
     job.await_nobody()
-    assert "told again: all agents are ended" in job.said()
+    assert "second signal: all agents are ended" in job.said()
 
 
-def test_whoever_is_not_ready_is_named_and_nothing_is_started(lab, job, tmp_path):
-    """Each host lacks something else; only the first has everything."""
+def test_hosts_that_are_not_ready_are_named_and_no_agent_is_started(lab, job, tmp_path):
+    """Each host but the first lacks something else."""
     shared = tmp_path / "shared"
     work, package = shared / "work", support.ROOT / "megatron_ft" / "__init__.py"
     work.mkdir(parents=True)
@@ -221,14 +305,16 @@ def test_whoever_is_not_ready_is_named_and_nothing_is_started(lab, job, tmp_path
     assert job.await_exit() == 2
     said = job.said()
     names = [lab.address(host) for host in range(GROUPS + SPARES)]
-    assert "nothing is started, 3 of 4 hosts are not ready" in said and "Traceback" not in said
-    assert f"{names[1]} is not reached: ssh: connect to host {names[1]} port 22: Connection refused; no sshd there" in said
+    assert "3 of 4 hosts are not ready, and no agent is started" in said and "Traceback" not in said
+    assert (
+        f"{names[1]} cannot be reached: ssh: connect to host {names[1]} port 22: Connection refused; start sshd" in said
+    )
     assert f"{names[2]} has megatron_ft 0.0.9, not " in said and "install the same on all hosts" in said
     assert f"{names[3]} has no directory {work}; start from one that all hosts have" in said
     assert f"  {names[0]}" not in said and not job.agents() and not job.events("start")
 
 
-def test_a_run_directory_of_its_own_a_key_that_is_not_known_and_no_python_are_told(lab, job, tmp_path):
+def test_an_unshared_run_directory_an_unknown_key_and_a_missing_python_are_reported(lab, job, tmp_path):
     job.run_dir.parent.mkdir()
     (tmp_path / "nobody").write_text("")
     lab.begin(0, f"mount -t tmpfs none {job.run_dir.parent}")
@@ -239,16 +325,18 @@ def test_a_run_directory_of_its_own_a_key_that_is_not_known_and_no_python_are_to
     job.start()
     assert job.await_exit() == 2
     said, names = job.said(), [lab.address(host) for host in range(GROUPS + SPARES)]
-    assert f"{names[0]} does not see what is written to --run-dir {job.run_dir} here" in said
-    assert f"{names[1]} is not reached: root@{names[1]}: Permission denied (publickey)" in said
+    assert (
+        f"{names[0]} does not see the files of --run-dir {job.run_dir}; choose a directory that all hosts share" in said
+    )
+    assert f"{names[1]} cannot be reached: root@{names[1]}: Permission denied (publickey)" in said
     assert f"ssh-copy-id root@{names[1]}" in said
     assert f"{names[2]} cannot run {sys.executable}" in said
-    assert f"{names[3]} is not reached" in said and "is it up, and is there a way to it?" in said
+    assert f"{names[3]} cannot be reached" in said and f"try `ssh root@{names[3]} true`" in said
     assert not job.agents() and not job.events("start")
 
 
-def test_what_fails_at_the_start_ends_the_others_at_once(lab, job, up):
-    """The run directory holds another run. Only host 0's agent looks, and the others would wait for it for minutes."""
+def test_a_failure_at_the_start_ends_all_agents_at_once(lab, job, up):
+    """The run directory holds another run. Only the agent of host 0 checks that, and the others would wait for minutes."""
     job.run_dir.mkdir(parents=True)
     history.append(job.run_dir, "end", step=7)
     job.start()
@@ -257,8 +345,8 @@ def test_what_fails_at_the_start_ends_the_others_at_once(lab, job, up):
     job.await_nobody()
 
 
-def test_hosts_with_two_networks_run_over_the_one_that_the_hostfile_names(lab, job, up, failure_free):
-    """Over ssh's the run does not go: when that is lost, nothing happens to it."""
+def test_hosts_with_two_networks_use_the_one_in_the_hostfile(lab, job, up, failure_free):
+    """The loss of the network that ssh uses does not affect the run."""
     lab.add_network()
     job.hosts = [f"{lab.address(host)} slots=1 address={lab.second_address(host)}" for host in range(GROUPS + SPARES)]
     job.start()

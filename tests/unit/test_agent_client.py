@@ -1,22 +1,24 @@
-"""What an agent hears and says over a store that goes away, and comes back empty."""
+"""An agent reads from and writes to a store that goes away, and comes back empty."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from megatron_ft.core import detector
-from megatron_ft.core.membership import first_view
-from megatron_ft.launch import voice
-from megatron_ft.runtime import store, watcher
+from megatron_ft.agent import agent_client
+from megatron_ft.coordination import store, watcher
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.types import View
 from tests.stores import await_
 
 FIRST = first_view(2)
-RESETS = [detector.Reset(epoch, 0, "reset") for epoch in range(2)]
+RESETS = [signals.Reset(epoch, 0, "reset") for epoch in range(2)]
 
 
 class Place:
-    """A port and the store that is there, or is not."""
+    """A port at which a store listens, or none."""
 
     def __init__(self) -> None:
         self._listener = store.listen("127.0.0.1", 0)
@@ -47,12 +49,12 @@ def agent(place):
     client = place.client()
     client.begin()
     client.set("view/0", FIRST.to_json())
-    agent = voice.Voice(client, {"view/0": FIRST.to_json()})
+    agent = agent_client.Voice(client, {"view/0": FIRST.to_json()})
     yield agent
     agent.close()
 
 
-def test_it_hears_what_anybody_tells_once_and_in_order(place, agent):
+def test_an_agent_hears_every_notice_once_and_in_order(place, agent):
     other = place.client()
     watcher.announce(other, RESETS[0])
     agent.tell(RESETS[1])
@@ -67,11 +69,12 @@ def test_the_newest_view_is_found_from_any_older_one(place, agent):
     assert newest.epoch == 2 and agent.newest_view(newest) == newest
 
 
-def test_what_was_asked_in_vain_is_asked_again_when_the_store_answers_something_else(place, agent):
-    """Else its agent would take the oldest view for the newest: a group that was left out, for one whose run is over."""
+def test_a_failed_question_is_repeated_when_the_store_answers_another_one(place, agent):
+    """Otherwise the agent would take the oldest view for the newest: a group that was left out, for one whose run is
+    over."""
     agent.listen()
     place.client().set("view/1", View(1, (0,), "").to_json())
-    agent._away_until = float("inf")  # as after a question that nobody has answered
+    agent._away_until = float("inf")  # as after a question that has got no answer
     assert agent.newest_view(FIRST) == FIRST
     agent._away_until = 0.0
     agent.tell(RESETS[0])
@@ -79,7 +82,7 @@ def test_what_was_asked_in_vain_is_asked_again_when_the_store_answers_something_
 
 
 def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent):
-    """The survivors put back their newest view only; what was said before is said again."""
+    """The survivors put back their newest view only; earlier notices are announced again."""
     agent.tell(RESETS[0])
     assert agent.say("restart/1.1", {}) and agent.news() == [RESETS[0]]
     place.start_empty()
@@ -92,11 +95,16 @@ def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent)
     assert agent.news() == [RESETS[0]] and agent.get("restart/1.1") == {}
 
 
-def test_while_nothing_happens_nothing_is_asked(place, agent, monkeypatch):
-    """Ten times a second it looks; 10,000 others do, too. One notice is enough, and what it says is asked for, only."""
-    asked = []
-    get = store.ControlStore.get
-    monkeypatch.setattr(store.ControlStore, "get", lambda self, key: asked.append(key) or get(self, key))
+def test_while_nothing_happens_no_question_is_asked(place, agent, monkeypatch):
+    """Each of 10,000 agents looks ten times a second. One notice is enough, and only its contents are asked for."""
+    asked, get, here = [], store.ControlStore.get, threading.get_ident()
+
+    def asks(self, key):  # the listening thread, and those that earlier tests have left in this process, ask as well
+        if threading.get_ident() == here:
+            asked.append(key)
+        return get(self, key)
+
+    monkeypatch.setattr(store.ControlStore, "get", asks)
     agent.listen()
     look = lambda: (agent.news(), agent.newest_view(FIRST), agent.ended())  # noqa: E731
     look()
@@ -110,14 +118,14 @@ def test_while_nothing_happens_nothing_is_asked(place, agent, monkeypatch):
     await_(lambda: look()[0] == [RESETS[0]], "it hears that")
     assert set(asked) == {"notice/0", "notice/1"}
     other.set("view/1", View(1, (0,), "").to_wire())
-    watcher.announce(other, detector.Agreed(1))
+    watcher.announce(other, signals.Agreed(1))
     await_(lambda: look()[1].epoch == 1, "it knows the view")
     other.set("ended", True)
-    watcher.announce(other, detector.Over())
+    watcher.announce(other, signals.Over())
     await_(lambda: look()[2], "it knows that the run has ended")
 
 
-def test_a_store_that_comes_back_empty_is_noticed_and_reminded_by_itself(place, agent):
+def test_a_store_that_comes_back_empty_is_noticed_and_its_contents_are_restored_unasked(place, agent):
     agent.listen()
     agent.tell(RESETS[0])
     await_(lambda: agent.news() == [RESETS[0]], "it hears itself")
@@ -127,8 +135,28 @@ def test_a_store_that_comes_back_empty_is_noticed_and_reminded_by_itself(place, 
     assert other.get("view/0") == FIRST.to_json()
 
 
-def test_what_was_not_written_is_said(place, agent):
+def test_a_failed_write_is_reported(place, agent):
     place.close()
     assert not agent.say("restart/1.1", {}) and agent.away
     agent.tell(RESETS[0])
     assert not agent.told and agent.news() == [] and agent.newest_view(FIRST) == FIRST and agent.get("view/0") is None
+
+
+def test_an_agent_whose_listening_thread_ends_by_a_bug_says_so_and_asks_the_store_itself(place, agent, capfd, caplog):
+    def hears(verdict: signals.Verdict) -> None:
+        if not caplog.text:
+            raise ZeroDivisionError("of a test")
+        passed_on.append(verdict)
+
+    passed_on: list[signals.Verdict] = []
+    other = place.client()
+    agent.listen(hears)
+    with caplog.at_level("INFO"):
+        watcher.announce(other, RESETS[0])
+        await_(lambda: agent._ear is None, "the thread has ended")
+    assert "raised ZeroDivisionError: of a test (test_agent_client.py, line" in caplog.text
+    assert "Traceback" in capfd.readouterr().err
+    assert agent.news() == [RESETS[0]]
+    watcher.announce(other, RESETS[1])
+    assert agent.news() == [RESETS[1]], "it asks although no thread hears of the notice"
+    assert passed_on == [signals.judge(reset) for reset in RESETS]

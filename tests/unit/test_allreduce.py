@@ -1,4 +1,4 @@
-"""What an all-reduce takes by formula. tests/system/test_simgrid.py has the second opinion."""
+"""The duration of an all-reduce by formula. tests/system/test_simgrid.py has the second opinion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner.allreduce import allreduce_s
+from megatron_ft.planning.allreduce import allreduce_s
 
 S, B, L = 1e9, 12.5e9, 1e-5
 
@@ -31,7 +31,8 @@ def test_a_slow_root_slows_every_round_of_a_tree(N, slowdown):
 
 @given(st.integers(1, 8), st.floats(1.0, 100.0), st.data())
 def test_a_slow_leaf_slows_two_rounds_of_a_full_tree(doublings, slowdown, data):
-    """Odd numbers are leaves. With N a power of two every way is equally long, so it does not matter which."""
+    """Odd numbers are leaves. With N a power of two every way is equally long, so the choice of the leaf does not
+    matter."""
     N = 2**doublings
     leaf = 2 * data.draw(st.integers(0, N // 2 - 1)) + 1
     found = allreduce_s(N, S, B, L, "tree", slowdown=slowdown, slow_group=leaf)
@@ -58,7 +59,7 @@ def test_positions_share_bandwidth_but_not_latency(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_one_group_has_nobody_to_talk_to(algorithm):
+def test_one_group_has_no_peer_to_send_to(algorithm):
     assert allreduce_s(1, S, B, L, algorithm) == 0.0
 
 
@@ -79,7 +80,7 @@ def test_one_group_has_nobody_to_talk_to(algorithm):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_by_name(wrong):
+def test_impossible_arguments_are_refused_by_name(wrong):
     asked = {"groups": 8, "size_bytes": S, "bandwidth_bytes_s": B, "latency_s": L, **wrong}
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         allreduce_s(**asked)

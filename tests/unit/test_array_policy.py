@@ -1,4 +1,4 @@
-"""The elements of an array job: whatever is lost and comes back, all of them come to one end, and that is the right one."""
+"""The elements of an array job agree on one correct end, whichever of them are lost and return."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core import restarts
-from megatron_ft.core.elements import (
+from megatron_ft.core.lifecycle import restart_policy
+from megatron_ft.core.lifecycle.array_policy import (
     Beat,
     Begin,
     GiveBack,
@@ -25,9 +25,9 @@ from megatron_ft.core.elements import (
     ended,
 )
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
-from megatron_ft.launch.board import SILENT_S, Board
+from megatron_ft.launchers.slurm.array_board import SILENT_S, Board
 
-LIMITS = Limits(hosts=3, whole=restarts.Limits(per_hour=2))
+LIMITS = Limits(hosts=3, whole=restart_policy.Limits(per_hour=2))
 BEGUN = Begin(0, (0, 1, 2), 0.0)
 
 
@@ -43,7 +43,7 @@ def finished(*elements: int, code: int, run: int = 0) -> dict[int, Beat]:
     return beats(*(Beat(k, run=run, code=code) for k in elements))
 
 
-def test_a_run_begins_when_enough_elements_are_there_and_the_others_join():
+def test_a_run_begins_with_enough_elements_and_later_ones_join():
     assert decide([], Seen(0.0, at_work(0, 1, run=-1)), LIMITS) is None
     there = beats(*map(Beat, range(4)))
     assert decide([], Seen(0.0, there), LIMITS) == BEGUN
@@ -52,30 +52,32 @@ def test_a_run_begins_when_enough_elements_are_there_and_the_others_join():
     assert act(Own(there[3]), [BEGUN], {**there, **at_work(0)}, 0.0, LIMITS) == Join(0)
 
 
-def test_while_anybody_works_or_may_work_nothing_is_decided():
+def test_no_decision_is_made_while_an_element_may_work():
     lost = finished(1, 2, code=WIPED_OUT)
     assert decide([BEGUN], Seen(9.0, {**lost, **at_work(0)}), LIMITS) is None
     assert decide([BEGUN], Seen(9.0, lost, at_work(0)), LIMITS) is None
     assert decide([BEGUN], Seen(9.0, {**lost, 0: Beat(0)}), LIMITS) is None, "it has not begun yet"
 
 
-def test_an_element_that_comes_back_joins_and_one_whose_node_breaks_agents_asks_for_another():
+def test_a_returning_element_joins_and_one_on_a_bad_node_is_requeued():
     own = Own(Beat(1, restarts=1, run=0))
     assert act(own, [BEGUN], at_work(0, 2), 0.0, LIMITS) == Join(0)
     for number in range(1, LIMITS.per_node + 1):
         own = ended(own, replace(own.beat, code=-9), 100.0 * number, number, LIMITS)
         assert act(own, [BEGUN], at_work(0, 2), 100.0 * number, LIMITS) != Join(0), "a moment later only"
-    assert act(own, [BEGUN], at_work(0, 2), 1e6, LIMITS) == GiveBack("3 agents have ended there within one job", bad=True)
+    assert act(own, [BEGUN], at_work(0, 2), 1e6, LIMITS) == GiveBack(
+        "3 agents have ended there within one job", bad=True
+    )
 
 
-def test_who_is_refused_asks_again_and_who_has_left_in_order_does_not():
+def test_a_refused_element_tries_again_and_one_that_left_in_order_does_not():
     own = ended(Own(Beat(1, run=0)), Beat(1, run=0, code=LaunchError.exit_code), 0.0, 1, LIMITS)
     assert own.failures == 0 and act(own, [BEGUN], at_work(0), 1e6, LIMITS) == Join(0)
     left = Own(Beat(1, run=0, code=GroupLeft.exit_code))
     assert act(left, [BEGUN], at_work(0), 1e6, LIMITS) is None
 
 
-def test_all_are_lost_and_one_of_them_begins_again():
+def test_after_the_loss_of_all_elements_one_begins_again():
     back = beats(*(Beat(k, restarts=1, run=0) for k in range(4)))
     again = decide([BEGUN], Seen(9.0, back), LIMITS)
     assert again == Begin(1, (0, 1, 2), 9.0)
@@ -85,7 +87,7 @@ def test_all_are_lost_and_one_of_them_begins_again():
     assert isinstance(over, Over) and "restarts_per_hour is 2" in over.why
 
 
-def test_what_the_record_says_counts():
+def test_the_outcome_in_the_record_decides():
     there = finished(0, 1, 2, code=WIPED_OUT)
     assert decide([BEGUN], Seen(9.0, at_work(0, 1, 2), outcome=0), LIMITS) == Over(1, 0, "the run has got to its end")
     assert decide([BEGUN], Seen(9.0, there, outcome=3), LIMITS).code == 3
@@ -107,15 +109,15 @@ def test_at_the_time_limit_all_are_requeued_once_and_begin_again():
     assert act(Own(back[0]), [BEGUN, requeue, again], back, 99.0, LIMITS) == Launch(2, 0)
 
 
-def test_who_waits_in_vain_at_its_time_limit_goes_alone():
+def test_a_waiting_element_at_its_time_limit_is_requeued_alone():
     assert act(Own(Beat(3, told="time")), [], {}, 0.0, LIMITS) == GiveBack("time")
 
 
 @given(st.integers(0, 10**9))
-def test_every_history_comes_to_one_end(seed):
-    """A world of five elements whose agents and nodes die at random; then nothing more dies, and all end with 0."""
+def test_every_random_history_reaches_one_end(seed):
+    """Agents and nodes of five elements die at random; once the failures stop, all elements end with 0."""
     rng, now, made, moving = random.Random(seed), 0.0, [], set(range(5))
-    limits = Limits(hosts=rng.randint(1, 4), whole=restarts.Limits(per_hour=10**6))
+    limits = Limits(hosts=rng.randint(1, 4), whole=restart_policy.Limits(per_hour=10**6))
     own = {k: Own(Beat(k)) for k in range(5)}
     away: dict[int, float] = {}
     for turn in range(4000):
@@ -152,7 +154,7 @@ def test_every_history_comes_to_one_end(seed):
                 away[k] = now + rng.randint(1, 40)
             if trouble and rng.random() < 0.005:
                 own[k] = replace(own[k], beat=replace(own[k].beat, told="time"))
-        if not trouble and isinstance(newest, Begin):  # who was told ends, and so does the run
+        if not trouble and isinstance(newest, Begin):  # an element that was told ends, and so does the run
             told = any(b.told for b in there.values())
             for k in there:
                 if told and own[k].beat.runs:
@@ -165,7 +167,7 @@ def test_every_history_comes_to_one_end(seed):
 # --- the board --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_decision_under_a_number_counts(tmp_path):
+def test_the_first_decision_with_a_number_counts(tmp_path):
     mine, theirs = Board(tmp_path), Board(tmp_path)
     requeue = Requeue(1, {0: 2, 3: 0}, "time")
     mine.write(BEGUN)
@@ -174,7 +176,7 @@ def test_the_first_decision_under_a_number_counts(tmp_path):
     assert mine.read() == theirs.read() == [BEGUN, requeue]
 
 
-def test_who_has_not_changed_for_long_is_silent_and_the_first_other_one_decides(tmp_path):
+def test_an_unchanged_beat_is_silent_and_the_first_other_element_decides(tmp_path):
     now = [0.0]
     board, zero, two = (Board(tmp_path, lambda: now[0]) for _ in range(3))
     zero.beat(Beat(0))

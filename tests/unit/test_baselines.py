@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.baselines import divisible_world, drop, replica_set, replication, restart
+from megatron_ft.core.scheduling.policies.baselines import divisible_world, drop, replica_set, replication, restart
 from megatron_ft.types import Microbatch
 
 shapes = st.tuples(st.integers(0, 9), st.integers(1, 12), st.integers(1, 5))
@@ -63,7 +63,7 @@ def test_sets_partition_the_groups(groups, copies, data):
 
 
 @given(shapes, st.data())
-def test_drop_shrinks_the_batch_and_says_by_what_to_divide(shape, data):
+def test_drop_shrinks_the_batch_and_returns_the_divisor(shape, data):
     """ReCoVer, ablation: the batch that shrinks."""
     step, shards, per_shard = shape
     live = lives(data, shards)
@@ -91,7 +91,7 @@ def test_restart_stops_at_the_first_loss(shape, data):
 
 
 @given(st.integers(1, 70), st.integers(1, 9000))
-def test_an_even_world_leaves_nobody_with_more(live, total):
+def test_an_even_world_leaves_no_group_with_more(live, total):
     world = divisible_world(live, total)
     assert total % world == 0 and not any(total % more == 0 for more in range(world + 1, live + 1))
 

@@ -1,4 +1,5 @@
-"""Reductions between engines in threads: overlapped or not, bf16 or not, broken or not, the sums are what they must be."""
+"""Reductions between engines in threads: the sums are right with overlap or without, in bf16 or not, after failures or
+not."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ft.engines.base import TAIL
+from megatron_ft.collectives.bucket_allreduce import Reduction
+from megatron_ft.collectives.communicator import Broken, Communicator
+from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
-from megatron_ft.runtime.communicator import Broken, Communicator
-from megatron_ft.runtime.points import Points
-from megatron_ft.runtime.reduction import Reduction
+from megatron_ft.faults.injection_points import Points
 from megatron_ft.types import Microbatch
 
 BUCKETS = range(4)
@@ -41,7 +42,7 @@ def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Group:
-    """An engine, its reduction, and what was heard of it: points, and buckets as ``done``."""
+    """An engine, its reduction, and the events of it: points, and buckets as ``done``."""
 
     def __init__(self, me: int, outer: Communicator, model=Net, loss_fn=mean_square, **options) -> None:
         torch.manual_seed(0)
@@ -51,11 +52,13 @@ class Group:
         self.engine = TorchNativeEngine(net, optimizer, loss_fn, bucket_mb=8 * 8 * 4 / 2**20)
         assert self.engine.num_buckets == len(BUCKETS)
         points = Points(me, [])
-        points.reach = lambda point, step, bucket=None: self.heard.append(point if bucket is None else f"{point} {bucket}")
+        points.reach = lambda point, step, bucket=None: self.heard.append(
+            point if bucket is None else f"{point} {bucket}"
+        )
         self.reduction = Reduction(self.engine, points, **options)
 
     def compute(self, step: int, microbatches: int) -> None:
-        """The microbatches of this group in one step; in the last one complete buckets are sent."""
+        """Compute the microbatches of this group in one step; in the last one complete buckets are sent."""
         for index in range(microbatches):
             last = index == microbatches - 1
             ready = self.reduction.ahead(self.outer, step, BUCKETS) if last else None
@@ -88,7 +91,8 @@ _open: list[Communicator] = []
 
 @pytest.fixture(autouse=True)
 def _close_all():
-    """A process group with an operation that never ends would be waited for by whoever happens to collect garbage."""
+    """Close all process groups. One with an operation that never ends would otherwise be waited for by whichever
+    thread collects garbage."""
     yield
     while _open:
         _open.pop().close()
@@ -99,7 +103,7 @@ def groups(members: int, **options) -> list[Group]:
 
 
 def at_once(all_groups: list[Group], what) -> None:
-    """In a thread for each group; what one of them raises is raised here."""
+    """Run each call in a thread of its own; an exception in one of them is raised here."""
     with ThreadPoolExecutor(len(all_groups)) as pool:
         list(pool.map(what, all_groups))
 
@@ -150,7 +154,7 @@ def test_overlap_changes_no_bit(skip):
         assert torch.equal(one, other)
 
 
-def test_what_is_never_complete_goes_after_backward_with_all_that_follow():
+def test_an_incomplete_bucket_is_sent_after_backward_with_all_that_follow():
     pair = groups(2, model=lambda: Net(skip=1))  # the layers' buckets are in reverse order: bucket 2
     train(pair, 1)
     pair[0].heard.clear()
@@ -162,7 +166,7 @@ def test_what_is_never_complete_goes_after_backward_with_all_that_follow():
 
 
 def test_groups_that_send_at_different_times_agree():
-    """One computes and sends early, one has nothing to compute, one was told not to overlap."""
+    """One group computes and sends early, one has nothing to compute, one was told not to overlap."""
     three = groups(3)
     for group in three:
         group.step(0, 1)  # a whole backward pass has been seen
@@ -177,7 +181,7 @@ def test_groups_that_send_at_different_times_agree():
 
 
 def through_one_layer_twice(model: Net, batch: torch.Tensor) -> torch.Tensor:
-    """Reentrant checkpoints that share a layer: autograd adds its gradient in two parts."""
+    """A model with reentrant checkpoints that share a layer: autograd adds its gradient in two parts."""
     x = checkpoint(model.layers[3], batch.requires_grad_(), use_reentrant=True)
     x = checkpoint(model, x, use_reentrant=True)
     return x.square().mean()
@@ -191,7 +195,7 @@ def test_gradients_that_come_in_parts_are_not_sent_before_the_last():
     assert len({group.engine.fingerprint() for run in runs for group in run}) == 1
 
 
-def test_gradients_that_come_in_parts_all_of_a_sudden_are_an_error():
+def test_gradients_that_suddenly_come_in_parts_are_an_error():
     pair = groups(2)
     train(pair, 1)
     pair[0].engine.loss_fn = through_one_layer_twice
@@ -202,7 +206,7 @@ def test_gradients_that_come_in_parts_all_of_a_sudden_are_an_error():
 # --- what breaks ------------------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_that_ends_during_backward_costs_what_was_sent_and_nothing_else():
+def test_an_epoch_that_ends_during_backward_costs_only_what_was_sent():
     """One of three dies before it has sent anything; the others go on without it in a new epoch, from local gradients."""
     three = groups(3)
     train(three, 1)
@@ -227,7 +231,7 @@ def test_an_epoch_that_ends_during_backward_costs_what_was_sent_and_nothing_else
     assert all(torch.equal(group.engine.local(0), kept) for group, kept in zip(survivors, local, strict=True))
 
 
-def test_a_communicator_that_fails_during_backward_is_heard_of_after_it():
+def test_a_communicator_that_fails_during_backward_is_reported_after_it():
     pair = groups(2)
     train(pair, 1)
     pair[0].outer.abort()
@@ -239,8 +243,8 @@ def test_a_communicator_that_fails_during_backward_is_heard_of_after_it():
     assert not [word for word in pair[0].heard if word.startswith("done")]
 
 
-def test_a_start_that_failed_is_not_tried_again_in_its_epoch():
-    """gloo matches operations by their order: whoever leaves one out would add up different buckets."""
+def test_a_start_that_failed_is_not_repeated_in_its_epoch():
+    """gloo matches operations by their order: a group that leaves one out would add up different buckets."""
     pair = groups(2)
     train(pair, 1)
     real, calls = pair[0].outer.all_reduce, []
@@ -261,7 +265,7 @@ def test_a_start_that_failed_is_not_tried_again_in_its_epoch():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_buffer_in_which_an_operation_may_still_write_is_given_up(dtype):
     class Forgotten:
-        """What gloo sometimes makes of a half received payload: it ends when nobody expects it any more."""
+        """An operation on a half received payload, as gloo may leave it: it can end at any later time."""
 
         def settled(self):
             return False
@@ -289,7 +293,7 @@ def test_a_buffer_in_which_an_operation_may_still_write_is_given_up(dtype):
 
 
 @pytest.mark.parametrize("members", [2, 3, 4])
-def test_bf16_is_equal_everywhere_and_as_exact_as_it_says(members):
+def test_bf16_is_equal_in_all_groups_and_as_exact_as_documented(members):
     """|error| <= N * 2^-8 * sum of |g|: one rounding, and N - 1 additions that gloo cuts off."""
     everybody = groups(members, dtype="bf16")
     generator = torch.Generator().manual_seed(members)
@@ -311,7 +315,7 @@ def test_bf16_is_equal_everywhere_and_as_exact_as_it_says(members):
 
 
 def test_bf16_leaves_loss_and_count_exact():
-    """Counts and losses that bf16 has no numbers for."""
+    """The counts and losses are numbers that bf16 cannot represent."""
     pair = groups(2, dtype="bf16")
     for group in pair:
         group.engine.begin_step()
@@ -346,7 +350,7 @@ def test_alone_nothing_is_copied_and_nothing_is_rounded(dtype):
     assert all(alone.engine.reduced(bucket) is not alone.engine.local(bucket) for bucket in BUCKETS)
 
 
-def test_alone_it_learns_the_same_as_with_a_copy():
+def test_alone_a_group_learns_the_same_as_with_a_copy():
     (alone,), (copying,) = groups(1), groups(1)
     for number in range(3):
         for group in (alone, copying):
@@ -358,7 +362,7 @@ def test_alone_it_learns_the_same_as_with_a_copy():
     assert alone.engine.fingerprint() == copying.engine.fingerprint()
 
 
-def test_alone_the_words_are_the_same():
+def test_alone_the_events_are_the_same():
     (alone,) = groups(1)
     train([alone], 1, microbatches=1)
     assert alone.heard == [

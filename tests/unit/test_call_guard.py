@@ -1,4 +1,4 @@
-"""The guard: whatever a connection does, the caller returns, and nothing stays behind."""
+"""The call guard: whatever a connection does, the caller returns, and no thread or connection is left behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from megatron_ft.runtime.store.guard import Guard, Overdue
+from megatron_ft.coordination.store.call_guard import Guard, Overdue
 from tests.stores import DEADLINE_S, await_, store_threads
 
 
@@ -50,6 +50,14 @@ def test_a_blocked_call_is_given_up_with_its_connection_and_its_thread():
     await_(lambda: len(store_threads()) <= before, "the threads end")
 
 
+@pytest.mark.parametrize("bound_s", [0.0, -0.5])
+def test_a_call_without_time_left_is_overdue(bound_s):
+    guard = guard_of([])
+    with pytest.raises(Overdue):
+        guard.call(Stuck.block, bound_s)
+    guard.drop()
+
+
 def test_a_blocked_connect_is_given_up_too():
     before, made = len(store_threads()), []
     guard = guard_of(made, connecting_blocks=True)
@@ -85,7 +93,7 @@ def test_a_second_caller_does_not_wait_longer_than_its_own_bound():
     assert not first.is_alive()
 
 
-def test_the_thread_ends_when_nobody_has_the_guard():
+def test_the_thread_ends_when_the_guard_is_unreferenced():
     before = len(store_threads())
     guard = guard_of([])
     guard.call(lambda connection: None, DEADLINE_S)

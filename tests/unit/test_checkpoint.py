@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint import files
+from megatron_ft.checkpoint.tensor_files import CODES
+from megatron_ft.checkpoint.writer import sealed
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime import checkpoint
-from megatron_ft.runtime.checkpoint import files
-from megatron_ft.runtime.checkpoint.tensors import CODES
-from megatron_ft.runtime.checkpoint.write import sealed
 
 POSITIONS, PARTS = 2, 3
 
@@ -60,7 +60,7 @@ def save(directory: Path, step: int, attempt: str = "run-1", state=state_of) -> 
 
 
 def same(one, other) -> bool:
-    """Equal to the bit, and of the same types."""
+    """Return whether both are equal to the bit, and of the same types."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)
@@ -105,7 +105,7 @@ states = st.recursive(
 
 @given(states, st.integers(1, 4))
 @settings(max_examples=60)
-def test_whatever_the_state_it_comes_back_to_the_bit(tmp_path_factory, state, parts):
+def test_any_state_comes_back_to_the_bit(tmp_path_factory, state, parts):
     directory = tmp_path_factory.mktemp("checkpoints")
     written = [
         checkpoint.write_part(directory, 0, "a", 0, checkpoint.snapshot(state, part, parts)) for part in range(parts)
@@ -116,7 +116,7 @@ def test_whatever_the_state_it_comes_back_to_the_bit(tmp_path_factory, state, pa
     shutil.rmtree(directory)
 
 
-def test_every_position_comes_back_with_what_the_caller_wants_to_resume(tmp_path):
+def test_every_position_comes_back_with_the_part_that_the_caller_asks_for(tmp_path):
     place = save(tmp_path, 5)
     for position in range(POSITIONS):
         found, state = checkpoint.load_newest(tmp_path, position)
@@ -140,8 +140,8 @@ def test_a_snapshot_does_not_follow_the_state(tmp_path):
     assert sum(part.bytes for part in copied) == 16 * 8 * 4 * 2 + 16 * 2 + 24 * 4 + 4 + 13
 
 
-def test_the_same_part_is_the_same_file_whoever_writes_it(tmp_path):
-    """Two may: one that was taken for dead, and the one that took its part over."""
+def test_the_same_part_is_the_same_file_whichever_group_writes_it(tmp_path):
+    """Two groups may write it: one that was taken for dead, and the one that took its part over."""
     once, again = (checkpoint.write_part(tmp_path, 1, "a", 0, checkpoint.snapshot(state_of(1), 0, 2)) for _ in "12")
     assert once == again
 
@@ -164,7 +164,7 @@ def test_pytorchs_own_reader_loads_a_position(tmp_path):
     assert same(target, {name: tensor.contiguous() for name, tensor in expected.items()})
 
 
-def test_a_tensor_that_the_format_has_no_word_for_is_refused():
+def test_a_tensor_of_a_type_that_the_format_lacks_is_refused():
     with pytest.raises(CheckpointError, match="state.a.1 is a torch.strided tensor of torch.complex128"):
         checkpoint.snapshot({"a": [1, torch.zeros(2, dtype=torch.complex128)]}, 0, 1)
 
@@ -245,12 +245,12 @@ SEEN_AT_ONCE = {
     flipped_digit: "checksum does not fit",
     newer: "its format version is 2, this megatron_ft reads 1",
     renamed: "the directory was renamed",
-    outside: "which no checkpoint has",
+    outside: "which cannot be part of a checkpoint",
 }
 
 
 @pytest.mark.parametrize("damage", SEEN_AT_ONCE, ids=lambda damage: damage.__name__)
-def test_damage_that_is_seen_at_once_makes_the_one_before_it_count(tmp_path, damage):
+def test_damage_that_is_seen_at_once_makes_the_previous_checkpoint_count(tmp_path, damage):
     save(tmp_path, 1)
     damage(save(tmp_path, 2))
     broken, good = checkpoint.find(tmp_path)
@@ -262,7 +262,9 @@ def test_damage_that_is_seen_at_once_makes_the_one_before_it_count(tmp_path, dam
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         checkpoint.load(broken, 1)
     checkpoint.prune(tmp_path, 1, said.append)
-    assert len(checkpoint.find(tmp_path)) == 2, "later than the newest complete one, or with a manifest: not ours to delete"
+    assert len(checkpoint.find(tmp_path)) == 2, (
+        "later than the newest complete one, or with a manifest: not ours to delete"
+    )
 
 
 FILES = ["manifest.json"] + [
@@ -292,7 +294,7 @@ def test_no_flipped_bit_anywhere_is_ever_loaded(tmp_path_factory, two_saved, nam
     said: list[str] = []
     verified = checkpoint.newest(directory, said.append)
     assert verified is not None
-    if verified.step == 2:  # a bit that means nothing: one kind of white space became another
+    if verified.step == 2:  # a bit without meaning: one kind of white space became another
         assert name == "manifest.json" and not said
     else:
         assert verified.step == 1 and len(said) == 1 and str(place) in said[0]
@@ -304,7 +306,7 @@ def test_no_flipped_bit_anywhere_is_ever_loaded(tmp_path_factory, two_saved, nam
     shutil.rmtree(directory)
 
 
-def test_a_file_changed_after_it_was_looked_at_is_noticed(tmp_path):
+def test_a_file_changed_after_it_was_checked_is_noticed(tmp_path):
     place = save(tmp_path, 1)
     found = checkpoint.find(tmp_path)[0]
     for damage, message in ((cut, "it ends 1 bytes before"), (remove, "No such file")):
@@ -324,7 +326,7 @@ def test_a_lying_header_takes_no_memory(tmp_path):
         checkpoint.load(checkpoint.find(tmp_path)[0], 1)
 
 
-def test_nothing_there_is_none(tmp_path):
+def test_an_empty_directory_has_no_checkpoint(tmp_path):
     assert checkpoint.find(tmp_path / "never") == [] and checkpoint.load_newest(tmp_path, 0) is None
     (tmp_path / "step-7").mkdir()
     (tmp_path / "notes").write_text("mine")
@@ -353,7 +355,7 @@ def test_receipts_that_do_not_make_a_checkpoint_are_refused(tmp_path):
         ([], 1, "cannot be completed"),
         (good[:1], 1, r"\[\(0, 1\)\] is missing"),
         (good, 2, r"\[\(1, 0\), \(1, 1\)\] is missing"),
-        ([*good, good[0]], 1, "doubled"),
+        ([*good, good[0]], 1, "duplicate"),
         ([good[0], other_values[1]], 1, "attempt b"),
         ([good[0], receipts_of(tmp_path, step=2)[1]], 1, "step 2"),
         (of_other_values, 1, "must hold the same state"),
@@ -443,7 +445,7 @@ def test_a_directory_that_is_gone_or_none(tmp_path):
     (tmp_path / "file").touch()
     for directory, message in (
         (tmp_path / "gone", "removed or unmounted"),
-        (tmp_path / "file" / "below", "something on its way is a file"),
+        (tmp_path / "file" / "below", "a part of its path is a file"),
     ):
         with pytest.raises(CheckpointError, match=message) as refused:
             receipts_of(directory)
@@ -451,7 +453,7 @@ def test_a_directory_that_is_gone_or_none(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.EDQUOT, errno.ESTALE, errno.EHOSTDOWN])
-def test_whatever_the_system_says_becomes_one_error_with_a_remedy(tmp_path, monkeypatch, code):
+def test_every_error_of_the_system_becomes_one_error_with_a_remedy(tmp_path, monkeypatch, code):
     def refuse(fd):
         raise OSError(code, os.strerror(code))
 
@@ -462,7 +464,7 @@ def test_whatever_the_system_says_becomes_one_error_with_a_remedy(tmp_path, monk
 
 
 def test_every_name_becomes_durable_only_after_its_content_and_the_manifest_last(tmp_path, monkeypatch):
-    """What a power cut may do cannot be tried here; that nothing is renamed before it is synced can."""
+    """The effects of a power cut cannot be tried here; that nothing is renamed before it is synced can."""
     done: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -482,7 +484,7 @@ def test_every_name_becomes_durable_only_after_its_content_and_the_manifest_last
     for index in renames:
         assert done[index + 1] == ("sync", os.path.dirname(done[index][1]))
     assert [done[index][1] for index in renames][-1] == f"{place}/manifest.json"
-    for directory in (".", place, f"{place}/position-0000"):  # their entries are there for good before the manifest is
+    for directory in (".", place, f"{place}/position-0000"):  # their entries are durable before the manifest is
         assert ("sync", directory) in done[: renames[-1]]
 
 
@@ -505,7 +507,7 @@ def test_old_and_abandoned_ones_are_deleted_and_nothing_else(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
-def test_an_old_one_that_cannot_be_deleted_stops_nobody(tmp_path, monkeypatch):
+def test_an_old_one_that_cannot_be_deleted_stops_no_save(tmp_path, monkeypatch):
     for step in (1, 2):
         save(tmp_path, step)
 
@@ -535,7 +537,7 @@ def test_a_writer_that_wakes_up_late_changes_nothing_that_counts(tmp_path):
 # --- beside training --------------------------------------------------------------------------------------------------
 
 
-def test_one_save_at_a_time_and_its_result_once():
+def test_one_save_runs_at_a_time_and_its_result_is_returned_once():
     saver, begin, go_on = checkpoint.Saver(), threading.Event(), threading.Event()
 
     def work():
@@ -550,7 +552,8 @@ def test_one_save_at_a_time_and_its_result_once():
     go_on.set()
     saved = saver.wait()
     assert saved.what == "step 1" and saved.error is None and saved.took_s >= 0
-    assert saved.value > os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), "training comes first"
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert saved.value == min(own + 10, 19), "training comes first, whatever the nice value of the process"
     assert saver.poll() is None and saver.start("step 2", work) is None
     assert saver.wait().what == "step 2"
 

@@ -10,7 +10,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from megatron_ft.runtime import checkpoint
+import pytest
+
+from megatron_ft import checkpoint
 from tests.unit.test_checkpoint import POSITIONS, same, save, state_of
 
 KILLS = 30
@@ -22,7 +24,8 @@ processes = multiprocessing.get_context("fork")
 
 
 def newest_step(directory: Path, said: list[str]) -> int | None:
-    """Of the newest checkpoint, all of which has to be what was saved for its step."""
+    """Return the step of the newest checkpoint, after a check that its contents are those that were saved for the
+    step."""
     found = checkpoint.newest(directory, said.append)
     for position in range(POSITIONS):
         loaded = checkpoint.load_newest(directory, position, said.append)
@@ -59,6 +62,7 @@ def save_and_die(directory: str, at_call: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_killed_at_every_call_there_is_always_a_whole_checkpoint(tmp_path):
     before, steps = tmp_path / "before", []
     before.mkdir()
@@ -72,7 +76,7 @@ def test_killed_at_every_call_there_is_always_a_whole_checkpoint(tmp_path):
         assert process.exitcode in (0, -signal.SIGKILL)
         if process.exitcode == 0:
             break
-        if at_call % 5 == 0:  # the run goes on, and nothing that was left behind stays
+        if at_call % 5 == 0:  # the run goes on, and no leftover stays
             save(directory, 3, "third")
             checkpoint.prune(directory, 1)
             assert [path.name for path in directory.iterdir()] == ["step-00000003-third"]
@@ -92,7 +96,8 @@ def save_for_ever(directory: str, first: int, attempt: str, tell) -> None:
         checkpoint.prune(Path(directory), 2)
 
 
-def test_killed_at_random_the_last_save_that_was_said_to_be_complete_is_there(tmp_path):
+@pytest.mark.slow
+def test_killed_at_random_the_last_save_that_was_reported_complete_is_there(tmp_path):
     draw, newest, left, said = random.Random(SEED), 0, 0, []
     for kill in range(KILLS):
         hear, tell = processes.Pipe(duplex=False)
@@ -109,7 +114,9 @@ def test_killed_at_random_the_last_save_that_was_said_to_be_complete_is_there(tm
             except EOFError:
                 break
         step = newest_step(tmp_path, said)
-        assert step is not None and step in (told, told + 1), f"seed {SEED}, kill {kill}: {told} was complete, {step} found"
+        assert step is not None and step in (told, told + 1), (
+            f"seed {SEED}, kill {kill}: {told} was complete, {step} found"
+        )
         newest = step
         left += any(not found.complete for found in checkpoint.find(tmp_path))
     print(f"{KILLS} kills with seed {SEED}: {newest} saves, {left} kills left something unfinished behind")

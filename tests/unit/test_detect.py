@@ -1,11 +1,12 @@
-"""What has started the launcher on several hosts is recognised by its variables."""
+"""Launchers are detected from their environment variables."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import slurm, surroundings
+from megatron_ft.launchers import detect
+from megatron_ft.launchers.slurm import commands
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -34,8 +35,8 @@ MPICH = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1"}
 
 @pytest.fixture(autouse=True)
 def nodes(monkeypatch):
-    monkeypatch.setattr(slurm, "node_names", lambda text: {"n[1-4]": ["n1", "n2", "n3", "n4"]}[text])
-    monkeypatch.setattr(slurm, "node_address", lambda name: f"10.0.0.{name[1:]}")
+    monkeypatch.setattr(commands, "node_names", lambda text: {"n[1-4]": ["n1", "n2", "n3", "n4"]}[text])
+    monkeypatch.setattr(commands, "node_address", lambda name: f"10.0.0.{name[1:]}")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,8 @@ def nodes(monkeypatch):
         (MPICH, "an MPI with PMI", 2, 1, "", None),
     ],
 )
-def test_who_has_started_it_says_which_host_this_is(environ, what, hosts, rank, job, target):
-    assert surroundings.find(environ) == surroundings.Surroundings(what, hosts, rank, job, target)
+def test_the_environment_of_a_launcher_gives_the_place_of_the_host(environ, what, hosts, rank, job, target):
+    assert detect.find(environ) == detect.Surroundings(what, hosts, rank, job, target)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_who_has_started_it_says_which_host_this_is(environ, what, hosts, rank, 
         {**TORCHRUN, "GROUP_WORLD_SIZE": "1"},
     ],
 )
-def test_on_one_host_nothing_has_to_be_known(environ):
-    assert surroundings.find(environ) is None
+def test_a_launcher_on_one_host_is_ignored(environ):
+    assert detect.find(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,11 @@ def test_on_one_host_nothing_has_to_be_known(environ):
     [
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, "not a step on each of them"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "32"}, "32 tasks on 4 nodes; .* --ntasks-per-node=1"),
-        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID to 'x', which is no number"),
+        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID to 'x', which is not a number"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "8 processes on this host.* --nproc-per-node 1"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "2 processes on this host"),
     ],
 )
 def test_several_processes_on_a_host_are_refused(environ, words):
     with pytest.raises(LaunchError, match=words):
-        surroundings.find(environ)
+        detect.find(environ)

@@ -1,4 +1,4 @@
-"""Two jobs on one directory: who lives is not disturbed, who is dead is in nobody's way."""
+"""Two jobs with one directory: a living job is not disturbed, and a dead one does not hold the directory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import threading
 
 import pytest
 
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint import directory_lock
 from megatron_ft.errors import CheckpointError
-from megatron_ft.runtime import checkpoint
 
 BEAT_S = 0.01
-PATIENT_S = 60.0  # a beat that goes on is seen at once; only who waits for one that does not come waits for all of it
+PATIENT_S = 60.0  # a beat that goes on is seen at once; only a beat that does not come takes all of this time
 
 
-def take(directory, run_id, patience_s=0.3):
-    return checkpoint.lock(directory, run_id, beat_s=BEAT_S, patience_s=patience_s)
+def take(directory, run_id, patience_s=0.3, **options):
+    return checkpoint.lock(directory, run_id, beat_s=BEAT_S, patience_s=patience_s, **{"dying_s": 0.0, **options})
 
 
 def hold(directory, run_id, holding):
@@ -40,20 +41,82 @@ def other(tmp_path):
 
 
 def written(tmp_path, **changes):
-    """In place, as a beat is: who finds the file empty takes it for nobody's."""
+    """Write in place, as a beat does: an empty file would count as a lock without a holder."""
     before = (tmp_path / "lock").read_text()
     text = json.dumps(json.loads(before) | changes).ljust(len(before))
     with (tmp_path / "lock").open("r+b", buffering=0) as file:
         file.write(text.encode())
 
 
-def test_a_second_job_is_told_who_has_it_until_that_is_killed(tmp_path, other):
-    with pytest.raises(CheckpointError, match=rf"in use by run first \(pid {other.pid} on .*If you know that it is dead"):
+def test_a_second_job_is_told_the_holder_until_that_is_killed(tmp_path, other):
+    with pytest.raises(
+        CheckpointError, match=rf"in use by run first \(pid {other.pid} on .*If you know that it is dead"
+    ):
         take(tmp_path, "second")
     other.kill()
     other.join()
     with take(tmp_path, "second") as lock:
         lock.check()
+
+
+def test_a_holder_that_is_killed_in_this_moment_is_waited_for(tmp_path, other):
+    """A job that is started again at once must not be refused because the kernel has not ended the old one yet."""
+    ends = threading.Timer(0.2, other.kill)
+    ends.start()
+    with take(tmp_path, "second", dying_s=PATIENT_S) as lock:
+        lock.check()
+    ends.join()
+
+
+def test_a_child_does_not_keep_the_lock_of_a_holder_that_has_ended(tmp_path):
+    """The agent forks the store's keeper, which may live for a moment longer, while it holds the run directory."""
+    context = multiprocessing.get_context("fork")
+    held, ends = take(tmp_path, "first", beats=False), context.Event()
+    child = context.Process(target=ends.wait, daemon=True)
+    child.start()
+    held.begin()
+    not_closed_yet = os.dup(held._fd)  # a child that was forked but has not run has this descriptor, too
+    held.release()
+    try:
+        with take(tmp_path, "second") as lock:
+            lock.check()
+    finally:
+        os.close(not_closed_yet)
+        ends.set()
+        child.join()
+
+
+def test_a_run_whose_other_hosts_go_on_is_not_dead_with_its_first(tmp_path, other):
+    """On this host the kernel frees the lock; the next host needs a moment until it takes over and beats."""
+    other.kill()
+    other.join()
+    written(tmp_path, others=True)
+    takes_over = threading.Timer(0.2, lambda: written(tmp_path, boot="another host", beat=1))
+    takes_over.start()
+    with pytest.raises(CheckpointError, match="its beat goes on"):
+        take(tmp_path, "second", PATIENT_S)
+    takes_over.join()
+    with take(tmp_path, "second") as lock:
+        lock.check()
+
+
+def test_a_run_that_is_known_to_be_over_is_not_waited_for(tmp_path):
+    """Its beat on another host was waited for once already, at the run directory."""
+    take(tmp_path, "first").release()
+    written(tmp_path, boot="another host", released=False)
+    with take(tmp_path, "second", patience_s=PATIENT_S, dead="first") as lock:
+        assert lock.former == "first"
+
+
+def test_a_directory_can_be_checked_without_taking_it(tmp_path, other):
+    with pytest.raises(CheckpointError, match="give this job another --run-dir"):
+        checkpoint.check_free(tmp_path, setting="--run-dir")
+    other.kill()
+    other.join()
+    before = (tmp_path / "lock").read_bytes()
+    checkpoint.check_free(tmp_path)
+    checkpoint.check_free(tmp_path / "nothing")
+    assert (tmp_path / "lock").read_bytes() == before and not (tmp_path / "nothing").exists()
 
 
 def test_another_leader_of_the_same_run_takes_over_and_the_old_one_notices(tmp_path):
@@ -72,7 +135,9 @@ def test_a_last_beat_of_the_old_leader_does_not_take_the_lock_back(tmp_path):
     before = (tmp_path / "lock").read_bytes()
     with take(tmp_path, "run") as new:
         old._thread.join()
-        with (tmp_path / "lock").open("r+b", buffering=0) as file:  # as a beat is written: in place, never empty in between
+        with (tmp_path / "lock").open(
+            "r+b", buffering=0
+        ) as file:  # as a beat is written: in place, never empty in between
             file.write(before)
         looked = threading.Event()
         while json.loads(before)["token"] in (tmp_path / "lock").read_text():
@@ -81,8 +146,8 @@ def test_a_last_beat_of_the_old_leader_does_not_take_the_lock_back(tmp_path):
     old.release()
 
 
-def test_who_took_over_gets_the_kernels_lock_when_the_old_leader_is_gone(tmp_path, other):
-    """Or a third job on this host would believe that nobody has the directory."""
+def test_a_leader_that_took_over_gets_the_kernels_lock_when_the_old_leader_is_gone(tmp_path, other):
+    """Otherwise a third job on this host would believe that the directory is free."""
     with take(tmp_path, "first") as lock:
         other.kill()
         other.join()
@@ -94,9 +159,27 @@ def test_who_took_over_gets_the_kernels_lock_when_the_old_leader_is_gone(tmp_pat
         lock.check()
 
 
-def test_after_a_release_it_is_free_at_once(tmp_path):
+def test_after_a_release_the_directory_is_free_at_once(tmp_path):
     take(tmp_path, "first").release()
     written(tmp_path, boot="another host")  # even where the kernel cannot tell
+    take(tmp_path, "second").release()
+
+
+def test_a_release_waits_for_a_beat_that_is_being_written(tmp_path, monkeypatch):
+    """On a busy machine that takes longer than some beats."""
+    writing, done, write = threading.Event(), threading.Event(), directory_lock._write
+
+    def slow(*arguments):
+        writing.set()
+        done.wait()
+        write(*arguments)
+
+    held = take(tmp_path, "first")
+    monkeypatch.setattr(directory_lock, "_write", slow)
+    assert writing.wait(60)
+    threading.Timer(10 * BEAT_S, done.set).start()
+    held.release()
+    assert json.loads((tmp_path / "lock").read_text())["released"]
     take(tmp_path, "second").release()
 
 
@@ -124,14 +207,14 @@ def test_a_holder_on_another_host_is_alive_while_its_beat_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"{}", b"[1]", b'{"run_id": "x'])
-def test_a_lock_file_that_says_nothing_keeps_nobody_out(tmp_path, content):
+def test_a_lock_file_without_contents_does_not_lock(tmp_path, content):
     (tmp_path / "lock").write_bytes(content)
     with take(tmp_path, "run") as lock:
         lock.check()
 
 
 @pytest.mark.parametrize("change", [lambda path: os.unlink(path), lambda path: path.write_text("mine")])
-def test_a_lock_file_that_somebody_removed_is_noticed(tmp_path, change):
+def test_a_lock_file_that_was_removed_is_noticed(tmp_path, change):
     lock = take(tmp_path, "run")
     change(tmp_path / "lock")
     lock._thread.join()
@@ -142,7 +225,7 @@ def test_a_lock_file_that_somebody_removed_is_noticed(tmp_path, change):
 
 
 def test_where_files_cannot_be_locked_the_beat_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_ft.runtime.checkpoint.locking._flock", lambda fd: None)
+    monkeypatch.setattr("megatron_ft.checkpoint.directory_lock._flock", lambda fd: None)
     with take(tmp_path, "first"), pytest.raises(CheckpointError, match="its beat goes on"):
         take(tmp_path, "second", PATIENT_S)
     with take(tmp_path, "second") as lock:
@@ -151,7 +234,20 @@ def test_where_files_cannot_be_locked_the_beat_decides(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="something on its way is a file"):
+    with pytest.raises(CheckpointError, match="a part of its path is a file"):
         take(tmp_path / "file" / "below", "run")
     with take(tmp_path / "a" / "b", "run"):
         assert (tmp_path / "a" / "b" / "lock").is_file()
+
+
+def test_a_lock_whose_thread_ends_by_a_bug_is_lost(tmp_path, monkeypatch):
+    """Without beats another job takes the directory; this one must not write there any more."""
+
+    def fails(fd, record) -> None:
+        raise ZeroDivisionError("of a test")
+
+    with take(tmp_path, "first") as lock:
+        monkeypatch.setattr(directory_lock, "_write", fails)
+        lock._thread.join(PATIENT_S)
+        with pytest.raises(CheckpointError, match="is not kept any more: its thread raised ZeroDivisionError: of a"):
+            lock.check()

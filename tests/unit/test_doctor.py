@@ -1,34 +1,37 @@
-"""Doctor tries things: a real all-reduce, real imports in processes of their own."""
+"""The local check of doctor: a real all-reduce, and real imports in processes of their own."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 
+import pytest
 from rich.console import Console
 
+from megatron_ft.doctor import disk, doctor_report
 from megatron_ft.doctor import local as doctor
 
 
-def test_doctor_finds_that_the_main_job_runs_here(capsys):
+@pytest.mark.slow
+def test_this_machine_can_train(capsys):
     assert doctor.run_doctor(Console(), as_json=True) == 0
     findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings["gloo"]["state"] == "ok"
-    there = importlib.util.find_spec("deepspeed") is not None
-    assert findings["engine deepspeed"]["state"] == ("ok" if there else "missing")
+    installed = importlib.util.find_spec("deepspeed") is not None
+    assert findings["engine deepspeed"]["state"] == ("ok" if installed else "missing")
     assert "AdamW: " in findings["fused kernels"]["details"]
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
     for check in ("_torch", "_gloo", "_engines", "_extras", "_slurm"):
-        monkeypatch.setattr(doctor, check, lambda: [])  # the test above runs them
+        monkeypatch.setattr(doctor, check, lambda: [])  # covered by the test above
     monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
     assert doctor.run_doctor(Console(width=200)) == 1
     assert "pip install it" in capsys.readouterr().out
 
 
 def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
-    """PyPI's apex fails to import; a compiled package can take its process down. Neither ends doctor."""
+    """PyPI's apex fails to import; a compiled package can end its process."""
     (tmp_path / "apex.py").write_text("import pyramid_is_not_here")
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,21 +42,40 @@ def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
     assert crashed.state == "broken" and crashed.details
 
 
-def test_a_directory_is_tried_if_asked_for(tmp_path, monkeypatch, capsys):
+def test_a_directory_is_tested_on_request(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda: [])
     assert doctor.run_doctor(Console(width=200), directory=tmp_path) == 0 and "GB free" in capsys.readouterr().out
     assert doctor.run_doctor(Console(width=200), directory=tmp_path / "nothing") == 1
 
 
+def test_a_directory_without_hard_links_is_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: [])
+    monkeypatch.setattr(disk, "_no_links", lambda path: "Operation not permitted")
+    assert doctor.run_doctor(Console(), as_json=True, directory=tmp_path) == 0
+    _, links = json.loads(capsys.readouterr().out)
+    assert links["state"] == "warn" and links["details"] == f"{tmp_path} has none: Operation not permitted"
+    assert "no host takes over the embedded store" in links["remedy"]
+
+
 def test_the_table_keeps_brackets(capsys):
     """rich would take [track] for markup."""
-    finding = doctor.Finding("wandb", doctor.MISSING, "", "pip install 'megatron_ft[track]'")
-    Console(width=120).print(doctor._table([finding]))
+    Console(width=120).print(
+        doctor_report.table("", ("what", "remedy"), [("wandb", "pip install 'megatron_ft[track]'")])
+    )
     assert "'megatron_ft[track]'" in capsys.readouterr().out
 
 
 def test_a_gloo_that_hangs_is_ended_at_the_deadline(monkeypatch):
     monkeypatch.setattr(doctor, "_GLOO_TEST", "import signal; signal.pause()")
-    monkeypatch.setattr(doctor, "_GLOO_DEADLINE_S", 0.2)
+    monkeypatch.setattr(doctor, "_DEADLINE_S", 0.2)
     (finding,) = doctor._gloo()
     assert finding.state == "broken" and "no answer within 0.2 s" in finding.details
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert doctor._interfaces() == []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
+    (finding,) = doctor._interfaces()
+    assert finding.state == "broken" and finding.needed
+    assert "GLOO_SOCKET_IFNAME=lo,ib7: this host has no ib7; it has" in finding.details

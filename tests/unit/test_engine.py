@@ -1,4 +1,4 @@
-"""The torch-native engine: sums are exact, repeatable, independent of who computes, and misuse is named."""
+"""The torch-native engine: sums are exact, repeatable, independent of the group that computes, and misuse is named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compute(engine: TorchNativeEngine, ids) -> None:
 
 
 def reduce_between(*engines: TorchNativeEngine) -> None:
-    """What the outer communicator does: every engine ends with the sum in its reduced buffers."""
+    """Reduce as the outer communicator does: every engine ends with the sum in its reduced buffers."""
     for bucket in range(engines[0].num_buckets):
         total = sum(engine.local(bucket).clone() for engine in engines)
         for engine in engines:
@@ -56,7 +56,7 @@ def test_buckets_hold_every_parameter_once_last_layer_first():
     assert engine.num_buckets > 1
 
 
-def test_who_computes_what_does_not_matter():
+def test_the_sum_does_not_depend_on_which_engine_computes_what():
     """One engine with four microbatches and two engines with 1 + 3 end with the same parameters."""
     alone, one, three = build(), build(), build()
     for engine in (alone, one, three):
@@ -71,15 +71,25 @@ def test_who_computes_what_does_not_matter():
 
 
 def test_a_reduction_can_be_repeated_from_the_local_gradients():
-    engine = build()
-    engine.begin_step()
-    compute(engine, IDS)
-    before = engine.local(0).clone()
-    given_up = engine.reduced(0)
-    engine.replace_reduced(0)
-    given_up.fill_(float("nan"))  # what a broken all-reduce may leave behind, also later
-    assert torch.equal(engine.local(0), before)
-    assert not engine.reduced(0).isnan().any()
+    """A broken all-reduce leaves garbage behind, and may write more of it later. The repeated one is followed by the update
+    that would have come without a failure, bit for bit."""
+    broken, whole = (build(), build()), (build(), build())
+    for one, three in (broken, whole):
+        one.begin_step(), three.begin_step()
+        compute(one, IDS[:1]), compute(three, IDS[1:])
+    reduce_between(*whole)
+    given_up = [engine.reduced(bucket) for engine in broken for bucket in range(engine.num_buckets)]
+    for buffer in given_up:
+        buffer.fill_(float("nan"))
+    for engine in broken:
+        for bucket in range(engine.num_buckets):
+            engine.replace_reduced(bucket)
+    reduce_between(*broken)
+    for buffer in given_up:
+        buffer.fill_(float("inf"))
+    results = [engine.update(0, 4, nothing) for engine in (*broken, *whole)]
+    assert results[0] == results[1] == results[2] == results[3]
+    assert len({engine.fingerprint() for engine in (*broken, *whole)}) == 1
 
 
 def test_an_update_with_a_microbatch_missing_is_refused():
@@ -111,7 +121,7 @@ def test_clipping_uses_the_norm_of_the_mean_gradient():
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_state_puts_another_engine_where_this_one_stands():
+def test_a_state_makes_another_engine_equal_to_this_one():
     first, second = build(), build()
     for engine in (first, first):
         engine.begin_step()
@@ -129,7 +139,7 @@ def test_a_state_puts_another_engine_where_this_one_stands():
         (nn.Identity(), "no trainable parameter"),
     ],
 )
-def test_models_it_cannot_train_are_refused(model, words):
+def test_models_that_cannot_be_trained_are_refused(model, words):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     with pytest.raises(EngineError, match=words):
         TorchNativeEngine(model, optimizer, loss_fn)
@@ -161,7 +171,7 @@ def test_the_seed_belongs_to_the_microbatch():
 
 @pytest.mark.parametrize(("bad", "reported"), [(float("inf"), "inf"), (float("-inf"), "inf"), (float("nan"), "nan")])
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
-def test_a_norm_that_is_not_finite_is_said(bad, reported, clipping):
+def test_a_norm_that_is_not_finite_is_reported(bad, reported, clipping):
     engine = build(clipping=clipping)
     engine.begin_step()
     compute(engine, IDS)
@@ -191,7 +201,7 @@ def test_dividing_and_clipping_in_one_pass_is_what_torch_does_in_two(limit):
 
 
 def test_any_gradient_taken_away_during_backward_is_noticed():
-    """Not only the first parameter of a bucket's."""
+    """The check covers more than the first parameter of a bucket."""
     engine = build(bucket_mb=1)
     last = engine._buckets[0].parameters[-1]
 
@@ -205,7 +215,7 @@ def test_any_gradient_taken_away_during_backward_is_noticed():
         compute(engine, IDS[:1])
 
 
-def test_fault_injection_reaches_what_is_reduced():
+def test_fault_injection_reaches_the_reduced_tensors():
     engine = build()
     engine.begin_step()
     compute(engine, IDS[:1])
@@ -218,7 +228,7 @@ def test_fault_injection_reaches_what_is_reduced():
 
 @pytest.mark.parametrize(("layers", "buckets"), [(1, 1), (8, 8), (32, 8)])
 def test_without_a_size_gradients_are_cut_into_a_few_buckets(layers, buckets):
-    """Layers of 1 MiB each: a bucket holds at least one."""
+    """The layers have 1 MiB each: a bucket holds at least one."""
     layer = nn.Linear(512, 512, bias=False)
     model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
     engine = TorchNativeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)

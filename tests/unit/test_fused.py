@@ -1,4 +1,4 @@
-"""Which optimizer and norms there are: apex's only with its CUDA extensions and a GPU, else torch's."""
+"""The choice of optimizer and norm: apex's only with its CUDA extensions and a GPU, else torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FusedAdam(torch.optim.Adam):
 
 @pytest.fixture
 def apex(monkeypatch):
-    """Modules of NVIDIA's names, and a GPU."""
+    """Install modules with the names of NVIDIA's apex, and a GPU."""
     made = {name: ModuleType(name) for name in ("amp_C", "apex", "apex.optimizers", "apex.normalization")}
     made["apex.optimizers"].FusedAdam = FusedAdam
     made["apex.normalization"].FusedLayerNorm = type("FusedLayerNorm", (torch.nn.LayerNorm,), {})

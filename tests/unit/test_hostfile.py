@@ -1,4 +1,4 @@
-"""Hostfiles: which host this is, and whether the run fits onto them."""
+"""Hostfiles: parsing, the number of this host, and whether the run fits onto the hosts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import config
+from megatron_ft.agent import peers
+from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import hostfile, hosts
+from megatron_ft.launchers import hostfile
 
 
 def written(tmp_path, text: str):
@@ -32,47 +33,47 @@ def test_this_host_is_found_by_its_name(tmp_path):
         ("", 1, 1, ["names no host", "slots="]),
         ("a slots=4\nb 4\n", 2, 4, ["line 2", "'b 4'", "NAME slots=RANKS"]),
         ("a slots=4\na slots=4\n", 2, 4, ["names a twice"]),
-        ("a slots=4\nb slots=4\n", 3, 4, ["8 slots on 2 hosts", "3 groups of 4 ranks are 12", "an entry missing"]),
+        ("a slots=4\nb slots=4\n", 3, 4, ["8 slots on 2 hosts", "3 groups of 4 ranks need 12", "add the missing"]),
         ("a slots=4 cores=2\n", 1, 4, ["line 1", "'a slots=4 cores=2'"]),
         ("a slots=4 slots=4\n", 1, 4, ["line 1"]),
         ("-oProxyCommand=x slots=4\n", 1, 4, ["line 1"]),
         ("a port=70000\n", 1, 4, ["line 1"]),
         ("a address=b\n", 1, 4, ["line 1"]),
-        ("a\nb slots=4\n", 2, 4, ["a has no slots and others have"]),
-        ("a slots=6\nb slots=2\n", 1, 8, ["a has slots=6", "put 4 there"]),
+        ("a\nb slots=4\n", 2, 4, ["a has no slots and other hosts have"]),
+        ("a slots=6\nb slots=2\n", 1, 8, ["a has slots=6", "need 4 there"]),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path, text, groups, ranks, words):
-    path, run = written(tmp_path, text), config.resolve({}, groups=groups, ranks_per_group=ranks)
+def test_a_hostfile_that_does_not_fit_the_run_is_refused(tmp_path, text, groups, ranks, words):
+    path, run = written(tmp_path, text), schema.resolve({}, groups=groups, ranks_per_group=ranks)
     with pytest.raises(LaunchError) as error:
         hostfile.check(path, hostfile.read(path), run)
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_line_may_say_how_ssh_gets_there_and_by_what_the_others_do(tmp_path):
+def test_a_line_may_contain_user_port_and_address(tmp_path):
     text = "me@a.b slots=2 port=2222\nfd99::1 address=fd98::1 slots=2 # x\nc  slots=2"
     found = hostfile.read(written(tmp_path, text))
     assert found[0] == hostfile.Host("a.b", 2, "me", 2222) and found[0].login == "me@a.b"
     assert found[1:] == [hostfile.Host("fd99::1", 2, address="fd98::1"), hostfile.Host("c", 2)]
 
 
-def test_names_alone_are_hosts_with_equal_parts(tmp_path):
+def test_hosts_without_slots_get_equal_parts(tmp_path):
     path = written(tmp_path, "a\nb\nc\n")
-    hostfile.check(path, hostfile.read(path), config.resolve({}, groups=4, ranks_per_group=1), spares=1)
+    hostfile.check(path, hostfile.read(path), schema.resolve({}, groups=4, ranks_per_group=1), spares=1)
 
 
 @pytest.mark.parametrize(
     ("text", "spares", "words"),
     [
-        ("a slots=2\nb slots=2\nc slots=2\n", 0, "6 slots on 3 hosts, 2 groups of 2 ranks are 4"),
-        ("a slots=2\nb slots=2\nc slots=1\n", 1, "c is to be a spare and has slots=1"),
-        ("a slots=2\nb slots=2\n", 2, "has 2 hosts and --spare-hosts is 2"),
+        ("a slots=2\nb slots=2\nc slots=2\n", 0, "6 slots on 3 hosts, and 2 groups of 2 ranks need 4"),
+        ("a slots=2\nb slots=2\nc slots=1\n", 1, "the spare host c has slots=1"),
+        ("a slots=2\nb slots=2\n", 2, "--spare-hosts is 2 and"),
         ("a slots=2\nb slots=2\n", 1, "2 slots on 1 hosts without the 1 spare"),
     ],
 )
-def test_spare_hosts_begin_with_nothing_and_have_room_for_any_others_part(tmp_path, text, spares, words):
-    path, run = written(tmp_path, text), config.resolve({}, groups=2, ranks_per_group=2)
+def test_spare_hosts_are_last_and_can_take_over_the_ranks_of_any_host(tmp_path, text, spares, words):
+    path, run = written(tmp_path, text), schema.resolve({}, groups=2, ranks_per_group=2)
     with pytest.raises(LaunchError, match=words):
         hostfile.check(path, hostfile.read(path), run, spares)
     path = written(tmp_path, "a slots=2\nb slots=2\nc slots=3\n")
@@ -81,10 +82,10 @@ def test_spare_hosts_begin_with_nothing_and_have_room_for_any_others_part(tmp_pa
 
 def test_hosts_may_have_different_numbers_of_groups(tmp_path):
     path = written(tmp_path, "a slots=4\nb slots=8\n")
-    hostfile.check(path, hostfile.read(path), config.resolve({}, groups=3, ranks_per_group=4))
+    hostfile.check(path, hostfile.read(path), schema.resolve({}, groups=3, ranks_per_group=4))
 
 
-def test_a_host_that_is_not_listed_is_told(tmp_path):
+def test_a_host_that_is_not_listed_is_refused(tmp_path):
     path = written(tmp_path, "elsewhere.invalid slots=1\n")
     with pytest.raises(LaunchError, match=f"no entry for this host, {socket.gethostname()}; it has elsewhere.invalid"):
         hostfile.own_rank(path, hostfile.read(path))
@@ -92,10 +93,10 @@ def test_a_host_that_is_not_listed_is_told(tmp_path):
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
 def test_every_rank_is_on_one_host(groups, count, across, share):
-    """Whole groups on a host, or a group across hosts: as many as there are, each once, in order."""
+    """Whole groups per host, or a group across hosts: every rank occurs once, in order."""
     if count > groups:
         count = groups * across
     per_group = across * share if count > groups else share
-    placed = [rank for host in range(count) for rank in hosts.ranks_of(host, count, groups, per_group)]
+    placed = [rank for host in range(count) for rank in peers.ranks_of(host, count, groups, per_group)]
     assert placed == [(group, position) for group in range(groups) for position in range(per_group)]
-    assert all(hosts.ranks_of(host, count, groups, per_group) for host in range(count))
+    assert all(peers.ranks_of(host, count, groups, per_group) for host in range(count))

@@ -1,4 +1,4 @@
-"""What a rank does to itself on order: once, only while the order stands, recorded before, and nothing when unarmed."""
+"""Orders for a rank: carried out once, recorded before, and never after a withdrawal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.runtime import history, points
-from megatron_ft.runtime.points import Hold, InjectedError, Order, Points
+from megatron_ft.faults import injection_points
+from megatron_ft.faults.injection_points import Hold, InjectedError, Order, Points
+from megatron_ft.runlog import history
 
 
 class FakeEngine:
-    """Two buckets that carry a loss each, as views of what is reduced."""
+    """An engine with two buckets, each with a loss, as views of the reduced tensors."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.buckets = [torch.ones(5, dtype=dtype), torch.ones(9, dtype=dtype)]
@@ -32,11 +33,11 @@ class FakeEngine:
 
 
 def me() -> tuple[int, int]:
-    return os.getpid(), points.start_of(os.getpid())
+    return os.getpid(), injection_points.start_of(os.getpid())
 
 
 def post(run_dir: Path, *orders: Order, process: tuple[int, int] | None = None) -> None:
-    points.post(run_dir, 0, 0, process or me(), orders)
+    injection_points.post(run_dir, 0, 0, process or me(), orders)
 
 
 def injected(run_dir: Path) -> list[str]:
@@ -45,7 +46,7 @@ def injected(run_dir: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def looks_always(monkeypatch):
-    monkeypatch.setattr(points, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(injection_points, "LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_two_orders_at_one_point_are_both_carried_out(tmp_path, rank):
     assert len(injected(tmp_path)) == 2
 
 
-def test_an_order_is_taken_in_when_a_step_begins_and_carried_out_once(tmp_path, rank):
+def test_an_order_is_read_when_a_step_begins_and_carried_out_once(tmp_path, rank):
     post(tmp_path, RAISE)
     rank.reach("backward", 2)
     rank.reach("begin", 2)
@@ -77,7 +78,12 @@ def test_an_order_is_taken_in_when_a_step_begins_and_carried_out_once(tmp_path, 
     rank.reach("begin", 2)
     rank.reach("backward", 2)
     (line,) = history.read(tmp_path)
-    assert (line["pid"], line["kind"], line["point"], line["signal"]) == (os.getpid(), "exception", "backward, step 2", None)
+    assert (line["pid"], line["kind"], line["point"], line["signal"]) == (
+        os.getpid(),
+        "exception",
+        "backward, step 2",
+        None,
+    )
 
 
 def test_an_order_without_a_step_is_for_the_next_one(tmp_path, rank):
@@ -87,7 +93,7 @@ def test_an_order_without_a_step_is_for_the_next_one(tmp_path, rank):
         rank.reach("gate", 7)
 
 
-def test_an_order_that_is_withdrawn_within_the_step_does_not_happen(tmp_path, rank):
+def test_an_order_that_is_withdrawn_within_the_step_is_not_carried_out(tmp_path, rank):
     post(tmp_path, RAISE)
     rank.reach("begin", 2)
     post(tmp_path)
@@ -95,14 +101,14 @@ def test_an_order_that_is_withdrawn_within_the_step_does_not_happen(tmp_path, ra
     assert injected(tmp_path) == []
 
 
-def test_an_order_for_another_process_of_the_same_rank_does_not_happen(tmp_path, rank):
-    post(tmp_path, RAISE, process=(os.getpid(), points.start_of(os.getpid()) - 1))
+def test_an_order_for_another_process_of_the_same_rank_is_not_carried_out(tmp_path, rank):
+    post(tmp_path, RAISE, process=(os.getpid(), injection_points.start_of(os.getpid()) - 1))
     rank.reach("begin", 2)
     rank.reach("backward", 2)
     assert injected(tmp_path) == []
 
 
-def test_what_cannot_be_recorded_does_not_happen(tmp_path, rank):
+def test_an_order_that_cannot_be_recorded_is_not_carried_out(tmp_path, rank):
     post(tmp_path, RAISE)
     (tmp_path / history.FILE).mkdir()
     rank.reach("begin", 2)
@@ -110,9 +116,9 @@ def test_what_cannot_be_recorded_does_not_happen(tmp_path, rank):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"process": 3}', '{"process": [%d, %d], "orders": [{"x": 1}]}'])
-def test_a_damaged_mailbox_is_an_empty_one(tmp_path, rank, text, capsys):
+def test_a_damaged_mailbox_counts_as_empty(tmp_path, rank, text, capsys):
     post(tmp_path)
-    points.mailbox(tmp_path, 0, 0).write_text(text % me() if "%" in text else text)
+    injection_points.mailbox(tmp_path, 0, 0).write_text(text % me() if "%" in text else text)
     rank.reach("begin", 0)
     rank.reach("begin", 1)
     assert capsys.readouterr().err.count("ignored") == 1
@@ -126,8 +132,8 @@ def test_only_the_ordered_bucket_counts(tmp_path, rank):
         rank.reach("reduce", 0, 1)
 
 
-def test_a_point_may_have_to_be_passed_before(tmp_path):
-    """Two backward passes of step 2 go by; those of other steps do not count."""
+def test_a_hold_can_skip_earlier_passes_of_its_point(tmp_path):
+    """Two backward passes of step 2 are skipped; those of other steps do not count."""
     rank = Points(0, [], run_dir=tmp_path)
     post(tmp_path, Order(fault="k/1", action="exception", point="backward", step=2, after=2))
     rank.reach("begin", 1)
@@ -138,23 +144,26 @@ def test_a_point_may_have_to_be_passed_before(tmp_path):
     rank.reach("backward", 2)
 
 
-def test_unarmed_points_look_at_the_mailbox_once_a_step_and_nowhere_else(tmp_path, rank, monkeypatch):
+def test_points_without_orders_read_the_mailbox_once_per_step(tmp_path, rank, monkeypatch):
     looks: list[object] = []
     stat = os.stat
-    monkeypatch.setattr(points.os, "stat", lambda path: looks.append(path) or stat(path))
+    monkeypatch.setattr(injection_points.os, "stat", lambda path: looks.append(path) or stat(path))
     for step in range(3):
-        for point in points.POINTS[:-1]:
+        for point in injection_points.POINTS[:-1]:
             rank.reach(point, step)
         rank.corrupt(step, None)
     assert len(looks) == 3
 
 
-def test_the_environment_and_the_mailbox_arm_beside_each_other(tmp_path, monkeypatch):
-    monkeypatch.setenv(points.VARIABLE, points.to_env([Hold(0, 1, "gate"), Hold(1, 1, "gate")])[points.VARIABLE])
+def test_orders_of_the_environment_and_of_the_mailbox_coexist(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        injection_points.VARIABLE,
+        injection_points.to_env([Hold(0, 1, "gate"), Hold(1, 1, "gate")])[injection_points.VARIABLE],
+    )
     monkeypatch.setenv("MEGATRON_FT_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("MEGATRON_FT_POSITION", "0")
     stops: list[int] = []
-    monkeypatch.setattr(points.os, "kill", lambda pid, number: stops.append(number))
+    monkeypatch.setattr(injection_points.os, "kill", lambda pid, number: stops.append(number))
     rank = Points.from_env(0)
     post(tmp_path, RAISE)
     rank.reach("begin", 1)
@@ -167,7 +176,7 @@ def test_the_environment_and_the_mailbox_arm_beside_each_other(tmp_path, monkeyp
 
 
 def test_an_unknown_point_is_refused():
-    with pytest.raises(ConfigError, match="'nowhere' is not known; known are: begin"):
+    with pytest.raises(ConfigError, match="'nowhere' is not known; choose from begin"):
         Hold(0, 0, "nowhere")
 
 
@@ -176,7 +185,7 @@ def test_an_unknown_point_is_refused():
 CHILD = """
 import sys
 from pathlib import Path
-from megatron_ft.runtime.points import Points
+from megatron_ft.faults.injection_points import Points
 rank = Points(0, [], run_dir=Path(sys.argv[1]))
 for line in sys.stdin:
     rank.reach("begin", int(line))
@@ -185,16 +194,16 @@ for line in sys.stdin:
 """
 
 
-def test_a_held_rank_says_for_what_and_freezes(tmp_path):
+def test_a_held_rank_names_its_order_and_freezes(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    process = child.pid, points.start_of(child.pid)
+    process = child.pid, injection_points.start_of(child.pid)
     post(tmp_path, Order(fault="k/1", action="hold", point="gate", step=3), process=process)
     child.stdin.write("3\n")
     child.stdin.flush()
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    value = json.loads(points.reached_file(tmp_path, 0, 0).read_text())
+    value = json.loads(injection_points.reached_file(tmp_path, 0, 0).read_text())
     assert value == {"fault": "k/1", "process": list(process), "at": "gate, step 3"}
     os.kill(child.pid, 18)  # SIGCONT
     assert child.stdout.readline() == "on\n"
@@ -205,8 +214,8 @@ def test_a_held_rank_says_for_what_and_freezes(tmp_path):
 # --- holding the GIL --------------------------------------------------------------------------------------------------
 
 
-def test_nobody_else_runs_while_the_gil_is_held():
-    """The other thread gives the GIL back by itself at every turn, and asks for it for a minute before it is handed over."""
+def test_no_other_thread_runs_while_the_gil_is_held():
+    """The other thread releases the GIL in every iteration, and requests it for a minute before a forced switch."""
     ticks, stop = [0], threading.Event()
 
     def tick() -> None:
@@ -222,7 +231,7 @@ def test_nobody_else_runs_while_the_gil_is_held():
         while not ticks[0]:
             time.sleep(0)
         stood = ticks[0]
-        points.hold_gil(0.05)
+        injection_points.hold_gil(0.05)
         assert ticks[0] == stood
     finally:
         stop.set()
@@ -230,9 +239,9 @@ def test_nobody_else_runs_while_the_gil_is_held():
         sys.setswitchinterval(before)
 
 
-def test_gil_is_an_order_like_others(tmp_path, rank, monkeypatch):
+def test_gil_is_recorded_like_other_orders(tmp_path, rank, monkeypatch):
     held: list[float] = []
-    monkeypatch.setattr(points, "hold_gil", held.append)
+    monkeypatch.setattr(injection_points, "hold_gil", held.append)
     post(tmp_path, Order(fault="k/1", action="gil", point="backward", duration_s=3.5))
     rank.reach("begin", 0)
     rank.reach("backward", 0)
@@ -243,11 +252,11 @@ def test_gil_is_an_order_like_others(tmp_path, rank, monkeypatch):
 # --- slow -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_rank_sleeps_after_every_part_of_its_computing_for_so_many_steps(tmp_path, rank, monkeypatch):
-    """The clock goes 1 s on between two points; only computing is made longer."""
+def test_a_slow_rank_sleeps_after_every_part_of_its_computing(tmp_path, rank, monkeypatch):
+    """The clock advances by 1 s between two points; only computing becomes longer."""
     now, slept = [0.0], []
-    monkeypatch.setattr(points.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(points.time, "sleep", slept.append)
+    monkeypatch.setattr(injection_points.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(injection_points.time, "sleep", slept.append)
     post(tmp_path, Order(fault="k/1", action="slow", factor=3.0, steps=2))
     for step in range(4):
         for point in ("begin", "forward", "backward", "reduce", "gate", "update"):
@@ -280,14 +289,14 @@ def changes(engine: FakeEngine) -> list[int]:
     return [int((bucket != 1).sum()) for bucket in engine.buckets]
 
 
-def test_a_gradient_gets_one_nan_in_the_bucket_that_was_asked_for(tmp_path, rank):
+def test_a_gradient_gets_one_nan_in_the_ordered_bucket(tmp_path, rank):
     engine = corrupted(tmp_path, rank, FakeEngine(), action="nan", step=4, bucket=1, seed=5)
     assert changes(engine) == [0, 1]
     assert torch.isnan(engine.local_gradients()[1]).sum() == 1
     assert history.read(tmp_path)[0]["point"].endswith("of bucket 1, step 4")
 
 
-def test_a_loss_of_nan_makes_all_gradients_so_but_not_the_count_of_microbatches(tmp_path, rank):
+def test_a_loss_of_nan_changes_all_gradients_but_not_the_number_of_microbatches(tmp_path, rank):
     engine = corrupted(tmp_path, rank, FakeEngine(), action="nan", step=4, what="loss")
     assert changes(engine) == [4, 8]
     assert [float(bucket[-1]) for bucket in engine.buckets] == [1, 1]
@@ -295,7 +304,7 @@ def test_a_loss_of_nan_makes_all_gradients_so_but_not_the_count_of_microbatches(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bit", [0, 7, 15, 31, 63])
-def test_one_bit_is_flipped_and_flipped_again_it_is_as_before(tmp_path, dtype, bit):
+def test_a_second_flip_of_a_bit_restores_the_value(tmp_path, dtype, bit):
     engine = FakeEngine(dtype)
     order = {"action": "bitflip", "step": 4, "bit": bit, "seed": 9}
     for _ in range(2):
@@ -304,7 +313,15 @@ def test_one_bit_is_flipped_and_flipped_again_it_is_as_before(tmp_path, dtype, b
     assert changes(engine) == [0, 0]
 
 
-def test_the_seed_decides_what_the_order_leaves_open(tmp_path):
+def test_torch_counts_no_write_for_a_bit_that_is_flipped_in_the_state(tmp_path, rank):
+    engine = FakeEngine()
+    engine.state_tensors = lambda: [("buffer kept", kept)]
+    kept = torch.zeros(3)
+    corrupted(tmp_path, rank, engine, action="bitflip", step=4, what="buffer")
+    assert kept.any() and kept._version == 0
+
+
+def test_the_seed_draws_the_open_fields_of_an_order(tmp_path):
     def flipped(seed: int) -> list[torch.Tensor]:
         rank = Points(0, [], run_dir=tmp_path)
         return corrupted(tmp_path, rank, FakeEngine(), action="bitflip", step=4, seed=seed).buckets
@@ -313,11 +330,13 @@ def test_the_seed_decides_what_the_order_leaves_open(tmp_path):
     assert len({tuple(torch.cat(flipped(seed)).tolist()) for seed in range(20)}) > 10
 
 
-def test_a_hold_is_for_one_start_of_a_group(monkeypatch):
-    for name, value in points.to_env([points.Hold(1, 2, "gate"), points.Hold(1, 3, "gate", incarnation=1)]).items():
+def test_a_hold_applies_to_one_start_of_a_group(monkeypatch):
+    for name, value in injection_points.to_env(
+        [injection_points.Hold(1, 2, "gate"), injection_points.Hold(1, 3, "gate", incarnation=1)]
+    ).items():
         monkeypatch.setenv(name, value)
     armed = {}
     for incarnation in range(3):
         monkeypatch.setenv("MEGATRON_FT_INCARNATION", str(incarnation))
-        armed[incarnation] = [order.step for order in points.Points.from_env(1)._orders]
+        armed[incarnation] = [order.step for order in injection_points.Points.from_env(1)._orders]
     assert armed == {0: [2], 1: [3], 2: []}

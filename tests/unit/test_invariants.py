@@ -1,4 +1,4 @@
-"""The checkers of histories that say who committed what; planted bugs in tests/sim show that they see real ones."""
+"""The checkers of histories of commits; planted bugs in tests/sim show that they find real ones."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.membership import first_view
-from megatron_ft.core.scheduler import microbatches_of_step
-from megatron_ft.faults.checkers import check_commits, check_nobody_left_out, complete_sum, contribution
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.scheduling.assignment import microbatches_of_step
+from megatron_ft.runlog.invariants import check_commits, check_nobody_left_out, complete_sum, contribution
 from megatron_ft.types import Microbatch, View
 
 
@@ -54,7 +54,10 @@ def test_a_good_history_has_no_violation():
 @pytest.mark.parametrize(
     "lines, words",
     [
-        (history(commit(0, 1, sums=[3])), "bucket 0: number 0 counts 3, not 0, number 2 counts 0, not 1, number 3 counts"),
+        (
+            history(commit(0, 1, sums=[3])),
+            "bucket 0: number 0 counts 3, not 0, number 2 counts 0, not 1, number 3 counts",
+        ),
         (history(commit(0, 1, "b"), commit(1, 1, "c")), "before step 2 the model is ['b', 'c']"),
         (
             history(commit(0, 1, "b", speeds={1: 2.0}), commit(1, 1, "b", speeds={})),

@@ -1,4 +1,4 @@
-"""What becomes of another launcher's environment."""
+"""The environment of another launcher becomes arguments of ``megatron-ft launch``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_ft.errors import FTError
-from megatron_ft.launch import shim
+from megatron_ft.launchers import launcher_shim
 
 DEEPSPEED = {
     "CROSS_RANK": "1",
@@ -33,7 +33,7 @@ TORCHRUN = {
 
 @pytest.fixture(autouse=True)
 def configs(tmp_path, monkeypatch):
-    """ds.json and x.json, in the directory in which the shim is started."""
+    """Creates ds.json and x.json in the working directory of the shim."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "x.json").write_text(json.dumps({"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}))
@@ -45,25 +45,27 @@ def options(**changes) -> argparse.Namespace:
 
 
 def test_deepspeeds_launcher_on_two_hosts():
-    found = shim.find(DEEPSPEED)
+    found = launcher_shim.find(DEEPSPEED)
     assert (found.launcher, found.hosts, found.host, found.local_rank) == ("deepspeed", 2, 1, 0)
-    assert " ".join(shim.command(found, options())) == (
+    assert " ".join(launcher_shim.command(found, options())) == (
         "launch --groups 4 --ranks-per-group 2 --config ds.json --run-dir runs/a --hosts 2 --host-rank 1 "
         "--store node0:29500 train.py -- --deepspeed_config ds.json --steps 3"
     )
 
 
 def test_torchrun_on_one_host_leaves_its_port_alone():
-    found = shim.find(TORCHRUN)
+    found = launcher_shim.find(TORCHRUN)
     assert (found.launcher, found.port, found.local_rank) == ("torchrun", 29501, 2)
-    words = shim.command(found, options(arguments=["--deepspeed_config=x.json"], overwrite=True, ranks_per_group=None))
+    words = launcher_shim.command(
+        found, options(arguments=["--deepspeed_config=x.json"], overwrite=True, ranks_per_group=None)
+    )
     assert words[words.index("--hosts") + 1] == "1" and "--store" not in words and "--overwrite" in words
     assert words[words.index("--config") + 1] == "x.json"
     assert words[1:5] == ["--groups", "1", "--ranks-per-group", "4"], "the config says how a group is split"
 
 
 def test_a_group_may_have_ranks_on_several_hosts():
-    words = shim.command(shim.find(DEEPSPEED), options(ranks_per_group=8))
+    words = launcher_shim.command(launcher_shim.find(DEEPSPEED), options(ranks_per_group=8))
     assert words[1:5] == ["--groups", "1", "--ranks-per-group", "8"]
 
 
@@ -71,15 +73,17 @@ def test_a_group_may_have_ranks_on_several_hosts():
     ("env", "changes", "words"),
     [
         ({}, {}, ["neither CROSS_RANK nor TORCHELASTIC_RUN_ID", "megatron-ft launch"]),
-        ({**DEEPSPEED, "MASTER_ADDR": None}, {}, ["deepspeed", "without MASTER_ADDR"]),
+        ({**DEEPSPEED, "MASTER_ADDR": None}, {}, ["deepspeed", "has not set MASTER_ADDR"]),
         (DEEPSPEED, {"ranks_per_group": 3}, ["8 ranks", "4 on this host", "3 (--ranks-per-group, or"]),
-        (DEEPSPEED, {"arguments": []}, ["no config", "--deepspeed_config"]),
+        (DEEPSPEED, {"arguments": []}, ["the config is missing", "--deepspeed_config"]),
         (DEEPSPEED, {"arguments": ["--deepspeed_config", "y.json"]}, ["y.json does not exist"]),
         (DEEPSPEED, {"arguments": ["--deepspeed_config", "x.json"]}, ["--ranks-per-group is 2", "are 4"]),
     ],
 )
-def test_what_cannot_be_started_is_told(env, changes, words):
+def test_a_start_that_is_not_possible_is_refused(env, changes, words):
     with pytest.raises(FTError) as error:
-        shim.command(shim.find({name: value for name, value in env.items() if value is not None}), options(**changes))
+        launcher_shim.command(
+            launcher_shim.find({name: value for name, value in env.items() if value is not None}), options(**changes)
+        )
     for word in words:
         assert word in str(error.value)

@@ -1,4 +1,5 @@
-"""Who does not hear whom, when that counts, and who leaves: whatever is said, those that stay hear each other."""
+"""Hosts that do not hear each other: when a silence counts, and which hosts leave. Whatever is reported, those that
+stay hear each other."""
 
 import itertools
 
@@ -6,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core import links
-from megatron_ft.core.links import FIRST_S, LISTEN_S, Peer, listen, who_leaves
+from megatron_ft.core.detection import link_detector
+from megatron_ft.core.detection.link_detector import FIRST_S, LISTEN_S, Peer, listen, who_leaves
 
 BEAT, LEAST = 0.1, 0.8
 hosts = st.integers(2, 6).flatmap(lambda n: st.just([(2 * k, 2 * k + 1) for k in range(n)]))
 
 
 def heard(peer, gaps_s, least_s=LEAST, step_s=BEAT):
-    """One beat after each gap; looked at every ``step_s``."""
+    """Return a detector that got one beat after each gap; it is looked at every ``step_s``."""
     now = 0.0 if peer.looked is None else peer.looked
     for gap_s in gaps_s:
         for _ in range(round(gap_s / step_s)):
@@ -25,7 +26,7 @@ def heard(peer, gaps_s, least_s=LEAST, step_s=BEAT):
 
 
 def silence(peer, least_s=LEAST, step_s=BEAT):
-    """How long it takes until the peer counts as lost."""
+    """Return the time until the peer counts as lost."""
     now, since = peer.looked, peer.looked
     while not peer.lost:
         now += step_s
@@ -38,13 +39,14 @@ def test_silence_counts_after_the_least_time():
 
 
 def test_a_busy_host_is_given_more_time_and_that_is_forgotten():
-    """Gaps of half a second are its habit: silence is three times as long. A thousand regular beats later it is not."""
+    """Gaps of half a second are the habit of the host: silence is three times as long. After a thousand regular beats
+    it is not."""
     busy = heard(Peer(), [0.5] * 20)
     assert silence(busy) > 1.4
     assert silence(heard(busy, [BEAT] * 2000)) == pytest.approx(LEAST + BEAT, abs=0.15)
 
 
-def test_who_was_never_heard_is_given_time_to_begin_and_that_is_not_learned():
+def test_a_host_that_was_never_heard_is_given_time_to_begin_and_that_is_not_learned():
     assert silence(listen(Peer(), 0, 0.0, LEAST)) == pytest.approx(FIRST_S + BEAT, abs=0.15)
     peer = heard(listen(Peer(), 0, 0.0, LEAST), [10.0, *[BEAT] * 5])
     assert not peer.lost and silence(peer) == pytest.approx(LEAST + BEAT, abs=0.15)
@@ -69,18 +71,18 @@ def test_time_in_which_the_agent_did_not_run_is_no_silence(gap_s):
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40))
-def test_lost_is_only_who_was_silent_for_long_enough(looks):
+def test_only_a_host_that_was_silent_for_long_enough_is_lost(looks):
     peer, beats, now, silent_s = Peer(), 0, 0.0, 0.0
     for ticks, beat in looks:
         now += ticks / 100
         beats += beat
-        silent_s = silent_s + ticks / 100  # at least what the peer may count
+        silent_s = silent_s + ticks / 100  # at least the time that the peer may count
         peer = listen(peer, beats, now, LEAST)
         assert not peer.lost or silent_s > LEAST
         silent_s = 0.0 if beat else silent_s
 
 
-# --- who leaves -------------------------------------------------------------------------------------------------------
+# --- which hosts leave ------------------------------------------------------------------------------------------------
 
 A, B, C = (0, 1), (2, 3), (4, 5)
 LIVE = range(6)
@@ -89,12 +91,12 @@ LIVE = range(6)
 @pytest.mark.parametrize(
     "silences, gone",
     [
-        ([(A, B)], B),  # nobody but A says anything: B is probably gone
+        ([(A, B)], B),  # only A reports anything: B is probably gone
         ([(A, B), (B, A)], B),  # a cut link: the higher
         ([(A, C), (B, C)], C),  # a dead host
-        ([(A, B), (A, C), (B, A), (C, A)], A),  # A is cut off from everybody
-        ([(A, B), (A, C)], A),  # A hears nobody, and nobody misses anybody: it cannot receive
-        ([(B, A), (C, A), (A, B)], A),  # nobody hears A: it cannot send
+        ([(A, B), (A, C), (B, A), (C, A)], A),  # A is cut off from all others
+        ([(A, B), (A, C)], A),  # A hears no host, and no host misses another: A cannot receive
+        ([(B, A), (C, A), (A, B)], A),  # no host hears A: it cannot send
     ],
 )
 def test_the_hard_cases(silences, gone):
@@ -104,18 +106,22 @@ def test_the_hard_cases(silences, gone):
 @given(hosts=st.integers(2, 3000), pair=st.tuples(st.integers(0, 4000), st.integers(0, 4000)))
 def test_partners_are_mutual_and_few(hosts, pair):
     one, other = pair
-    assert links.are_partners(one, other, hosts) == links.are_partners(other, one, hosts)
-    partners = sum(links.are_partners(one, peer, hosts) for peer in range(hosts))
-    late = one >= hosts  # it has one more: who stands where it does
-    assert partners == hosts - (not late) if hosts <= links.EVERYBODY else partners <= 2 * hosts.bit_length() + late
+    assert link_detector.are_partners(one, other, hosts) == link_detector.are_partners(other, one, hosts)
+    partners = sum(link_detector.are_partners(one, peer, hosts) for peer in range(hosts))
+    late = one >= hosts  # a late host has one more partner: the host in the same place
+    assert (
+        partners == hosts - (not late)
+        if hosts <= link_detector.EVERYBODY
+        else partners <= 2 * hosts.bit_length() + late
+    )
 
 
 @given(hosts=st.integers(33, 200), first=st.integers(0, 199), share=st.floats(0.01, 0.49))
 def test_racks_that_are_cut_off_leave_as_a_whole_however_few_listen_to_each_other(hosts, first, share):
     racks = {(first + number) % hosts for number in range(max(1, int(share * hosts)))}
     pairs = itertools.product(range(hosts), repeat=2)
-    cut = [((a,), (b,)) for a, b in pairs if (a in racks) != (b in racks) and links.are_partners(a, b, hosts)]
-    assert links.who_leaves(cut, range(hosts)) == racks
+    cut = [((a,), (b,)) for a, b in pairs if (a in racks) != (b in racks) and link_detector.are_partners(a, b, hosts)]
+    assert link_detector.who_leaves(cut, range(hosts)) == racks
 
 
 def test_a_host_with_fewer_live_groups_leaves():
@@ -123,7 +129,7 @@ def test_a_host_with_fewer_live_groups_leaves():
 
 
 @given(hosts, st.data())
-def test_those_that_stay_hear_each_other_and_somebody_stays(units, data):
+def test_hosts_that_stay_hear_each_other_and_at_least_one_stays(units, data):
     pairs = st.sampled_from([(a, b) for a in units for b in units if a != b])
     silences = data.draw(st.sets(pairs, max_size=20))
     live = data.draw(st.sets(st.integers(0, 2 * len(units) - 1), min_size=1))
@@ -136,3 +142,9 @@ def test_those_that_stay_hear_each_other_and_somebody_stays(units, data):
     assert leaving == who_leaves(sorted(silences, reverse=True), sorted(live)), "the order says nothing"
     named = {group for pair in silences for unit in pair for group in unit}
     assert leaving <= named, "nobody leaves of whom nothing was said"
+
+
+def test_an_accusation_of_a_host_that_leaves_does_not_speak_for_its_author():
+    """Host 0 reported that it does not hear host 1, and was lost itself; only host 2 reports anything about it now."""
+    silences = [((0,), (1,)), ((2,), (1,)), ((2,), (0,))]
+    assert who_leaves(silences, (0, 1, 2)) == {0, 1}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core import recovery
-from megatron_ft.core.recovery import Job
-from megatron_ft.core.replication import consecutive
+from megatron_ft.core.protocol import machine
+from megatron_ft.core.protocol.machine import Job
+from megatron_ft.core.replication.placement import consecutive
 from megatron_ft.types import Microbatch
 from tests.sim.mutations import MUTATIONS
 from tests.world import World
@@ -28,11 +28,19 @@ from tests.world import World
     collectors=st.sampled_from((1, 2, 8)),
 )
 @settings(max_examples=500)
-@example(seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8)
-@example(seed=240, groups=3, per_shard=3, buckets=1, steps=3, kills=1, joins=1, cuts=1, leaves=2, patience=2, collectors=1)
-@example(seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1)
-@example(seed=2, groups=5, per_shard=2, buckets=1, steps=2, kills=0, joins=2, cuts=3, leaves=2, patience=1, collectors=1)
-def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
+@example(
+    seed=0, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=0, cuts=0, leaves=0, patience=3, collectors=8
+)
+@example(
+    seed=240, groups=3, per_shard=3, buckets=1, steps=3, kills=1, joins=1, cuts=1, leaves=2, patience=2, collectors=1
+)
+@example(
+    seed=1, groups=4, per_shard=4, buckets=2, steps=4, kills=3, joins=3, cuts=2, leaves=1, patience=1, collectors=1
+)
+@example(
+    seed=2, groups=5, per_shard=2, buckets=1, steps=2, kills=0, joins=2, cuts=3, leaves=2, patience=1, collectors=1
+)
+def test_every_step_is_exact_whichever_groups_die_or_enter_or_are_slow(
     seed, groups, per_shard, buckets, steps, kills, joins, cuts, leaves, patience, collectors
 ):
     world = World(Job(groups, per_shard, buckets, steps, straggler_steps=patience, collectors=collectors), seed)
@@ -46,9 +54,9 @@ def test_every_step_is_exact_whoever_dies_or_enters_or_is_slow(
 )  # fmt: skip
 @settings(max_examples=300)
 @example(seed=949, groups=4, per_shard=2, leaves=2, collectors=2)
-def test_who_leaves_in_order_costs_one_view_and_nothing_of_any_step(seed, groups, per_shard, leaves, collectors):
-    """However slow somebody is, and whenever it hears of it: who still is in the step before finishes it, so nothing is
-    handed over and nothing summed again."""
+def test_a_leaving_group_costs_one_view_and_nothing_of_any_step(seed, groups, per_shard, leaves, collectors):
+    """However slow a group is, and whenever it hears of the notice: a group that still is in the step before finishes
+    it, so nothing is handed over and nothing summed again."""
     world = World(Job(groups, per_shard, buckets=3, steps=5, collectors=collectors), seed)
     world.run(kills=0, leaves=leaves, resets=False)
     world.check_end()
@@ -66,7 +74,8 @@ def test_who_leaves_in_order_costs_one_view_and_nothing_of_any_step(seed, groups
 )
 @settings(max_examples=150)
 def test_a_microbatch_kills_two_groups_at_most(seed, groups, kills, joins, step):
-    """Whatever else happens: when its second victim is known, all that would have to compute it stop."""
+    """Whatever else happens: when the second victim is known, all groups that would have to compute the microbatch
+    stop."""
     world = World(Job(groups, 2, 2, 4), seed)
     world.poison = Microbatch(step, seed % groups, 1)
     world.run(kills, joins)
@@ -79,14 +88,14 @@ def test_a_microbatch_kills_two_groups_at_most(seed, groups, kills, joins, step)
 
 
 def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measured_is_found(monkeypatch):
-    """A planted bug that shows in these worlds only: in the simulated ones nobody comes to stand there."""
-    progress = recovery._progress
+    """This planted bug shows in these worlds only: in the simulated ones no group comes to that state."""
+    progress = machine._progress
 
     def blind(state, event):
-        catches_up = isinstance(event, recovery.Updated) and state.ahead is not None
-        return progress(state, recovery.Updated(event.step) if catches_up else event)
+        catches_up = isinstance(event, machine.Updated) and state.ahead is not None
+        return progress(state, machine.Updated(event.step) if catches_up else event)
 
-    monkeypatch.setattr(recovery, "_progress", blind)
+    monkeypatch.setattr(machine, "_progress", blind)
     with pytest.raises(AssertionError, match="plans step"):
         for seed in range(50):
             World(Job(4, 2, 3, 4, straggler_steps=1), seed).run(kills=3, joins=2)
@@ -95,9 +104,15 @@ def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measure
 @pytest.mark.parametrize(
     ("bug", "groups", "faults", "seeds", "found"),
     [
-        ("who follows somebody that is no member any more enters", 3, (5, 6), range(1020, 1030), "has to get to step"),
-        ("somebody enters although a bucket is final", 4, (4, 4), range(50, 60), "enters where something is handed over"),
-        ("that a request has ended the epoch is not said", 4, (4, 4), range(50, 70), "stuck"),
+        ("a group joins although its donor is no member any more", 3, (5, 6), range(1020, 1030), "has to get to step"),
+        (
+            "a group joins although a bucket is final",
+            4,
+            (4, 4),
+            range(50, 60),
+            "enters where something is handed over",
+        ),
+        ("no group announces that a request has ended the epoch", 4, (4, 4), range(50, 70), "stuck"),
     ],
 )
 def test_a_planted_bug_in_an_entry_is_found(monkeypatch, bug, groups, faults, seeds, found):
@@ -107,13 +122,27 @@ def test_a_planted_bug_in_an_entry_is_found(monkeypatch, bug, groups, faults, se
             World(Job(groups, 2, 3, 3, straggler_steps=1), seed).run(*faults, cuts=1)
 
 
+@given(seed=st.integers(0, 2**32), acts=st.integers(0, 60))
+@settings(max_examples=60)
+def test_a_broken_invariant_stops_every_group_and_no_death_is_masked_after_it(seed, acts):
+    """The groups that end for it are reported as dead afterwards; no group may take that for a loss and go on."""
+    world, left = World(Job(3, 2, 2, 4), seed), iter(range(acts))
+    world.play(until=lambda: next(left, None) is None)
+    for group in world.alive.values():
+        state, actions = machine.step(group.state, machine.Halted("the states differ"), 0.0)
+        assert actions == (machine.Stop("the states differ", halted=True),)
+        for other in range(3):
+            state, actions = machine.step(state, machine.Died(other, "it has ended"), 1.0)
+            assert actions == (machine.Stop("the states differ", halted=True),)
+
+
 def left_out_with_a_step_of_its_own() -> World:
-    """D dies in step 0, and the others take over its part. A commits the step before they have seen a bucket of it, and is
-    taken for dead; it looks for their reports before they do."""
+    """Group D dies in step 0, and the others take over its part. A commits the step before they have seen a bucket of
+    it, and is taken for dead; it looks for their reports before they do."""
     world = World(Job(shards=4, per_shard=3, buckets=1, steps=2, placement=consecutive(4, 2)))
-    world.play(until=lambda: all(isinstance(group.action, recovery.Compute) for group in world.alive.values()))
+    world.play(until=lambda: all(isinstance(group.action, machine.Compute) for group in world.alive.values()))
     world.kill(3)
-    world.play(until=lambda: all(isinstance(group.action, recovery.Reduce) for group in world.alive.values()))
+    world.play(until=lambda: all(isinstance(group.action, machine.Reduce) for group in world.alive.values()))
     world.arrive(1), world.arrive(2)
     assert world.act(0) and world.act(0) and len(world.alive[0].committed) == 1
     world.accuse(0)
@@ -126,19 +155,21 @@ def left_out_with_a_step_of_its_own() -> World:
     return world
 
 
-def test_who_is_left_out_with_a_step_of_its_own_does_not_say_how_the_others_go_on(monkeypatch):
-    """It has forgotten how their step came about: by its plan somebody would do again what another has taken over."""
+def test_a_group_that_is_left_out_with_a_step_of_its_own_does_not_decide_how_the_others_go_on(monkeypatch):
+    """The group has forgotten how the others' step came about: by its plan a group would do again what another has
+    taken over."""
     assert left_out_with_a_step_of_its_own().views[2].live == (1, 2)
-    say = recovery._has_say
-    monkeypatch.setattr(recovery, "_has_say", lambda state: state.synced or say(state))
+    say = machine._has_say
+    monkeypatch.setattr(machine, "_has_say", lambda state: state.synced or say(state))
     with pytest.raises(AssertionError, match="summed twice|lacks"):
         left_out_with_a_step_of_its_own()
 
 
-def test_nobody_enters_after_the_last_step():
-    """Nobody would connect to it any more. B, which has to leave, has not committed that step, and writes the view."""
+def test_no_group_enters_after_the_last_step():
+    """No group would connect to it any more. B, which has to leave, has not committed that step, and writes the
+    view."""
     world = World(Job(shards=3, per_shard=1, buckets=1, steps=1))
-    world.play(until=lambda: all(isinstance(group.action, recovery.Reduce) for group in world.alive.values()))
+    world.play(until=lambda: all(isinstance(group.action, machine.Reduce) for group in world.alive.values()))
     world.back(3, 0)
     world.arrive(1), world.arrive(2)
     for me in (0, 2):
@@ -163,7 +194,14 @@ def test_the_random_worlds_reach_the_hard_cases():
         slow += any(group.state.speeds.slow for group in world.alive.values())
         entries += world.entries
     text = "\n".join(log)
-    rarities = ("takes the state of", "takes bucket", "(patch)", "reports step 3 have []", "have [0, 1, 2]", "joined [5]")
+    rarities = (
+        "takes the state of",
+        "takes bucket",
+        "(patch)",
+        "reports step 3 have []",
+        "have [0, 1, 2]",
+        "joined [5]",
+    )
     for rare in (*rarities, "hears nothing"):
         assert rare in text, f"no world reached: {rare}"
     assert slow > 20

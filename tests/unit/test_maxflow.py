@@ -1,4 +1,4 @@
-"""Balanced flows against trying every way there is."""
+"""Balanced flows compared with every possible way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.flow import Edges, balance
+from megatron_ft.core.scheduling.maxflow import Edges, balance
 
 
 @st.composite
@@ -34,7 +34,7 @@ def splits(amount: int, columns: list[int]):
 
 
 def best(supply, allowed, weights, kept: dict[tuple[int, int], int]) -> tuple[float, int]:
-    """The least largest load / weight, and how much can stay among all flows within floor(least * weight)."""
+    """Return the least largest load / weight, and how much can stay among all flows within floor(least * weight)."""
     everywhere = list(range(len(weights)))
     ways = [list(splits(amount, own or everywhere)) for amount, own in zip(supply, allowed, strict=True)]
     found = []

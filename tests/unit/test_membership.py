@@ -1,4 +1,4 @@
-"""From reports to the next view: who goes on, with which step, which buckets are final, who takes what from whom."""
+"""From reports to the next view: the groups that go on, the step, the final buckets, and the state transfers."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.membership import admissible, first_view, next_view
-from megatron_ft.core.protocol import Asked
+from megatron_ft.core.protocol.membership import admissible, first_view, next_view
+from megatron_ft.core.protocol.messages import Asked
 from megatron_ft.types import Begun, Report, View
 
 VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
@@ -30,6 +30,30 @@ def test_a_silent_group_is_left_out_with_the_reason():
     assert view.epoch == 4
 
 
+def test_the_reason_is_what_is_known_against_the_lost_groups():
+    """A survivor that lost its connection to a dead group has noticed the death; it has not caused it."""
+    told = [Report(3, group, 5) for group in (0, 1)]
+    reset = "group 1 reports: a connection broke"
+    view = next_view(VIEW, {r.group: r for r in told}, {2: "killed", 3: "killed"}, {}, reset, noticed=reset)
+    assert (view.reason, view.noticed) == ("killed", reset)
+    view = next_view(VIEW, {r.group: r for r in told}, {2: "killed"}, {3: "no report"}, "killed")
+    assert (view.reason, view.noticed) == ("killed; no report", "")
+
+
+def test_the_reason_of_many_losses_is_short():
+    view = decide(Report(3, 0, 5), dead={group: f"rank 0 of group {group} died" for group in (1, 2, 3)})
+    assert view.reason.count("died") == 3
+    many = replace(VIEW, live=tuple(range(9)))
+    view = next_view(many, {0: Report(3, 0, 5)}, {group: f"death {group}" for group in range(1, 9)}, {}, "why")
+    assert view.reason == "death 1; death 2; death 3; and 5 more" and len(view.lost) == 8
+
+
+def test_without_a_loss_the_reason_is_what_ended_the_epoch():
+    reset = "group 1 reports: a connection broke"
+    view = next_view(VIEW, {g: Report(3, g, 5) for g in VIEW.live}, {}, {}, reset, noticed=reset)
+    assert (view.reason, view.noticed) == (reset, "")
+
+
 def test_a_bucket_finished_anywhere_is_final_and_handed_over():
     """Hard case 3: A saw bucket 1 finish, B and C did not."""
     view = decide(Report(3, 0, 5, (0, 1)), Report(3, 1, 5, (0,)), Report(3, 2, 5, (0,)), dead={3: "killed"})
@@ -45,19 +69,17 @@ def test_a_group_that_has_passed_its_gate_decides_the_step():
     assert view.final == {} and view.missing == {}
 
 
-def test_nobody_synced_yet_means_the_lowest_group_is_the_source():
+def test_without_a_synced_group_the_lowest_group_is_the_source():
     view = decide(*(Report(3, group, 0, synced=False) for group in (1, 2, 3)), dead={0: "killed"})
     assert (view.source, view.behind) == (1, (2, 3))
 
 
 def test_an_unsynced_group_never_hands_over_its_state():
-    view = decide(
-        Report(3, 0, 0, synced=False), Report(3, 1, 0), Report(3, 2, 0), Report(3, 3, 0, synced=False)
-    )
+    view = decide(Report(3, 0, 0, synced=False), Report(3, 1, 0), Report(3, 2, 0), Report(3, 3, 0, synced=False))
     assert (view.source, view.behind) == (1, (0, 3))
 
 
-def test_who_follows_enters_and_nothing_is_handed_to_it():
+def test_a_group_that_follows_enters_and_nothing_is_handed_to_it():
     view = decide(*(Report(3, group, 5) for group in range(4)), asked=[ASKED])
     assert (view.live, view.joined, view.behind, view.source) == ((0, 1, 2, 3, 4), (4,), (), None)
     assert view.final == view.missing == {} and view.incarnations == {4: 1}
@@ -75,8 +97,9 @@ STAY_OUT = {
 
 
 @pytest.mark.parametrize("reports", STAY_OUT.values(), ids=STAY_OUT)
-def test_nobody_enters_where_something_is_handed_over_or_to_be_committed(reports):
-    """Who enters has no bucket, and gets none; and the step must never go back behind the one it enters with."""
+def test_no_group_enters_where_something_is_handed_over_or_to_be_committed(reports):
+    """A group that enters has no bucket, and gets none; and the step must never go back behind the one it enters
+    with."""
     view = decide(*reports, asked=[ASKED])
     assert view.joined == () and view.live == (0, 1, 2, 3) and view.incarnations == {}
 
@@ -93,7 +116,7 @@ def test_nobody_enters_where_something_is_handed_over_or_to_be_committed(reports
         ((), False),
     ],
 )
-def test_who_enters_follows_members_only(donors, enters):
+def test_a_group_that_enters_follows_members_only(donors, enters):
     """A donor that is left out may have committed a version of a step that the others make again."""
     view = View(3, (0, 1, 2, 3), "before", incarnations={2: 5})
     reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
@@ -117,7 +140,7 @@ def test_a_member_that_lives_does_not_enter_a_second_time():
 
 @pytest.mark.parametrize("step", [0, 5])
 def test_when_only_joiners_are_left_it_is_a_wipe_out(step):
-    """Also in the first step: a group that is gone may have committed it, from another initial model."""
+    """Also in the first step: a lost group may have committed it, from another initial model."""
     view = next_view(
         View(epoch=3, live=(0, 4), reason="before", step=step, incarnations={4: 1}),
         {4: Report(3, 4, step, synced=False)},
@@ -128,8 +151,8 @@ def test_when_only_joiners_are_left_it_is_a_wipe_out(step):
     assert view.live == () and "wipe-out" in view.lost[4]
 
 
-def test_who_follows_has_no_say_in_which_step_is_decided_and_is_never_behind():
-    """It has its seat, and not its state yet: it gets that by itself, whatever is handed to others."""
+def test_a_group_that_follows_has_no_say_in_which_step_is_decided_and_is_never_behind():
+    """The group has its seat, and not its state yet: it gets that by itself, whatever is handed to others."""
     view = View(3, (0, 1, 2, 3), "before", step=5, incarnations={2: 1})
     told = {0: Report(3, 0, 5), 1: Report(3, 1, 5), 2: Report(3, 2, 5, synced=False)}
     new = next_view(view, told, {3: "killed"}, {}, "why")
@@ -141,18 +164,18 @@ def test_who_follows_has_no_say_in_which_step_is_decided_and_is_never_behind():
 
 
 def test_when_every_group_is_taken_for_dead_it_is_a_wipe_out():
-    """One of them still lives, or nobody would decide; it must come to an end instead of waiting for the dead."""
+    """One of them still lives, or no group would decide; it must come to an end instead of waiting for the dead."""
     view = decide(Report(3, 2, 5), dead=dict.fromkeys(range(4), "killed"))
     assert view.live == () and "wipe-out" in view.reason
 
 
-def test_a_view_holds_the_reports_it_was_decided_from():
+def test_a_view_holds_the_reports_of_its_decision():
     told = [Report(3, 0, 6), Report(3, 1, 5, (0,)), Report(3, 2, 5, (0,))]
     assert decide(*told, dead={3: "killed"}).reports == tuple(told)
 
 
 def test_an_empty_loss_is_a_view_too():
-    """A connection reset without a death: everybody goes on, in a new epoch."""
+    """A connection was reset without a death: all groups go on, in a new epoch."""
     view = decide(*(Report(3, group, 5) for group in range(4)))
     assert (view.live, view.lost) == (VIEW.live, {})
 
@@ -164,6 +187,7 @@ def test_the_wire_form_keeps_everything(data):
         epoch=data.draw(st.integers(0, 99)),
         live=tuple(data.draw(st.lists(groups, unique=True))),
         reason=data.draw(st.text()),
+        noticed=data.draw(st.text()),
         step=data.draw(st.integers(0, 99)),
         lost=data.draw(st.dictionaries(groups, st.text())),
         source=data.draw(st.none() | groups),
@@ -186,7 +210,7 @@ def test_the_first_view_makes_group_0_the_source():
     assert first_view(1).behind == ()
 
 
-def test_who_holds_every_bucket_commits_by_itself():
+def test_a_group_that_holds_every_bucket_commits_by_itself():
     """A has committed step 5; B holds all its buckets and needs nothing, C lacks one and takes A's state."""
     b = Report(3, 1, 5, (0, 1), complete=True)
     view = decide(Report(3, 0, 6), b, Report(3, 2, 5, (0,)), dead={3: "killed"})

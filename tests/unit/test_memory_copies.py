@@ -1,4 +1,5 @@
-"""Copies of checkpoint files in memory: by content, within a budget, passed on to another host and asked for."""
+"""Copies of checkpoint files in memory: stored by content, within a budget, copied to another host, and fetched from
+it."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.checkpoints import partner
+from megatron_ft import checkpoint
+from megatron_ft.agent.checkpoint_cache import Copies
+from megatron_ft.checkpoint import peer_copies
+from megatron_ft.checkpoint.memory_copies import Shelf
+from megatron_ft.core.lifecycle.checkpoint_policy import partner
 from megatron_ft.errors import CheckpointError
-from megatron_ft.launch.copies import Copies
-from megatron_ft.runtime import checkpoint, copies
-from megatron_ft.runtime.checkpoint.memory import Shelf
+from tests.support import SECRET
 
 RUN = "run"
+KEY = SECRET.of(RUN)
 
 
 def content(number: int, size: int = 1000) -> tuple[bytes, str, int]:
@@ -41,7 +45,7 @@ def test_a_copy_is_found_by_its_content(shelf):
     assert shelf.find(digest, size + 1) is None and shelf.find(content(2)[1], size) is None
 
 
-def test_the_oldest_make_room_and_what_never_fits_is_left_out(shelf):
+def test_the_oldest_make_room_and_a_copy_that_never_fits_is_left_out(shelf):
     held = [put(shelf, number) for number in range(5)]
     assert [shelf.find(*one) is not None for one in held] == [False, False, True, True, True]
     assert not shelf.put([b"x" * 4000], hashlib.sha256(b"x" * 4000).hexdigest(), 4000)
@@ -59,7 +63,7 @@ def test_without_memory_there_are_no_copies(tmp_path):
     assert not shelf.put([b"x"], hashlib.sha256(b"x").hexdigest(), 1) and shelf.listed() == []
 
 
-def test_a_file_is_taken_only_if_it_is_what_was_written(shelf, tmp_path):
+def test_a_file_is_taken_only_if_it_equals_the_written_one(shelf, tmp_path):
     data, digest, size = content(1)
     (tmp_path / "good").write_bytes(data)
     (tmp_path / "bad").write_bytes(data[:-1] + b"!")
@@ -74,7 +78,7 @@ def hosts(tmp_path):
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         shelf = Shelf(tmp_path / "ckpt", 1e6, tmp_path / str(number))
-        made.append((shelf, Copies(shelf, "127.0.0.1", RUN)))
+        made.append((shelf, Copies(shelf, "127.0.0.1", KEY)))
     yield made
     for _, each in made:
         each.close(over=True)
@@ -96,23 +100,23 @@ def test_a_copy_is_passed_on_once_and_survives_its_host(hosts):
     assert other.find(digest, size).read_bytes() == content(1)[0]
     shelf.find(digest, size).unlink()
     addresses = [("127.0.0.1", first.port), ("127.0.0.1", second.port)]
-    assert copies.fetch(shelf, addresses, RUN, digest, size).read_bytes() == content(1)[0]
+    assert peer_copies.fetch(shelf, addresses, KEY, digest, size).read_bytes() == content(1)[0]
 
 
-def test_who_is_not_of_the_run_gets_nothing_and_what_is_not_there_is_not_found(hosts):
+def test_a_stranger_gets_nothing_and_a_missing_copy_is_not_found(hosts):
     (shelf, _), (other, second) = hosts
     digest, size = put(other, 1)
     there = [("127.0.0.1", second.port)]
-    assert copies.fetch(shelf, there, "another run", digest, size) is None
-    assert copies.fetch(shelf, there, RUN, content(2)[1], size) is None
-    assert copies.fetch(shelf, [("127.0.0.1", 1)], RUN, digest, size) is None
+    assert peer_copies.fetch(shelf, there, SECRET.of("another run"), digest, size) is None
+    assert peer_copies.fetch(shelf, there, KEY, content(2)[1], size) is None
+    assert peer_copies.fetch(shelf, [("127.0.0.1", 1)], KEY, digest, size) is None
 
 
-def test_a_state_is_loaded_from_memory_though_the_disk_is_damaged_and_from_disk_though_memory_is(tmp_path, shelf):
+def test_a_state_is_loaded_from_memory_if_the_disk_is_damaged_and_from_disk_if_memory_is(tmp_path, shelf):
     state = {"weight": torch.arange(100.0)}
     receipt = checkpoint.write_part(tmp_path, 3, "a", 0, checkpoint.snapshot(state, 0, 1))
     made = checkpoint.complete(tmp_path, 3, "a", [receipt], run_id=RUN, groups=1, ranks_per_group=1)
-    (name, entry), = ((n, e) for n, e in receipt["files"].items() if n.endswith("safetensors"))
+    ((name, entry),) = ((n, e) for n, e in receipt["files"].items() if n.endswith("safetensors"))
     assert shelf.take(made / name, entry["sha256"], entry["bytes"])
     whole = (made / name).read_bytes()
     (made / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -143,6 +147,6 @@ def test_the_partner_is_another_host_in_another_domain_if_there_is_one(domains, 
         assert not apart or found in apart
 
 
-def test_partners_go_round():
+def test_partners_form_a_ring():
     assert [partner(host, {0: (), 1: (), 2: ()}) for host in range(3)] == [1, 2, 0]
     assert [partner(host, {0: {"a"}, 1: {"a"}, 2: {"b"}, 3: {"b"}}) for host in range(4)] == [2, 2, 0, 0]

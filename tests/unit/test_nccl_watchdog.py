@@ -1,4 +1,5 @@
-"""The watchdog: against a fake that behaves like NCCL's backend, and on real gloo groups. Every test awaits events."""
+"""The NCCL watchdog: against a fake that behaves like NCCL's backend, and on real gloo groups. Every test awaits
+events."""
 
 from __future__ import annotations
 
@@ -15,25 +16,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.errors import ConfigError
-from megatron_ft.runtime import watchdog as watchdog_module
-from megatron_ft.runtime.watchdog import (
-    ShrinkProof,
+from megatron_ft.collectives import nccl_watchdog as watchdog_module
+from megatron_ft.collectives.nccl_watchdog import (
     Watchdog,
     WatchdogEvent,
+    abort,
     environment,
     flight_recorder,
-    reinitialise,
 )
+from megatron_ft.errors import ConfigError
 
 PATIENCE_S = 60
-"""Until a test gives up on something that happens at once."""
+"""The time until a test gives up on an event that is due at once."""
 NEVER_S = 3600.0
 ErrorType, WorkResult = (getattr(torch._C._distributed_c10d, name) for name in ("ErrorType", "WorkResult"))
 
 
 class Nccl:
-    """What the watchdog uses of ``ProcessGroupNCCL``; ``asked`` is set by every look at it."""
+    """The part of ``ProcessGroupNCCL`` that the watchdog uses; ``asked`` is set by every look at it."""
 
     supports_shrinking = True
 
@@ -66,7 +66,7 @@ class Nccl:
 
 
 class NcclWork:
-    """A work as NCCL's: the tensors' future is complete at once, ``get_future_result`` says how it ended."""
+    """A work like NCCL's: the tensors' future is complete at once, ``get_future_result`` says how the work ended."""
 
     def __init__(self):
         self.result = torch.futures.Future()
@@ -79,7 +79,7 @@ class NcclWork:
 
 
 class PointToPointWork:
-    """As gloo's: no future at all."""
+    """A work like gloo's point-to-point works: no future at all."""
 
     def __init__(self):
         self.completed = False
@@ -101,7 +101,7 @@ class Clock:
 
 
 class Events:
-    """The callback: remembers what it was given."""
+    """A callback that remembers the events that it was given."""
 
     def __init__(self):
         self.all: list[WatchdogEvent] = []
@@ -112,9 +112,9 @@ class Events:
         self._first.set()
 
     def the_only(self, watchdog) -> WatchdogEvent:
-        """The event, once the watchdog's thread has ended: then there can be no second."""
+        """Return the only event, once the watchdog's thread has ended: then there can be no second."""
         assert self._first.wait(PATIENCE_S), "no event"
-        watchdog._thread.join(PATIENCE_S)  # it ends by itself
+        watchdog._thread.join(PATIENCE_S)  # the thread ends by itself
         assert watchdog.close(timeout_s=0) and len(self.all) == 1
         return self.all[0]
 
@@ -246,7 +246,7 @@ def test_two_groups_of_an_epoch_are_still_one_event(events):
     assert events.the_only(watchdog).kind == "comm_error"
 
 
-def test_the_second_of_two_groups_is_heard(events):
+def test_the_second_of_two_groups_is_watched(events):
     outer, inner = Nccl(), Nccl()
     watchdog = watching({"outer": outer, "inner": inner}, events)
     inner.error = ErrorType.TIMEOUT
@@ -275,7 +275,7 @@ def test_closing_in_the_middle_of_a_look_swallows_what_it_finds(events):
     backend = Slow()
     watchdog = watching({"outer": backend}, events)
     assert backend.asked.wait(PATIENCE_S)
-    assert not watchdog.close(timeout_s=0.01)  # it is stuck, and nobody waits for it
+    assert not watchdog.close(timeout_s=0.01)  # the thread is stuck, and no call waits for it
     backend.let_go.set()
     assert watchdog.close(PATIENCE_S)
     assert events.all == []
@@ -297,7 +297,7 @@ def test_the_callback_may_close_the_watchdog():
     assert closed.wait(PATIENCE_S) and watchdog.close(PATIENCE_S)
 
 
-def test_a_bug_ends_the_watchdog_with_a_word_and_not_the_process(events, capfd):
+def test_a_bug_ends_the_watchdog_with_a_report_and_not_the_process(events, capfd):
     class Wrong(Nccl):
         def get_error(self):
             self.asked.set()
@@ -311,7 +311,7 @@ def test_a_bug_ends_the_watchdog_with_a_word_and_not_the_process(events, capfd):
     assert watchdog.close() and events.all == []
 
 
-# --- works that only we time ------------------------------------------------------------------------------------------
+# --- works that only this watchdog times ------------------------------------------------------------------------------
 
 
 def test_a_work_is_timed_from_when_it_is_watched(events):
@@ -331,7 +331,7 @@ def test_a_work_is_timed_from_when_it_is_watched(events):
     assert event.collectives == ("send 1: ended", "send 2: not ended after 10.5 s")
 
 
-def test_ours_backs_up_a_watchdog_of_nccl_that_is_stuck(events):
+def test_this_watchdog_backs_up_a_watchdog_of_nccl_that_is_stuck(events):
     clock, backend = Clock(), Nccl()
     watchdog = watching({"outer": backend}, events, timeout_s=10.0, clock=clock)
     watchdog.watch(NcclWork(), "bucket 0")
@@ -339,7 +339,7 @@ def test_ours_backs_up_a_watchdog_of_nccl_that_is_stuck(events):
     assert events.the_only(watchdog).kind == "timeout"
 
 
-def test_what_has_ended_is_let_go(events):
+def test_works_that_have_ended_are_released(events):
     backend, work = Nccl(), PointToPointWork()
     watchdog = watching({"inner": backend}, events)
     watchdog.watch(work, "send")
@@ -363,15 +363,17 @@ def test_gloo_a_collective_whose_peer_never_comes_is_a_timeout(events):
     work, late = groups[0].allreduce([torch.ones(4)]), torch.ones(4)
     watchdog.watch(work, "bucket 0")
     event = events.the_only(watchdog)
-    assert event.kind == "timeout" and re.fullmatch(r"bucket 0: not ended after \S+ s; allowed are 0.2 s", event.message)
+    assert event.kind == "timeout" and re.fullmatch(
+        r"bucket 0: not ended after \S+ s; allowed are 0.2 s", event.message
+    )
     assert event.collectives[0].startswith("bucket 0: not ended after ")
-    groups[1].allreduce([late]).wait()  # else the destructor waits for the operation
+    groups[1].allreduce([late]).wait()  # otherwise the destructor waits for the operation
     work.wait()
 
 
 def test_gloo_an_error_of_its_own_is_a_comm_error(events):
     groups, options = gloo_pair(timeout_s=PATIENCE_S), dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=0.2)  # of this one only: to build the groups may take longer
+    options.timeout = timedelta(seconds=0.2)  # for this group only: to build the groups may take longer
     watchdog = watching({"outer": groups[0]}, events)
     watchdog.watch(groups[0].allreduce([torch.ones(4)], options), "bucket 0")
     event = events.the_only(watchdog)
@@ -379,7 +381,7 @@ def test_gloo_an_error_of_its_own_is_a_comm_error(events):
     assert event.collectives == (event.message,)
 
 
-def test_gloo_what_goes_well_is_no_event(events):
+def test_gloo_a_success_is_no_event(events):
     groups, backend = gloo_pair(), Nccl()
     watchdog = watching({"outer": groups[0], "inner": backend}, events)
     works = [group.allreduce([torch.ones(4)]) for group in groups]
@@ -431,7 +433,7 @@ def test_the_recorder_lists_the_last_collectives_of_this_process(monkeypatch):
         for work in [group.allreduce([torch.ones(length)]) for group in groups]:
             work.wait()
     last = flight_recorder(4, deadline_s=PATIENCE_S)
-    # Both ranks are of this process. The state is not kept up for gloo.
+    # Both ranks belong to this process. The state is not kept up for gloo.
     assert [words.rsplit(" ", 1)[0] for words in last] == ["gloo:all_reduce #2 [[2]]"] * 2 + [
         "gloo:all_reduce #3 [[3]]"
     ] * 2
@@ -446,74 +448,28 @@ def test_a_recorder_that_fails_or_hangs_lists_nothing(monkeypatch):
     let_go.set()
 
 
-# --- what follows an event --------------------------------------------------------------------------------------------
-
-
-def test_reinitialise_aborts_then_builds():
-    backend = Nccl()
-    found = reinitialise(backend, lambda: ("new", backend.aborted.is_set()), deadline_s=PATIENCE_S)
-    assert (found.group, found.abort, found.detail) == (("new", True), "done", "")
+# --- the effects of an event ------------------------------------------------------------------------------------------
 
 
 def test_an_abort_that_hangs_is_left_behind():
     backend = Nccl()
     backend.hangs = True
-    found = reinitialise(backend, lambda: "new", deadline_s=0.05)
-    assert (found.group, found.abort) == ("new", "abandoned")
-    assert found.detail == "the abort took longer than 0.05 s and was left behind"
+    assert abort(backend, deadline_s=0.05) == "the abort took longer than 0.05 s and was left behind"
     assert not backend.aborted.is_set()
     backend.let_go.set()
     assert backend.aborted.wait(PATIENCE_S)
 
 
-def test_an_abort_that_fails_is_told_and_what_the_factory_raises_is_passed_on():
+def test_an_abort_that_fails_returns_its_error():
     class Fails(Nccl):
         def abort(self):
             raise RuntimeError("ncclCommAbort failed")
 
-    found = reinitialise(Fails(), lambda: "new", deadline_s=PATIENCE_S)
-    assert (found.abort, found.detail) == ("failed", "RuntimeError: ncclCommAbort failed")
-    with pytest.raises(ZeroDivisionError):
-        reinitialise(Fails(), lambda: 1 // 0, deadline_s=PATIENCE_S)
+    assert abort(Nccl(), deadline_s=PATIENCE_S) == ""
+    assert abort(Fails(), deadline_s=PATIENCE_S) == "RuntimeError: ncclCommAbort failed"
 
 
-def test_a_shrink_that_works_goes_on_being_tried():
-    backend, proof = Nccl(), ShrinkProof()
-    assert not proof.proved
-    for _ in range(2):
-        assert proof.attempt(backend, [3, 1], PATIENCE_S) == "without [1, 3], flags 1"
-    assert proof.proved and proof.refused is None and backend.shrinks == 2
-
-
-def test_a_shrink_that_hung_once_is_never_tried_again():
-    backend, proof = Nccl(), ShrinkProof()
-    backend.hangs = True
-    assert proof.attempt(backend, [1], 0.05) is None
-    assert proof.refused == "it took longer than 0.05 s"
-    backend.hangs = False
-    backend.let_go.set()
-    assert proof.attempt(backend, [1], PATIENCE_S) is None
-    assert backend.shrinks == 1 and not proof.proved
-
-
-def test_a_shrink_whose_result_does_not_work_is_never_tried_again():
-    backend, proof = Nccl(), ShrinkProof()
-
-    def check(smaller):
-        raise RuntimeError(f"{smaller} cannot sum")
-
-    assert proof.attempt(backend, [1], PATIENCE_S, check) is None
-    assert proof.refused == "RuntimeError: without [1], flags 1 cannot sum"
-    assert proof.attempt(backend, [1], PATIENCE_S) is None and backend.shrinks == 1
-
-
-def test_a_backend_without_shrink_is_not_asked():
-    groups, proof = gloo_pair(), ShrinkProof()
-    assert proof.attempt(groups[0], [1], PATIENCE_S) is None
-    assert "NCCL >= 2.27" in proof.refused
-
-
-# --- the names this rests on ------------------------------------------------------------------------------------------
+# --- the names that the watchdog depends on ---------------------------------------------------------------------------
 
 
 def test_the_installed_torch_has_the_names():
@@ -522,6 +478,5 @@ def test_the_installed_torch_has_the_names():
     assert {"SUCCESS", "TIMEOUT", "COMM_ERROR", "UNKNOWN"} <= set(WorkResult.__members__)
     assert "fr_trace_json" in c10d._get_handler_names()
     assert hasattr(dist.Work, "get_future_result") and hasattr(dist.ProcessGroup, "abort")
-    assert dist.distributed_c10d.SHRINK_ABORT == ShrinkProof._ABORT
     if torch.version.cuda:
         assert hasattr(dist.ProcessGroupNCCL, "get_error")

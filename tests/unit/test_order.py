@@ -1,4 +1,4 @@
-"""Which samples a microbatch holds: the permutation is a bijection, and no sample is lost or doubled by anything."""
+"""The samples of a microbatch: the permutation is a bijection, and no sample is lost or doubled by anything."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,8 @@ def test_a_microbatch_may_straddle_two_data_epochs():
 
 
 def test_it_is_a_pure_function_of_the_id():
-    """Who asks, in which order and how often changes nothing: that is what lets any group compute any microbatch."""
+    """The caller, the order and the number of the calls change nothing: that is what lets any group compute any
+    microbatch."""
     shape = {"groups": 3, "microbatches_per_group": 2, "samples_per_microbatch": 5, "num_samples": 37, "seed": 11}
     ids = [(step, shard, index) for step in range(12) for shard in range(3) for index in range(2)]
     forward = {key: samples_of(*key, **shape) for key in ids}

@@ -1,4 +1,4 @@
-"""Claims of the two papers, and of what goes beyond them, that span several rooms of the core or need no other home.
+"""Claims of the two papers, and of what goes beyond them, that span several packages of the core or need no other home.
 
 SPARe is arXiv 2603.00357, ReCoVer arXiv 2605.11215; "beyond" is stacked quotas, measured before this project began: its
 published means carry the error of their own samples, so every tolerance below says how it was chosen.
@@ -6,6 +6,7 @@ published means carry the error of their own samples, so every tolerance below s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -14,21 +15,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core import rectlr, roles
-from megatron_ft.core.baselines import drop, replication
-from megatron_ft.core.recovery import Job
-from megatron_ft.core.replication import consecutive, golomb, is_golomb, largest_redundancy
-from megatron_ft.core.scheduler import fetched, microbatches_of_step, patch_plan, plan_step
-from megatron_ft.types import Plan
+from megatron_ft.core.protocol.machine import Job
+from megatron_ft.core.replication.placement import consecutive, golomb, is_golomb, largest_redundancy
+from megatron_ft.core.scheduling.assignment import fetched, microbatches_of_step, patch_plan, plan_step
+from megatron_ft.core.scheduling.policies import recover_roles, rectlr
+from megatron_ft.core.scheduling.policies.baselines import drop, replication
+from megatron_ft.types import Microbatch, Plan
 
 
 def gradient(plan: Plan, gradients: dict[tuple[int, int], int], divisor: int) -> Fraction:
-    """SUM over what is contributed, divided; ``gradients`` are those of (shard, index)."""
+    """Return the SUM over the contributions, divided; ``gradients`` are those of (shard, index)."""
     return Fraction(sum(gradients[m.shard, m.index] for own in plan.assignment.values() for m in own), divisor)
 
 
+def shards_as_plan(contributes: Mapping[int, Sequence[int]], G: int) -> Plan:
+    """A contributed shard is its G microbatches."""
+    return Plan(0, {g: tuple(Microbatch(0, s, i) for s in own for i in range(G)) for g, own in contributes.items()}, "")
+
+
 def after_losses(policy: str, job: Job, live: list[int], lost: int) -> list[Plan]:
-    """Plans of ``policy`` after losses: the step in which ``lost`` goes, too, where the policy keeps that step."""
+    """Return plans of ``policy`` after losses: those of the step in which ``lost`` goes, too, where the policy keeps
+    that step."""
     N, G = job.shards, job.per_shard
     dead = [group for group in range(N) if group not in live]
     left = [group for group in live if group != lost]
@@ -39,13 +46,13 @@ def after_losses(policy: str, job: Job, live: list[int], lost: int) -> list[Plan
     if policy == "spare":
         orders = tuple(golomb(N, largest_redundancy(N)).stacks)
         outcomes = [rectlr.reconfigure(orders, groups, 1) for groups in (live, left)]
-        return [rectlr.to_plan(outcome, 0, G) for outcome in outcomes if not outcome.wiped_out]
+        return [shards_as_plan(outcome.contributes, G) for outcome in outcomes if not outcome.wiped_out]
     if policy == "recover":
-        before = roles.initial(N, G)
+        before = recover_roles.initial(N, G)
         if dead:
-            before = roles.next_step(roles.on_failure(before, dead).roles)
-        running = roles.plan(before, 0, N, G)
-        return [running, roles.patch(running, roles.on_failure(before, {lost}))]
+            before = recover_roles.next_step(recover_roles.on_failure(before, dead).roles)
+        running = recover_roles.plan(before, 0, N, G)
+        return [running, recover_roles.patch(running, recover_roles.on_failure(before, {lost}))]
     decisions = [replication(0, N, G, groups, 2) for groups in (live, left)]
     return [decision.plan for decision in decisions if decision.plan]
 
@@ -54,7 +61,8 @@ def after_losses(policy: str, job: Job, live: list[int], lost: int) -> list[Plan
 @given(st.integers(2, 9), st.integers(1, 5), st.data())
 @settings(max_examples=40)
 def test_the_gradient_is_the_sum_divided_by_B_always(policy, N, G, data):
-    """ReCoVer, invariant: B = W_init * G_init microbatches, SUM divided by B, whoever is left; so nothing changes."""
+    """ReCoVer, invariant: B = W_init * G_init microbatches, SUM divided by B, whichever groups are left; so nothing
+    changes."""
     job = Job(shards=N, per_shard=G, buckets=1, steps=1)
     gradients = {(s, i): data.draw(st.integers(-9, 9)) for s in range(N) for i in range(G)}
     live = sorted(data.draw(st.sets(st.integers(0, N - 1), min_size=2)))
@@ -77,14 +85,15 @@ def test_a_batch_that_shrinks_has_another_gradient(N, G, data):
 
 
 def states(N: int, samples: int, seed: int = 0):
-    """Random survivors, any number of them."""
+    """Return random survivors, any number of them."""
     rng = np.random.default_rng([seed, N])
     for dead in rng.integers(1, N, samples).tolist():
         yield sorted(rng.permutation(N)[dead:].tolist())
 
 
 def misses(placement, samples: int) -> tuple[float, int]:
-    """In what share of the states without wipe-out S is not ceil(N / (N - k)), and how many states those are."""
+    """Return the share of the states without wipe-out in which S is not ceil(N / (N - k)), and the number of those
+    states."""
     orders, missed = tuple(placement.stacks), []
     for live in states(placement.groups, samples):
         outcome = rectlr.reconfigure(orders, live, 1)
@@ -130,7 +139,7 @@ def test_the_first_failure_doubles_every_step_of_spare(N):
 
 
 def load(N: int, live: list[int], placement) -> float:
-    """Of the busiest group, relative to the failure-free step."""
+    """Return the load of the busiest group, relative to the failure-free step."""
     return max(map(len, plan_step(0, N, 16, live, placement).assignment.values())) / 16
 
 

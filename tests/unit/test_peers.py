@@ -1,4 +1,4 @@
-"""What an agent knows of which host runs what, when ranks have moved between hosts."""
+"""An agent's knowledge of which host runs which ranks, when ranks have moved between hosts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from itertools import permutations
 
 import pytest
 
-from megatron_ft.config import resolve
-from megatron_ft.core.detector import Housed
-from megatron_ft.launch import hosts as module
-from megatron_ft.launch.heartbeat import Change
-from megatron_ft.launch.hosts import Hosts, Place
+from megatron_ft.agent import peers as module
+from megatron_ft.agent.heartbeat import Change
+from megatron_ft.agent.peers import Hosts, Place
+from megatron_ft.config.schema import resolve
+from megatron_ft.core.protocol.signals import Housed
 
 CONFIG = resolve({}, groups=2)
 
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    """As a host that came later knows them: 0 and 1 are the first ones, with a group each."""
-    monkeypatch.setattr(module, "boot_store", lambda *_: None)  # nobody is asked
+    """The knowledge of a host that came later: 0 and 1 are the first hosts, with a group each."""
+    monkeypatch.setattr(module, "boot_store", lambda *_: None)  # no host is asked
     made = Hosts(Place(hosts=2, rank=4, store="127.0.0.1:1"), CONFIG, 1.0, tmp_path, "run")
     yield made
     made.beats.close()
@@ -29,8 +29,8 @@ def housed(host: int, incarnation: int, *ranks) -> Housed:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_the_newest_start_of_a_group_says_where_it_is_in_whatever_order_that_is_heard(hosts, order):
-    """A store that came back empty is told everything again, by everybody at once."""
+def test_the_newest_start_of_a_group_determines_its_host_in_whatever_order_it_is_heard(hosts, order):
+    """All processes put everything back at once into a store that came back empty."""
     news = [housed(2, 0), housed(2, 1, (1, 0)), housed(3, 2, (1, 0)), housed(2, 3, (1, 0))]
     for number in order:
         hosts.hear(news[number])
@@ -39,7 +39,7 @@ def test_the_newest_start_of_a_group_says_where_it_is_in_whatever_order_that_is_
     assert hosts.unheard() == set()
 
 
-def test_who_does_not_hear_a_host_corrects_which_groups_that_has(hosts, monkeypatch):
+def test_a_host_that_does_not_hear_another_corrects_which_groups_that_has(hosts, monkeypatch):
     hosts.hear(housed(0, 0)), hosts.hear(housed(1, 0))
     monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
     hosts.take(4, [(0, 0)], 1)
@@ -49,6 +49,14 @@ def test_who_does_not_hear_a_host_corrects_which_groups_that_has(hosts, monkeypa
     assert taken_back.heard and taken_back.units == said.units
     assert not now.heard and now.units == ((0,), ()) and now.silent_s == 2.5
     assert hosts.hear(housed(3, 0)) == [], "nothing has moved"
+
+
+def test_a_spare_that_takes_a_group_over_accuses_in_its_name_the_hosts_it_does_not_hear(hosts, monkeypatch):
+    hosts.hear(housed(0, 0)), hosts.hear(housed(1, 0))
+    monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
+    taken_back, now = hosts.move(4, [(0, 0)], 1)
+    assert taken_back.heard and taken_back.units == ((), (1,))
+    assert not now.heard and now.units == ((0,), (1,)) and now.since == ((0, 1),)
 
 
 def test_a_spare_has_room_for_as_many_ranks_as_the_first_hosts_have(hosts):

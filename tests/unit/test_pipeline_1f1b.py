@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.pipeline import Instruction, Progress, fits_running_flush, next_instruction, order, remaining
+from megatron_ft.core.scheduling.pipeline_1f1b import (
+    Instruction,
+    Progress,
+    next_instruction,
+    order,
+    remaining,
+)
 from megatron_ft.types import Microbatch
 
 
@@ -108,25 +114,16 @@ def test_a_patch_joins_the_flush_exactly_while_the_first_stage_still_works(stage
     alone, own = len(clocked(stages, [count])), len(clocked(stages, [patch]))
     at = data.draw(st.integers(0, alone + 2))
     ticks = clocked(stages, [count] * at + [count + patch])
-    first = [tick[0] for tick in ticks[:at] if tick[0]]
-    backwards = sum(instruction.kind == "backward" for instruction in first)
-    done = Progress(len(first) - backwards, backwards)
-    assert fits_running_flush(done, count) == (at < alone)
     if at >= alone:
         assert len(ticks) == at + own
     else:
         assert len(ticks) <= alone + own
 
 
-def test_the_flush_is_over_when_the_first_stage_is_through():
-    assert fits_running_flush(Progress(4, 3), 4)
-    assert not fits_running_flush(Progress(4, 4), 4)
-    assert not fits_running_flush(Progress(), 0)
-
-
 @given(st.lists(st.builds(Microbatch, st.just(1), st.integers(0, 5), st.integers(0, 5)), unique=True), st.data())
 def test_the_list_only_grows_at_its_end(listed, data):
-    """Stages may be anywhere in the list when a patch comes: nothing that is in it may move, whoever was lost when."""
+    """Stages may be anywhere in the list when a patch comes: no entry of it may move, whichever group was lost, and
+    whenever."""
     cut = data.draw(st.integers(0, len(listed)))
     more = data.draw(st.integers(cut, len(listed)))
     before, after = order(listed[:cut], listed[cut:more]), order(listed[:cut], listed[cut:])
@@ -142,7 +139,8 @@ def test_own_first_then_what_was_taken_over_as_it_came():
 
 
 @pytest.mark.parametrize(
-    ("stage", "done", "count"), [(3, Progress(), 1), (-1, Progress(), 1), (0, Progress(1, 2), 4), (0, Progress(5, 0), 4)]
+    ("stage", "done", "count"),
+    [(3, Progress(), 1), (-1, Progress(), 1), (0, Progress(1, 2), 4), (0, Progress(5, 0), 4)],
 )
 def test_impossible_states_are_refused(stage, done, count):
     with pytest.raises(ValueError):

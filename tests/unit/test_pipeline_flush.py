@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.engines.base import Listed
-from megatron_ft.engines.flow import Flow, Layout, Pass
+from megatron_ft.engines.pipeline_flush import Flow, Layout, Pass
+from megatron_ft.engines.port import Listed
 from megatron_ft.types import Microbatch
 
 PATIENCE_S = 60.0
-"""Only a deadlock waits that long."""
+"""The limit of a wait, which only a deadlock reaches."""
 
 
 class Wire:
@@ -109,7 +109,7 @@ def play(stages: int, slices: int, work: Growing) -> list[list[Pass]]:
     count=st.integers(0, 6),
     growth=st.dictionaries(st.integers(0, 14), st.integers(1, 3), max_size=3),
 )
-def test_every_stage_does_all_of_a_list_that_grows_and_nobody_waits_in_a_circle(stages, slices, count, growth):
+def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(stages, slices, count, growth):
     work = Growing(count, dict(growth))
     done = play(stages, slices, work)
     expected = [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1) for i in range(work.count)]

@@ -1,4 +1,4 @@
-"""``megatron-ft plan``: what it prints and writes, and that every mistake is one clear line."""
+"""The output of ``megatron-ft plan``, and one clear line for every mistake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import cli, config
+from megatron_ft import cli
+from megatron_ft.config import schema
 
 GOLDEN = Path(__file__).parent / "data" / "plan-spare-600k.json"
 SIZES = ["--gpus", "64", "--gpus-per-group", "8", "--step-s", "2"]
@@ -26,7 +27,7 @@ def as_json(capsys, *arguments: object) -> dict:
 
 
 def same(found, expected) -> bool:
-    """Equal, numbers up to what another scipy may change."""
+    """Compare; numbers may differ by as much as another version of scipy may change."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
     if isinstance(expected, list):
@@ -35,7 +36,7 @@ def same(found, expected) -> bool:
 
 
 def test_json_of_a_preset_is_stable(capsys):
-    """After a change that is meant: megatron-ft plan --preset spare-600k --json > tests/unit/data/plan-spare-600k.json"""
+    """After an intended change: megatron-ft plan --preset spare-600k --json > tests/unit/data/plan-spare-600k.json"""
     found, expected = as_json(capsys, "--preset", "spare-600k"), json.loads(GOLDEN.read_text())
     assert found.keys() == expected.keys()
     different = [key for key in expected if not same(found[key], expected[key])]
@@ -44,10 +45,21 @@ def test_json_of_a_preset_is_stable(capsys):
 
 def test_the_table_names_every_policy_and_its_numbers(capsys):
     printed = plan(capsys, "--preset", "spare-600k")
-    for word in ("restart", "replication", "spare", "recover", "stacked_quota", "+ rejoin", "mu", "S_bar", "T_c*", "r* ="):
+    for word in (
+        "restart",
+        "replication",
+        "spare",
+        "recover",
+        "stacked_quota",
+        "+ rejoin",
+        "mu",
+        "S_bar",
+        "T_c*",
+        "r* =",
+    ):
         assert word in printed
     assert "…" not in printed, "80 columns are enough"
-    assert "Take stacked_quota with rejoin" in printed
+    assert "Recommended: stacked_quota with rejoin" in printed
 
 
 def test_the_section_can_be_pasted_from_the_output_and_from_a_file(capsys, tmp_path):
@@ -55,7 +67,7 @@ def test_the_section_can_be_pasted_from_the_output_and_from_a_file(capsys, tmp_p
     written = json.loads((tmp_path / "section.json").read_text())
     begin, end = printed.index("{"), printed.rindex("}") + 1
     assert json.loads(printed[begin:end]) == written
-    assert config.resolve(written, groups=8).fault_tolerance.policy == "stacked_quota"
+    assert schema.resolve(written, groups=8).fault_tolerance.policy == "stacked_quota"
     assert "# checkpoint period: " in printed[end:]
 
 
@@ -76,7 +88,7 @@ def test_flags_replace_the_file_and_the_file_the_preset(capsys, tmp_path):
     assert best["cost_lost"] == pytest.approx(2 * best["gpu_hours_lost"], rel=1e-4)
 
 
-def test_the_three_ways_to_say_how_often_something_fails(capsys):
+def test_the_three_ways_to_give_a_failure_rate(capsys):
     ways = (RATE, ["--node-mtbf-hours", "6000"], ["--system-mtbf-s", "2.7e6"])  # 8 nodes
     assert len({as_json(capsys, *JOB, *way)["cluster"]["mtbf_s"] for way in ways}) == 1
 
@@ -93,7 +105,7 @@ def test_rejoin_can_be_ruled_out(capsys):
 
 
 def refused(capsys, *arguments: object) -> str:
-    """Exit code 2 and one line on stderr; returns it."""
+    """Check for exit code 2 and one line on stderr; return the line."""
     assert cli.main(["plan", *map(str, arguments)]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
@@ -105,7 +117,7 @@ def refused(capsys, *arguments: object) -> str:
     "arguments, words",
     [
         ([], ["gpus", "missing", "--preset"]),
-        (JOB, ["how often something fails", "--node-mtbf-hours"]),
+        (JOB, ["the failure rate is missing", "--node-mtbf-hours"]),
         (SIZES + RATE, ["restart_s checkpoint_s are missing", "--restart-s"]),
         (["--preset", "lama"], ["'lama'", "llama3-16k"]),
         ([*JOB, *RATE, "--step-s", "-1"], ["step_s is -1", "> 0"]),
@@ -147,13 +159,13 @@ def test_a_mistake_is_one_clear_line(capsys, arguments, words):
         ("plan.json", b'{"gpus": "64"}', ["gpus is '64'", "whole number"]),
         ("plan.json", b'{"gpus": true}', ["gpus is True"]),
         ("plan.json", b'{"gpus": null}', ["gpus has no value"]),
-        ("plan.json", b'{"gpus": 64, "gpus": 32}', ["gpus is given twice"]),
+        ("plan.json", b'{"gpus": 64, "gpus": 32}', ["'gpus' is given twice"]),
         ("plan.json", b'{"node_mtbf_hours": 1, "system_mtbf_s": 1}', ["both given"]),
         ("plan.json", b'{"failures_per_1000_node_days": "many"}', ["failures_per_1000_node_days is 'many'"]),
         ("plan.json", b"\xff\xfe\x00", ["cannot be read"]),
         ("plan.yaml", b"gpus: [64", ["is not YAML", "line"]),
         ("plan.yaml", b"just words", ["holds a str"]),
-        ("plan.yaml", b"gpus: 64\ngpus: 32\n", ["gpus is given twice"]),
+        ("plan.yaml", b"gpus: 64\ngpus: 32\n", ["'gpus' is given twice"]),
         ("plan.yaml", b"a: {b: !!python/name:os.system }\n", ["is not YAML"]),
         ("plan.yaml", b"", ["holds a NoneType"]),
         ("plan.toml", b"gpus = 64", ["'.toml'", ".yaml"]),
@@ -192,12 +204,18 @@ def test_the_all_reduce_from_bytes_and_bandwidth(capsys):
         (["--gradient-gb", "4"], "link_gb_s is missing; give --link-gb-s too"),
         (["--gradient-gb", "4", "--link-gb-s", "0"], "link_gb_s is 0"),
         (["--gradient-gb", "-4", "--link-gb-s", "1"], "gradient_gb is -4.0; it must be a number >= 0"),
-        (["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-s", "1"], "allreduce_s and gradient_gb are both given"),
-        (["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-algorithm", "star"], "'star'; it can be: ring, tree"),
+        (
+            ["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-s", "1"],
+            "allreduce_s and gradient_gb are both given",
+        ),
+        (
+            ["--gradient-gb", "4", "--link-gb-s", "1", "--allreduce-algorithm", "star"],
+            "'star'; it must be one of: ring, tree",
+        ),
         (["--gradient-gb", "400", "--link-gb-s", "1"], "allreduce_s is 700 and step_s is 2"),
     ],
 )
-def test_a_network_that_cannot_be_is_told_in_one_line(capsys, arguments, words):
+def test_an_impossible_network_is_reported_in_one_line(capsys, arguments, words):
     assert cli.main(["plan", *JOB, *RATE, *arguments]) == 2
     told = capsys.readouterr().err
     assert words in told and len(told.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""What the planner makes of its equations: whole runs, played event by event under the same assumptions, and advice."""
+"""The planner's estimates: whole runs, played event by event under the same assumptions, and advice."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft import config
-from megatron_ft.core.replication import golomb
+from megatron_ft.config import schema
+from megatron_ft.core.replication.placement import golomb
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner import Cluster, evaluate, inputs, recommend, section
-from megatron_ft.planner.closed_forms import patch_chance
-from megatron_ft.planner.estimate import POLICIES, search
-from megatron_ft.planner.presets import PRESETS
+from megatron_ft.planning import Cluster, config_section, estimate, evaluate, inputs, plan_plots, recommend
+from megatron_ft.planning.closed_forms import patch_chance
+from megatron_ft.planning.estimate import POLICIES, PREFERENCE, search
+from megatron_ft.planning.presets import PRESETS
+from megatron_ft.simulation.training import policy_models
 
 SPARE = inputs.cluster("spare-600k", None, {})
 ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}
 
 
 def published(N: int) -> Cluster:
-    """SPARe's simulation at N: nothing for detection."""
+    """SPARe's simulation at N, with no time for detection."""
     return replace(SPARE, gpus=N * 1000, allreduce_s=ALLREDUCE_S[N], step_s=64 + ALLREDUCE_S[N])
 
 
@@ -47,7 +48,7 @@ class Played:
         self.next = self.wall + self.rng.exponential(self.cluster.mtbf_s)
 
     def step(self, load_s: float, stalled) -> bool:
-        """One step; ``stalled()`` takes a failure and says how long it holds up, None for a wipe-out."""
+        """Make one step; ``stalled()`` takes a failure and returns the length of its stall, None for a wipe-out."""
         left = load_s
         while self.next < self.wall + left:
             left -= self.next - self.wall
@@ -175,22 +176,24 @@ def test_the_section_is_accepted_by_the_config(name):
     plan = recommend(cluster)
 
     def refused(found):
-        config.resolve(found, groups=cluster.groups)
+        schema.resolve(found, groups=cluster.groups)
 
-    pasted, hints = section.choose(cluster, plan, refused)
-    run = config.resolve(pasted, groups=cluster.groups)
+    pasted, hints = config_section.choose(cluster, plan, refused)
+    run = schema.resolve(pasted, groups=cluster.groups)
     assert run.fault_tolerance.redundancy == plan.best.redundancy
     assert any(f"{plan.best.period_s:.0f} s" in hint for hint in hints)
 
 
-def test_a_policy_that_cannot_run_yet_is_said_and_the_next_one_taken():
+def test_a_policy_that_cannot_run_yet_is_reported_and_the_next_one_taken():
     cluster = small()
     plan = recommend(cluster)
     assert plan.best.policy == "stacked_quota_rejoin"
-    pasted, hints = section.choose(cluster, plan, lambda s: "no" if "quota" in s["fault_tolerance"]["policy"] else None)
+    pasted, hints = config_section.choose(
+        cluster, plan, lambda s: "no" if "quota" in s["fault_tolerance"]["policy"] else None
+    )
     assert pasted["fault_tolerance"]["policy"] == plan.estimates[1].policy == "recover"
     assert hints[0].startswith("this version cannot run stacked_quota with rejoin")
-    assert section.choose(cluster, plan, lambda _: "no")[0] is None
+    assert config_section.choose(cluster, plan, lambda _: "no")[0] is None
 
 
 def test_rare_failures_need_nothing_but_checkpoints():
@@ -202,15 +205,15 @@ def test_rare_failures_need_nothing_but_checkpoints():
 def test_one_group_can_only_restart():
     cluster = small(gpus=8)
     assert [estimate.policy for estimate in recommend(cluster).estimates] == ["restart"]
-    with pytest.raises(ConfigError, match="there is one group"):
+    with pytest.raises(ConfigError, match="there is only one group"):
         evaluate(cluster, "spare")
 
 
-def test_failures_faster_than_any_stall_are_said():
+def test_failures_faster_than_any_stall_are_reported():
     plan = recommend(small(mtbf_s=21.0, detection_s=100.0, checkpoint_s=20_000.0))
     assert not isfinite(plan.best.relative_time)
-    assert plan.reason.startswith("no policy gets on")
-    assert any("does not get on at all" in note for note in plan.best.notes)
+    assert plan.reason.startswith("no policy makes progress")
+    assert any("makes no progress" in note for note in plan.best.notes)
 
 
 clusters = st.builds(
@@ -223,6 +226,13 @@ clusters = st.builds(
     rejoin_s=st.floats(0, 5000),
     microbatches=st.integers(1, 64),
 )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_planner_can_recommend_and_draw_every_policy_and_the_simulator_plays_it(policy):
+    assert estimate._why(small(), evaluate(small(), policy))
+    assert sorted(PREFERENCE) == sorted(plan_plots.STYLES) == sorted(policy_models.POLICIES) == sorted(POLICIES)
+    assert len(set(plan_plots.STYLES.values())) == len(POLICIES)
 
 
 @given(clusters, st.sampled_from(POLICIES))
@@ -238,10 +248,12 @@ def test_bounds(cluster, policy):
 
 @given(clusters, st.sampled_from(POLICIES), st.floats(1.05, 10))
 @settings(max_examples=60)
-def test_what_makes_it_worse_never_makes_it_faster(cluster, policy, factor):
+def test_worse_conditions_never_make_it_faster(cluster, policy, factor):
     """More failures, longer restarts, later detection. (Insured periods depend on the run itself: 1% of freedom.)"""
     before = evaluate(cluster, policy).relative_time * 0.99
-    assert evaluate(replace(cluster, mtbf_s=max(cluster.step_s, cluster.mtbf_s / factor)), policy).relative_time >= before
+    assert (
+        evaluate(replace(cluster, mtbf_s=max(cluster.step_s, cluster.mtbf_s / factor)), policy).relative_time >= before
+    )
     assert evaluate(replace(cluster, restart_s=cluster.restart_s * factor), policy).relative_time >= before
     assert evaluate(replace(cluster, detection_s=cluster.detection_s * factor), policy).relative_time >= before
 

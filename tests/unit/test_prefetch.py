@@ -1,4 +1,4 @@
-"""The prefetcher: what is loaded when, what is kept, who waits for whom; a dataset that misbehaves."""
+"""The prefetcher: the order of loading, the samples that are kept, the waits; a dataset that misbehaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ft.data.prefetch import Prefetcher
 from megatron_ft.types import Microbatch
 
 PATIENCE_S = 60.0
-"""Only a failing test waits that long."""
+"""The limit of a wait, which only a failing test reaches."""
 
 
 def shard(step: int, number: int, count: int = 2) -> list[Microbatch]:
@@ -24,7 +24,8 @@ OWN, REST, NEXT = shard(0, 0), shard(0, 1), shard(1, 0)
 
 
 class Dataset:
-    """Notes its calls; a microbatch in ``gates`` is loaded when its gate opens, one in ``bad`` raises."""
+    """A dataset that notes its calls; a microbatch in ``gates`` is loaded when its gate opens, one in ``bad``
+    raises."""
 
     def __init__(self, *gated: Microbatch, bad: dict[Microbatch, BaseException] | None = None) -> None:
         self.gates = {microbatch: threading.Event() for microbatch in gated}
@@ -80,7 +81,7 @@ def test_own_share_then_stack_then_the_next_steps_share(prefetcher):
     assert prefetcher.get(elsewhere) == (f"samples of {elsewhere}", False)
 
 
-def test_what_is_asked_for_goes_before_the_queue(prefetcher):
+def test_a_requested_microbatch_goes_before_the_queue(prefetcher):
     """The training thread waits for the call that is going on, and for nothing else."""
     dataset = Dataset(OWN[1])
     prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
@@ -97,7 +98,7 @@ def test_what_is_asked_for_goes_before_the_queue(prefetcher):
     assert dataset.calls == [*OWN, REST[1], REST[0], *NEXT]
 
 
-def test_one_that_is_being_loaded_is_waited_for_and_was_not_prefetched(prefetcher):
+def test_a_microbatch_that_is_being_loaded_is_waited_for_and_was_not_prefetched(prefetcher):
     dataset = Dataset(OWN[1])
     prefetcher.begin(dataset, OWN, OWN, [])
     prefetcher.get(OWN[0])
@@ -126,7 +127,7 @@ def test_the_next_steps_share_is_kept_and_older_steps_are_dropped(prefetcher):
     assert dataset.calls.count(NEXT[0]) == 1
 
 
-def test_who_hosts_everything_holds_its_own_share_only(prefetcher):
+def test_a_group_that_hosts_everything_holds_its_own_share_only(prefetcher):
     """No stack is told then, and the next step's samples come when there is room."""
     dataset = Dataset()
     prefetcher.begin(dataset, OWN, [], NEXT)
@@ -194,7 +195,7 @@ def test_a_method_is_the_same_dataset_each_time_it_is_looked_up(prefetcher):
     assert prefetcher.get(NEXT[0])[1]
 
 
-def test_the_thread_ends_with_it_and_samples_are_loaded_all_the_same():
+def test_the_thread_ends_with_the_prefetcher_and_samples_are_loaded_all_the_same():
     prefetcher, dataset = Prefetcher(), Dataset(OWN[1])
     prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
     prefetcher.get(OWN[0])
@@ -210,7 +211,7 @@ def test_the_thread_ends_with_it_and_samples_are_loaded_all_the_same():
 
 @given(st.data())
 @settings(max_examples=60)
-def test_any_history_of_asking_gets_the_right_samples_within_the_bound(data):
+def test_any_history_of_requests_gets_the_right_samples_within_the_bound(data):
     """Groups of 2 shards; a step is taken or left at any moment, with microbatches of other shards asked for too."""
     prefetcher, dataset = Prefetcher(), Dataset()
     per_shard = data.draw(st.integers(1, 3))
@@ -235,7 +236,7 @@ def test_any_history_of_asking_gets_the_right_samples_within_the_bound(data):
     assert not prefetcher._thread.is_alive()
 
 
-def test_a_step_that_is_too_short_for_it_loads_nothing_and_keeps_what_is_its_own(prefetcher):
+def test_a_step_too_short_for_prefetching_loads_nothing_and_keeps_its_own_share(prefetcher):
     dataset = Dataset()
     prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
     prefetcher.get(OWN[0])

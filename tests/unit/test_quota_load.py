@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.load import Memory, least_load
-from megatron_ft.core.replication import consecutive, cyclic, golomb
-from megatron_ft.core.scheduler import plan_step
+from megatron_ft.core.replication.placement import consecutive, cyclic, golomb
+from megatron_ft.core.scheduling.assignment import plan_step
+from megatron_ft.core.scheduling.quota_load import Memory, least_load
 
 
 @given(st.integers(2, 9), st.integers(1, 6), st.data())
@@ -30,7 +30,7 @@ def test_at_the_published_sizes_too(make, share):
 @given(st.integers(2, 9), st.integers(1, 6), st.data())
 @settings(max_examples=150)
 def test_memory_changes_no_answer(groups, per_shard, data):
-    """Whatever was lost, joined or both between two questions."""
+    """The losses and joins between two questions are arbitrary."""
     offsets = data.draw(st.sets(st.integers(1, groups - 1), max_size=3))
     placement, memory = cyclic(groups, (0, *sorted(offsets))), Memory()
     for live in data.draw(st.lists(st.sets(st.integers(0, groups - 1), min_size=1), min_size=1, max_size=8)):
@@ -46,7 +46,7 @@ def test_memory_changes_no_answer_over_a_long_history(make, rejoin):
         assert least_load(60, 5, live, placement, memory) == least_load(60, 5, live, placement)
 
 
-def test_nobody_and_unknown_groups_are_refused():
+def test_an_empty_set_and_unknown_groups_are_refused():
     with pytest.raises(ValueError, match="at least one live group"):
         least_load(4, 2, [])
     with pytest.raises(ValueError, match="not group 4"):

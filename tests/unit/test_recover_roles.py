@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.roles import initial, next_step, on_failure, patch, plan
+from megatron_ft.core.scheduling.policies.recover_roles import initial, next_step, on_failure, patch, plan
 from megatron_ft.types import Microbatch
 
 clusters = st.tuples(st.integers(1, 24), st.integers(1, 20))
@@ -78,7 +78,7 @@ def check_recovery(before, lost, recovery):
 
 
 def check_boundary(before, lost, recovery):
-    """Brute force over b: the least b >= 1 with contributed + W * b >= B; z boundary minors do b - 1."""
+    """Check by brute force over b: the least b >= 1 with contributed + W * b >= B; z boundary minors do b - 1."""
     after = recovery.roles
     contributed = before.B - sum(before.contributed[g] for g in lost)
     contributed += sum(before.contributed[dead] for dead in recovery.promoted)

@@ -1,24 +1,28 @@
-"""The account of an interrupted step: who took over what, what was in memory, what no living group hosts."""
+"""The account of an interrupted step: the microbatches that each group took over, those in memory, and those of shards
+without a living host."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_ft.core import recovery, replication, scheduler
-from megatron_ft.core.membership import first_view
-from megatron_ft.runtime import history
-from megatron_ft.runtime.history import History
-from megatron_ft.runtime.interruption import Interruptions
+from megatron_ft.core.protocol import machine
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.replication import placement
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.runlog import history
+from megatron_ft.runlog.history import History
+from megatron_ft.worker.recovery_metrics import Interruptions
 
-PLACEMENT = replication.golomb(4, 2)  # group i hosts the shards i and i + 1
-JOB = recovery.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMENT)
+PLACEMENT = placement.golomb(4, 2)  # group i hosts the shards i and i + 1
+JOB = machine.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMENT)
 
 
-def interrupted(me: int, *lost: int) -> recovery.GroupState:
-    """Group ``me`` in step 0, right after ``lost`` are found dead: of shard 2, host 1 takes one and 0 or 3 the other."""
-    state = recovery.start(me, JOB, first_view(4))
+def interrupted(me: int, *lost: int) -> machine.GroupState:
+    """Return group ``me`` in step 0, right after ``lost`` are found dead: of shard 2, host 1 takes one and 0 or 3 the
+    other."""
+    state = machine.start(me, JOB, first_view(4))
     view = replace(state.view, epoch=1, live=tuple(g for g in range(4) if g not in lost))
-    return replace(state, view=view, plan=scheduler.patch_plan(state.plan, lost, PLACEMENT))
+    return replace(state, view=view, plan=assignment.patch_plan(state.plan, lost, PLACEMENT))
 
 
 def account(run_dir, group: int, writer: bool = True) -> Interruptions:
@@ -31,7 +35,7 @@ def events(run_dir, event: str) -> list[dict]:
     return [line for line in history.read(run_dir) if line["event"] == event]
 
 
-def go_on(account: Interruptions, state: recovery.GroupState, prefetched=lambda microbatch: True) -> None:
+def go_on(account: Interruptions, state: machine.GroupState, prefetched=lambda microbatch: True) -> None:
     account.noticed()
     account.adopted(state.view)
     for microbatch in state.plan.of(state.me):
@@ -39,7 +43,7 @@ def go_on(account: Interruptions, state: recovery.GroupState, prefetched=lambda 
     account.resumed(state)
 
 
-def test_a_patch_names_what_was_in_memory_and_what_was_not(tmp_path):
+def test_a_patch_names_microbatches_in_memory_and_others(tmp_path):
     state = interrupted(3, 1, 2)
     go_on(account(tmp_path, 3, writer=False), state, prefetched=lambda microbatch: microbatch.index == 0)
     (line,) = events(tmp_path, "patch")
@@ -47,27 +51,27 @@ def test_a_patch_names_what_was_in_memory_and_what_was_not(tmp_path):
     assert (line["prefetched"], line["fetched"]) == (["0/2.0"], ["0/2.1"])
 
 
-def test_who_takes_nothing_over_writes_no_patch(tmp_path):
+def test_a_group_that_takes_nothing_over_writes_no_patch(tmp_path):
     go_on(account(tmp_path, 3), interrupted(3, 2))
     assert not events(tmp_path, "patch")
     (line,) = events(tmp_path, "recovery")
     assert (line["patched"], line["patched_by"], line["unhosted"]) == (2, {"0": 1, "1": 1}, 1)
 
 
-def test_what_goes_to_groups_that_do_not_host_it_is_counted(tmp_path):
-    """Shard 2 is hosted by groups 2 and 1; with both gone somebody takes it who does not host it."""
+def test_microbatches_of_groups_that_do_not_host_them_are_counted(tmp_path):
+    """Shard 2 is hosted by groups 2 and 1; with both gone a group takes it that does not host it."""
     go_on(account(tmp_path, 0), interrupted(0, 1, 2))
     (line,) = events(tmp_path, "recovery")
     assert (line["patched"], line["unhosted"]) == (4, 2)
 
 
-def test_each_resumption_accounts_for_what_is_new(tmp_path):
+def test_each_resumption_accounts_for_new_microbatches_only(tmp_path):
     """A second group is lost in the same step: the first patch is neither written nor counted again."""
     mine = account(tmp_path, 1)
     first = interrupted(1, 2)
     go_on(mine, first)
     second = replace(
-        first, view=replace(first.view, epoch=2, live=(1, 3)), plan=scheduler.patch_plan(first.plan, (0,), PLACEMENT)
+        first, view=replace(first.view, epoch=2, live=(1, 3)), plan=assignment.patch_plan(first.plan, (0,), PLACEMENT)
     )
     mine.noticed()
     mine.adopted(second.view)
@@ -77,7 +81,7 @@ def test_each_resumption_accounts_for_what_is_new(tmp_path):
 
 
 def test_a_step_committed_elsewhere_leaves_no_patch_to_the_next(tmp_path):
-    """Its gradient never counted: the group took the state of those that were ahead."""
+    """The gradient of the patch never counted: the group took the state of those that were ahead."""
     mine, state = account(tmp_path, 1), interrupted(1, 2)
     mine.noticed()
     mine.adopted(state.view)

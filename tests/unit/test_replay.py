@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ft import config
-from megatron_ft.core import recovery
-from megatron_ft.core.membership import first_view
-from megatron_ft.faults.recorded import Line, Record, RecordError
-from megatron_ft.faults.replay import replay
-from megatron_ft.runtime import history
-from megatron_ft.runtime.interruption import Interruptions
+from megatron_ft.config import schema
+from megatron_ft.core.protocol import machine
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.runlog import history
+from megatron_ft.runlog.protocol_trace import Line, Record, RecordError
+from megatron_ft.runlog.replay import replay
 from megatron_ft.types import Begun, Report, View
+from megatron_ft.worker.recovery_metrics import Interruptions
 from tests import support
 from tests.world import World
 from tools.replay import main
@@ -26,9 +26,9 @@ from tools.replay import main
 class RecordedWorld(World):
     """The malicious world, writing the record of a real run with the runtime's own writers."""
 
-    def __init__(self, directory: Path, run: config.RunConfig, buckets: int, steps: int, seed: int) -> None:
-        placement = config.placement_of(run)
-        job = recovery.Job(run.groups, run.microbatches_per_group, buckets, steps, placement=placement)
+    def __init__(self, directory: Path, run: schema.RunConfig, buckets: int, steps: int, seed: int) -> None:
+        placement = schema.placement_of(run)
+        job = machine.Job(run.groups, run.microbatches_per_group, buckets, steps, placement=placement)
         super().__init__(job, seed)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps({"run_id": "world", **run.to_json()}))
@@ -58,16 +58,16 @@ class RecordedWorld(World):
     def act(self, me: int) -> bool:
         group = self.alive[me]
         action, decided = group.action, group.state.ahead is not None
-        if isinstance(action, recovery.Reduce | recovery.Finish) or isinstance(action, recovery.Update) and not decided:
+        if isinstance(action, machine.Reduce | machine.Finish) or isinstance(action, machine.Update) and not decided:
             self.books[me][1].resumed(group.state)
         return super().act(me)
 
-    def feed(self, me: int, event: recovery.Event) -> None:
+    def feed(self, me: int, event: machine.Event) -> None:
         state, (lines, account) = self.alive[me].state, self.books[me]
-        caught_up = isinstance(event, recovery.Transferred) and state.ahead and event.epoch == state.view.epoch
-        if isinstance(event, recovery.Updated) or caught_up and not state.reported:
+        caught_up = isinstance(event, machine.Transferred) and state.ahead and event.epoch == state.view.epoch
+        if isinstance(event, machine.Updated) or caught_up and not state.reported:
             live, count = list(state.view.live), self.job.microbatches
-            if isinstance(event, recovery.Updated):
+            if isinstance(event, machine.Updated):
                 self.measured[state.step] = {str(group): seconds for group, seconds in sorted(event.measured.items())}
             measured = {"measured": self.measured[state.step]} if self.job.straggler_factor else {}
             lines.record("step", step=state.step, microbatches=count, epoch=state.view.epoch, live=live, **measured)
@@ -75,27 +75,27 @@ class RecordedWorld(World):
         if state.reported:
             account.noticed()
         super().feed(me, event)
-        if isinstance(event, recovery.ViewSeen) and event.view.epoch > state.view.epoch and me in event.view.live:
+        if isinstance(event, machine.ViewSeen) and event.view.epoch > state.view.epoch and me in event.view.live:
             lines.set_writer(me == min(event.view.live))
             lines.record("view", **event.view.to_json())
             account.adopted(event.view)
 
     def end(self) -> None:
-        if any(isinstance(group.action, recovery.Finish) for group in self.alive.values()):
+        if any(isinstance(group.action, machine.Finish) for group in self.alive.values()):
             history.append(self.directory, "end", step=self.job.steps - 1)
 
 
 def a_run(directory: Path, seed: int) -> RecordedWorld:
     groups, kind = 3 + seed % 3, ("full", "golomb", "consecutive")[seed % 3]
     section = {"gradient_accumulation_steps": 2, "fault_tolerance": {"placement": kind}}
-    world = RecordedWorld(directory, config.resolve(section, groups=groups), buckets=3, steps=6, seed=seed)
+    world = RecordedWorld(directory, schema.resolve(section, groups=groups), buckets=3, steps=6, seed=seed)
     world.run(kills=1 + seed % groups, joins=seed % 2 * 2)
     world.end()
     return world
 
 
 def same(directory: Path) -> Record:
-    """The record, which must be decided again in the same way."""
+    """Check that the record is decided again in the same way."""
     record = Record.load(directory)
     result = replay(record)
     assert not result.different and not result.stopped, (result, (directory / history.FILE).read_text())
@@ -104,7 +104,7 @@ def same(directory: Path) -> Record:
     return record
 
 
-# --- what happened is decided again -----------------------------------------------------------------------------------
+# --- a record is decided again ----------------------------------------------------------------------------------------
 
 
 def test_every_random_run_is_decided_again(tmp_path):
@@ -123,7 +123,8 @@ def test_every_random_run_is_decided_again(tmp_path):
 
 
 def test_a_run_that_did_not_measure_is_decided_again_and_measurements_decide(tmp_path):
-    """What a record lacks was not measured, and then nobody is slow; if somebody was, the plans were others."""
+    """A measurement that the record lacks was not made, and then no group is slow; if a group was, the plans were
+    others."""
     differs = 0
     for seed in range(20):
         world = a_run(tmp_path / str(seed), seed)
@@ -136,7 +137,7 @@ def test_a_run_that_did_not_measure_is_decided_again_and_measurements_decide(tmp
 
 
 @pytest.mark.parametrize("measured", [[1.0], {"a": 1.0}, {"0": "fast"}, {"-1": 1.0}, {"0": -1.0}, 3])
-def test_damaged_measurements_are_said(tmp_path, measured):
+def test_damaged_measurements_are_reported(tmp_path, measured):
     world = a_run(tmp_path / "run", 0)
     path = world.directory / history.FILE
     lines = [{**line, "measured": measured} if line["event"] == "step" else line for line in world.lines]
@@ -157,8 +158,8 @@ def test_a_run_cut_off_anywhere_is_decided_again_as_far_as_it_goes(tmp_path, see
 def test_groups_that_enter_are_decided_again():
     joined = strayed = 0
     for seed in range(60):
-        run = config.resolve({"gradient_accumulation_steps": 2}, groups=3 + seed % 3)
-        world = World(recovery.Job(run.groups, 2, 3, 6, placement=config.placement_of(run)), seed)
+        run = schema.resolve({"gradient_accumulation_steps": 2}, groups=3 + seed % 3)
+        world = World(machine.Job(run.groups, 2, 3, 6, placement=schema.placement_of(run)), seed)
         world.run(kills=2, joins=3)
         begin = {"event": "begin", "steps": 6, "buckets": 3, "microbatches": run.microbatches}
         views = [{"event": "view", **world.views[epoch].to_json()} for epoch in sorted(world.views)]
@@ -172,31 +173,32 @@ def test_groups_that_enter_are_decided_again():
 
 def silence(within: str) -> Record:
     """Three groups, of which the last gave no sign in the middle of step 1."""
-    run = config.resolve({}, groups=3)
+    run = schema.resolve({}, groups=3)
     lost = {2: f"no report within {within} s of the end of epoch 0"}
     begun = Begun((0, 1, 2)).after(lost, ())
     reports = tuple(Report(0, group, 1, (0,)) for group in (0, 1))
-    view = View(1, (0, 1), "group 0: timeout", step=1, lost=lost, final={0: 0}, begun=begun, reports=reports)
+    noticed = "group 0 reports: an operation timed out"
+    view = View(1, (0, 1), lost[2], step=1, lost=lost, final={0: 0}, begun=begun, reports=reports, noticed=noticed)
     step = {"event": "step", "step": 0, "epoch": 0, "live": [0, 1, 2], "microbatches": 3}
     begin = {"event": "begin", "steps": 6, "buckets": 3, "microbatches": 3}
     views = [{"event": "view", **v.to_json()} for v in (first_view(3), view)]
     return Record.of(run, [Line(n, fields) for n, fields in enumerate([begin, views[0], step, views[1]], start=1)])
 
 
-def test_a_silent_group_is_given_up_after_the_time_that_is_set():
+def test_a_silent_group_is_given_up_after_the_configured_time():
     result = replay(silence("60"))
     assert not result.different and result.count("view") == 2
     (decision,) = replay(silence("30")).different
-    assert (decision.line, [d.name for d in decision.differences]) == (4, ["lost"])
+    assert (decision.line, [d.name for d in decision.differences]) == (4, ["reason", "lost"])
 
 
-# --- what was changed is seen -----------------------------------------------------------------------------------------
+# --- changes are seen -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> RecordedWorld:
     """A run of four groups: view 1 hands over the state of step 0, view 2 the third bucket of step 3."""
-    run = config.resolve({"gradient_accumulation_steps": 4}, groups=4)
+    run = schema.resolve({"gradient_accumulation_steps": 4}, groups=4)
     world = RecordedWorld(tmp_path_factory.mktemp("told") / "run", run, buckets=7, steps=8, seed=0)
     world.kill(0)
     world.play(until=lambda: world.alive[3].state.step == 3 and len(world.alive[3].state.have) == 3)
@@ -213,7 +215,7 @@ def test_the_told_run_is_decided_again(told):
 
 
 def find(lines: list[dict], event: str, **fields) -> int:
-    """Index of the line of an event with these fields."""
+    """Return the index of the line of an event with these fields."""
     wanted = {"event": event, **fields}.items()
     (found,) = [i for i, line in enumerate(lines) if wanted <= {k: line.get(k) for k, _ in wanted}.items()]
     return found
@@ -296,7 +298,10 @@ def test_both_values_are_shown(copied, told, capsys):
 
 
 LINES = {
-    "a recovery left out": (lambda lines: lines.pop(find(lines, "recovery", epoch=2)), "recovery in epoch 2: none recorded"),
+    "a recovery left out": (
+        lambda lines: lines.pop(find(lines, "recovery", epoch=2)),
+        "recovery in epoch 2: none recorded",
+    ),
     "a step left out": (lambda lines: lines.pop(find(lines, "step", step=5)), "step 5: none recorded"),
     "a second recovery": (lambda lines: lines.append(lines[find(lines, "recovery", epoch=2)]), "recovery in epoch 2: "),
     "a recovery of no epoch": (
@@ -309,7 +314,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("change", "what"), LINES.values(), ids=LINES.keys())
-def test_lines_too_few_and_too_many_are_seen(copied, change, what):
+def test_missing_and_extra_lines_are_seen(copied, change, what):
     rewritten(change)(copied)
     (decision,) = replay(Record.load(copied)).different
     assert decision.what.startswith(what)
@@ -323,14 +328,14 @@ def test_a_run_that_went_on_although_it_had_to_stop_is_seen(copied):
 
 
 def test_another_placement_is_seen(copied):
-    """Plans depend on who hosts what: with another placement other groups take over."""
+    """Plans depend on which groups host which shards: with another placement other groups take over."""
     section(placement="full", redundancy=4)(copied)
     different = replay(Record.load(copied)).different
     assert {decision.kind for decision in different} == {"recovery"}
     assert "patched_by" in {difference.name for decision in different for difference in decision.differences}
 
 
-# --- what cannot be replayed, and what does not matter ----------------------------------------------------------------
+# --- records that cannot be replayed, and differences that do not matter ----------------------------------------------
 
 
 def test_unknown_lines_and_fields_and_torn_lines_do_not_matter(copied, told, capsys):
@@ -344,14 +349,14 @@ def test_unknown_lines_and_fields_and_torn_lines_do_not_matter(copied, told, cap
     assert "1 torn lines were skipped" in shown and "cut off" not in shown
 
 
-def test_a_run_that_was_cut_off_says_so(copied, told, capsys):
+def test_a_run_that_was_cut_off_is_reported_as_such(copied, told, capsys):
     write(copied, told.lines[:-1])
     assert main([str(copied)]) == 0
     assert "cut off" in capsys.readouterr().out
 
 
 def settings(**changes):
-    """Damage of a copied run: these settings instead."""
+    """Damage a copied run: these settings instead."""
 
     def change(directory: Path) -> None:
         path = directory / "config.json"
@@ -361,7 +366,7 @@ def settings(**changes):
 
 
 def section(**changes):
-    """Damage of a copied run: these settings of fault tolerance instead."""
+    """Damage a copied run: these settings of fault tolerance instead."""
 
     def change(directory: Path) -> None:
         raw = json.loads((directory / "config.json").read_text())["fault_tolerance"]
@@ -371,7 +376,7 @@ def section(**changes):
 
 
 def rewritten(change):
-    """Damage of a copied run: its lines after ``change`` has been made to their list."""
+    """Damage a copied run: its lines after ``change`` has been made to their list."""
 
     def rewrite(directory: Path) -> None:
         lines = history.read(directory)
@@ -424,7 +429,7 @@ MISUSE = {
 
 
 @pytest.mark.parametrize(("damage", "message"), MISUSE.values(), ids=MISUSE.keys())
-def test_what_cannot_be_replayed_is_said_in_a_sentence(copied, capsys, damage, message):
+def test_a_record_that_cannot_be_replayed_is_reported_in_a_sentence(copied, capsys, damage, message):
     damage(copied)
     assert main([str(copied)]) == 2
     said = capsys.readouterr()
@@ -434,7 +439,7 @@ def test_what_cannot_be_replayed_is_said_in_a_sentence(copied, capsys, damage, m
 
 
 @pytest.mark.parametrize("command", [["tools/replay.py"], ["-m", "tools.replay"]])
-def test_it_is_a_command(told, command):
+def test_replay_is_a_command(told, command):
     arguments = [sys.executable, *command, str(told.directory)]
     done = subprocess.run(arguments, cwd=support.ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "all the same" in done.stdout, done.stderr

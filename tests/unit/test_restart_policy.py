@@ -1,4 +1,4 @@
-"""Which lost groups are started again, and when: never too often, never after an end, never with nobody to come back to."""
+"""The restarts of lost groups: never too often, never after an end, never without a member to come back to."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.core.restarts import (
+from megatron_ft.core.lifecycle.restart_policy import (
     HOUR_S,
     Group,
     Limits,
@@ -27,7 +27,8 @@ FAILED, DIED = "failed", "died"
 
 
 def live_and_die(lives, limits, kind=DIED, begun=True):
-    """A group that lives for so long each time, and is started when it is due: (starts, pauses, the group at the end)."""
+    """Play a group with these lengths of life and delays of its starts; return (starts, pauses, the group at the
+    end)."""
     group, now, starts, pauses = Group(), 0.0, [], []
     for number, (seconds, late) in enumerate(lives):
         now += seconds
@@ -46,14 +47,14 @@ lives = st.lists(st.tuples(st.floats(0, 4000), st.floats(0, 100)), max_size=40)
 
 
 @given(lives, st.integers(1, 8), st.sampled_from([FAILED, DIED]))
-def test_never_more_often_in_any_hour_than_is_allowed(lives, per_hour, kind):
+def test_a_group_is_never_started_more_often_in_any_hour_than_is_allowed(lives, per_hour, kind):
     starts, _, _ = live_and_die(lives, Limits(per_hour=per_hour), kind)
     for last in starts:
         assert sum(last - HOUR_S < start <= last for start in starts) <= per_hour
 
 
 @given(st.lists(st.floats(0, LIMITS.well_s - 1), min_size=1, max_size=20), st.lists(st.sampled_from([FAILED, DIED])))
-def test_who_is_soon_lost_again_waits_longer_every_time(seconds, kinds):
+def test_a_group_that_is_soon_lost_again_waits_longer_every_time(seconds, kinds):
     group, now, pauses = Group(), 0.0, []
     for number, lived in enumerate(seconds):
         now += lived
@@ -80,8 +81,8 @@ def test_a_good_time_is_a_new_beginning():
 
 
 @given(st.floats(0.01, 50), st.floats(0, 10), st.integers(1, 5))
-def test_who_was_long_a_member_compared_with_its_return_begins_anew(took, times, before):
-    """However short both were; a moment as a member, or none, changes nothing."""
+def test_a_group_that_was_a_member_for_long_compared_with_its_return_begins_anew(took, times, before):
+    """Both times may be short; a moment as a member, or none, changes nothing."""
     _, _, group = live_and_die([(1.0, 0.0)] * before, LIMITS)
     at = group.lost_at + took
     seen = member(member(group, at), at + 1.0)
@@ -92,7 +93,7 @@ def test_who_was_long_a_member_compared_with_its_return_begins_anew(took, times,
     assert lost(group, Loss(before, DIED, ""), group.since + 1.0, LIMITS).attempt == before + 1
 
 
-def test_what_happened_an_hour_ago_does_not_count():
+def test_losses_of_an_hour_ago_do_not_count():
     starts, _, group = live_and_die([(HOUR_S, 0.0)] * 50, Limits(per_hour=1))
     assert len(starts) == 50 and not group.never
     starts, _, group = live_and_die([(1.0, 0.0), (HOUR_S - 1, 0.0)], Limits(per_hour=1))
@@ -102,7 +103,7 @@ def test_what_happened_an_hour_ago_does_not_count():
 
 
 @given(lives, st.sampled_from(["left", "ended", "over"]), st.integers(0, 100))
-def test_whom_somebody_wanted_gone_stays_away(lives, kind, later):
+def test_a_group_that_is_not_wanted_back_stays_away(lives, kind, later):
     _, _, group = live_and_die(lives, LIMITS)
     if group.down:
         return
@@ -112,7 +113,7 @@ def test_whom_somebody_wanted_gone_stays_away(lives, kind, later):
     assert again == group, "the first verdict counts"
 
 
-def test_who_has_said_that_it_leaves_does_not_come_back_if_it_is_killed_before():
+def test_a_group_that_has_announced_its_leave_does_not_come_back_if_it_is_killed_before():
     group = lost(never(Group(), "leaves after step 3"), Loss(0, DIED, "SIGKILL"), 5.0, LIMITS)
     assert group.down and group.never == "leaves after step 3" and not is_due(group, 1e9)
 
@@ -124,7 +125,7 @@ def test_only_a_verdict_against_the_present_start_counts(present, accused):
 
 
 def failures(*ends):
-    """A group that fails with these (words, begun), one after the other."""
+    """Return a group that fails with these (words, begun), one after the other."""
     group, now = Group(), 0.0
     for number, (words, begun) in enumerate(ends):
         now += 1.0
@@ -136,7 +137,7 @@ def failures(*ends):
     return group
 
 
-def test_who_fails_the_same_way_twice_before_its_first_step_would_again():
+def test_a_group_that_fails_the_same_way_twice_before_its_first_step_is_given_up():
     group = failures(("no such file", False), ("no such file", False), ("not reached", False))
     assert group.incarnation == 1 and "twice, in the same words: no such file" in group.never
 
@@ -154,7 +155,7 @@ def test_other_failures_are_no_pattern(ends):
     assert not failures(*ends).never
 
 
-# --- what an exit says ------------------------------------------------------------------------------------------------
+# --- the meaning of an exit -------------------------------------------------------------------------------------------
 
 FOUR = View(3, (0, 1, 2), "", incarnations={1: 2})
 
@@ -180,8 +181,8 @@ def ended(group=1, **how):
         (ended(3, code=RunStopped.exit_code), 0, "died"),
     ],
 )
-def test_what_an_exit_says_of_the_group(exit_, incarnation, kind):
-    """Who has a seat and stops does so because everybody does; who has none was left out."""
+def test_an_exit_code_gives_the_state_of_the_group(exit_, incarnation, kind):
+    """A group with a seat stops because all groups do; one without a seat was left out."""
     assert kind_of(exit_, incarnation, Seats(FOUR)) == kind
 
 
@@ -190,7 +191,7 @@ def test_left_out_by_too_few_is_no_reason_to_come_back():
     assert kind_of(ended(code=RunStopped.exit_code), 2, Seats(View(4, (), "wipe-out"))) == "over"
 
 
-def test_who_is_left():
+def test_the_groups_that_are_left():
     seats = Seats(FOUR)
     assert seats.taken == {0, 1, 2} and seats.enough
     assert seats.without(1, 1).taken == {0, 1, 2}, "that was an older start"

@@ -1,4 +1,5 @@
-"""What one agent makes of the news: whom it starts again, whom it refuses, and how hosts that share a group follow one."""
+"""An agent's reaction to the news: the groups that it starts again, those that it refuses, and the order among hosts
+that share a group."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.config import FaultToleranceConfig, RejoinConfig
-from megatron_ft.core import detector
-from megatron_ft.core.membership import first_view
-from megatron_ft.core.spares import parts_of
+from megatron_ft.agent.peers import Place
+from megatron_ft.agent.restarter import Returns
+from megatron_ft.agent.spare_host import Spare
+from megatron_ft.config.schema import FaultToleranceConfig, RejoinConfig
+from megatron_ft.core.lifecycle.spare_policy import parts_of
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.errors import GroupLeft, RunStopped
-from megatron_ft.launch.hosts import Place
-from megatron_ft.launch.returns import Returns
-from megatron_ft.launch.spare import Spare
 from megatron_ft.types import Exit, View
 
 FIRST = first_view(3)
@@ -22,7 +23,7 @@ FIRST = first_view(3)
 
 @dataclass
 class Store:
-    """What all agents see."""
+    """The store that all agents see."""
 
     keys: dict = field(default_factory=dict)
     log: list = field(default_factory=list)
@@ -31,7 +32,7 @@ class Store:
 
 @dataclass
 class Voice:
-    """One agent's."""
+    """The announcements of one agent."""
 
     store: Store
     away: bool = False
@@ -78,11 +79,11 @@ def agent(clock, store=None, here=None, shared=(), enabled=True, per_hour=6, pat
 
 
 def dead(group, incarnation=0, **how):
-    return detector.Ended(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
+    return signals.Ended(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
 
 
 def look(made):
-    """As the agent does."""
+    """Look as the agent does."""
     made.look(made._voice.news())
 
 
@@ -103,7 +104,7 @@ def test_a_killed_group_is_started_again_at_once_and_then_less_soon(clock):
     made, voice = agent(clock)
     for incarnation, pause in enumerate((0, 1, 2)):
         made.hear(dead(1, incarnation))
-        voice.store.log.append(dead(1, incarnation))  # it is also heard like everybody's
+        voice.store.log.append(dead(1, incarnation))  # the agent hears its own notice, too
         if pause:
             assert due(made) == [] and made.pending()
             clock.now += pause
@@ -149,7 +150,7 @@ def test_a_store_that_stays_away_is_not_waited_for_for_ever(clock):
     assert not made.pending()
 
 
-def test_without_rejoin_nobody_comes_back(clock):
+def test_without_rejoin_no_group_comes_back(clock):
     made, _ = agent(clock, enabled=False)
     made.hear(dead(1))
     assert due(made) == [] and not made.pending() and not made.hopeless and made.seated(1, 0)
@@ -164,7 +165,7 @@ def test_the_last_group_takes_those_along_that_wait_for_a_seat(clock):
     assert not made.refusals() and not made.seated(1, 1) and made.seated(2, 0)
 
 
-def test_a_newcomer_with_a_seat_is_somebody(clock):
+def test_a_newcomer_with_a_seat_counts_as_a_member(clock):
     made, voice = agent(clock)
     made.hear(dead(1))
     start_all(made)
@@ -173,14 +174,14 @@ def test_a_newcomer_with_a_seat_is_somebody(clock):
     assert due(made) == [(2, 1)] and not made.hopeless and made.seated(1, 1)
 
 
-def test_who_was_left_out_while_it_lived_comes_back(clock):
+def test_a_group_that_was_left_out_while_it_lived_comes_back(clock):
     made, voice = agent(clock)
     voice.store.view = View(1, (0, 2), "", lost={1: "cut off"})
     made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
     assert due(made) == [(1, 1)]
 
 
-def test_whether_it_was_left_out_is_asked_when_the_store_answers(clock):
+def test_a_group_is_checked_for_being_left_out_when_the_store_answers(clock):
     made, voice = agent(clock)
     voice.away = True
     made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
@@ -197,23 +198,23 @@ def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
     assert not made.pending()
 
 
-def test_who_is_killed_while_it_leaves_stays_away(clock):
+def test_a_group_that_is_killed_while_it_leaves_stays_away(clock):
     made, voice = agent(clock)
-    voice.store.log.append(detector.Leaving(1, 3, "SIGTERM"))
+    voice.store.log.append(signals.Leaving(1, 3, "SIGTERM"))
     made.hear(dead(1))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
-def test_who_stops_with_the_run_does_not(clock):
+def test_a_group_that_stops_with_the_run_does_not_come_back(clock):
     made, _ = agent(clock)
     made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="min_groups"))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
-def test_who_leaves_in_order_is_not_refused_but_gone(clock):
+def test_a_group_that_leaves_in_order_is_not_refused_but_gone(clock):
     made, voice = agent(clock)
     made.hear(dead(1, signal=None, code=GroupLeft.exit_code))
-    voice.store.log.append(detector.Leaving(1, 3, "SIGTERM"))
+    voice.store.log.append(signals.Leaving(1, 3, "SIGTERM"))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
@@ -221,7 +222,7 @@ def test_who_leaves_in_order_is_not_refused_but_gone(clock):
     ("how", "words"),
     [({"signal": "SIGTERM"}, "SIGTERM"), ({"signal": None, "code": 0}, "exit code 0")],
 )
-def test_what_somebody_else_wanted_gone_is_said(clock, how, words):
+def test_a_group_that_was_ended_from_outside_is_reported(clock, how, words):
     made, _ = agent(clock)
     made.hear(dead(1, **how))
     assert due(made) == [] and not made.pending()
@@ -240,7 +241,7 @@ def test_the_same_failure_twice_before_the_first_step_is_refused(clock):
     assert (refusal.group, refusal.incarnation) == (1, 1) and "no such file" in refusal.reason
 
 
-def test_nobody_starts_on_a_host_that_cannot_reach_a_member(clock):
+def test_no_group_starts_on_a_host_that_cannot_reach_a_member(clock):
     made, voice = agent(clock)
     made.hear(dead(1))
     assert due(made, unheard=[0]) == []
@@ -261,11 +262,11 @@ def two(clock):
 
 def test_hosts_that_share_a_group_start_the_same_incarnation(two, clock):
     store, leading, other = two
-    other.hear(dead(1))  # a rank of the other host, which told everybody
+    other.hear(dead(1))  # a rank of the other host, which announced it
     store.log.append(dead(1))
     assert due(other) == [] and other.pending(), "that is for the leading host to say"
     assert [start.incarnation for start in start_all(leading)] == [1]
-    look(leading)  # says so
+    look(leading)  # the leading host announces it
     assert [start.incarnation for start in start_all(other)] == [1]
     assert leading.incarnation(1) == other.incarnation(1) == 1
 
@@ -281,7 +282,7 @@ def test_a_host_that_was_away_follows_to_the_newest_start(two, clock):
     assert [start.incarnation for start in start_all(other)] == [2]
 
 
-def test_what_the_leading_host_refuses_nobody_waits_for(two, clock):
+def test_a_group_that_the_leading_host_refuses_is_not_waited_for(two, clock):
     store, leading, other = two
     for incarnation in range(3):
         store.log.append(dead(1, incarnation))
@@ -307,8 +308,9 @@ def test_a_group_that_is_adopted_is_started_at_once_under_the_next_number(clock)
     assert due(made) == [] and not made.pending() and made.incarnation(1) == 0
 
 
-def test_who_follows_a_leading_host_goes_along_when_a_number_was_left_out(two):
-    """The leading host had taken number 1 and was lost before it said so; the spare that came for it takes number 2."""
+def test_a_host_that_follows_a_leading_host_goes_along_when_a_number_was_left_out(two):
+    """The leading host had taken number 1 and was lost before it announced it; the spare that came for it takes number
+    2."""
     store, _, other = two
     store.log.append(dead(1))
     assert due(other) == []
@@ -381,13 +383,13 @@ def test_of_two_spares_one_gets_it_and_the_host_at_home_may_have_been_faster(spa
 def test_a_group_that_left_or_was_told_to_end_is_not_taken_over(spare):
     store, hosts, look_around = spare
     hosts.silent = {0, 1}
-    left = [detector.Leaving(1, 3, "maintenance"), dead(1, signal=None, code=GroupLeft.exit_code)]
+    left = [signals.Leaving(1, 3, "maintenance"), dead(1, signal=None, code=GroupLeft.exit_code)]
     store.log += [dead(0, signal="SIGTERM"), *left]
     assert look_around() == []
 
 
 def test_a_group_that_was_left_out_and_ended_is_taken_over_even_if_both_are_heard_at_once(spare):
-    """With the view of before, the run would look as if it had stopped."""
+    """With the earlier view alone, the run would look as if it had stopped."""
     store, hosts, look_around = spare
     hosts.silent = {1}
     store.log.append(dead(1, signal=None, code=RunStopped.exit_code))
@@ -397,23 +399,23 @@ def test_a_group_that_was_left_out_and_ended_is_taken_over_even_if_both_are_hear
 
 def test_a_group_that_failed_too_often_at_home_is_taken_over_and_no_more_than_fits(spare):
     store, hosts, look_around = spare
-    store.log += [dead(0), dead(1), detector.Refused(0, 0, 0), detector.Refused(1, 1, 0)]
+    store.log += [dead(0), dead(1), signals.Refused(0, 0, 0), signals.Refused(1, 1, 0)]
     assert look_around() == [(0, 0)]
     hosts.ranks = ((0, 0),)
     assert look_around() == []
 
 
 @pytest.mark.parametrize(("known", "witnesses", "taken"), [({0}, 2, [(1, 0)]), ({0}, 1, []), ({0, 1}, 2, [])])
-def test_of_a_host_that_it_does_not_listen_to_a_spare_believes_two_others(spare, known, witnesses, taken):
-    """One of them may be the one that is cut off; and of one that it hears it knows better."""
+def test_a_spare_believes_two_others_about_a_host_that_it_does_not_listen_to(spare, known, witnesses, taken):
+    """One of the two may be the one that is cut off; about a host that it hears, the spare knows better."""
     store, hosts, look_around = spare
     hosts.known = known
     store.log += [dead(1)]
-    store.log += [detector.Silent(f"h{by}", "h1", (by,), (1,), 2.0) for by in range(7, 7 + witnesses)]
+    store.log += [signals.Silent(f"h{by}", "h1", (by,), (1,), 2.0) for by in range(7, 7 + witnesses)]
     assert look_around() == taken
 
 
 def test_a_host_that_has_given_up_a_group_itself_takes_none(spare):
     store, hosts, look_around = spare
-    store.log += [dead(1), detector.Refused(1, 1, 0), detector.Refused(2, 7, 3)]
+    store.log += [dead(1), signals.Refused(1, 1, 0), signals.Refused(2, 7, 3)]
     assert look_around() == []

@@ -1,4 +1,4 @@
-"""Schedules as data: what is written is what is read, what cannot be meant is refused in one line, a seed decides a mix."""
+"""Schedules: reading and writing, one line for an invalid schedule, and mixes drawn from a seed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.faults import mix, schedule, surroundings
+from megatron_ft.faults import host_faults, mix, schedule
+from megatron_ft.faults.injection_points import CORRUPTIBLE_BY, POINTS, STATE
 from megatron_ft.faults.schedule import Fault, Schedule, load
-from megatron_ft.runtime.points import POINTS
-from megatron_ft.sim.training.failures import MIX
+from megatron_ft.simulation.training.failures import MIX
 
 TIMES = st.floats(0, 1e6) | st.integers(0, 10**6)
 POSITIVE = st.floats(0.001, 1e4)
@@ -25,7 +25,7 @@ VALUES = {
     "duration_s": POSITIVE,
     "factor": st.floats(1.01, 100),
     "steps": st.integers(1, 100),
-    "what": st.sampled_from(["loss", "gradient"]),
+    "what": st.just("gradient"),
     "bit": st.integers(0, 63),
     "netns": st.text(min_size=1),
     "peer": st.just("10.0.0.2"),
@@ -46,6 +46,9 @@ def faults(draw) -> Fault:
     values = {name: draw(VALUES[name]) for name in chosen}
     if values.get("point") in ("reduce", "bucket") or kind in ("nan", "bitflip"):
         values["bucket"] = draw(st.none() | st.integers(0, 50))
+    if kind in CORRUPTIBLE_BY and draw(st.booleans()):
+        values["what"] = draw(st.sampled_from(CORRUPTIBLE_BY[kind]))
+        values["bucket"] = None if values["what"] in STATE else values.get("bucket")
     if "how" in allowed and draw(st.booleans()):
         values |= {"how": "stop", "duration_s": draw(POSITIVE)}
     when = draw(st.sampled_from(["after_s", "wait_s", "step"]))
@@ -53,18 +56,18 @@ def faults(draw) -> Fault:
 
 
 @given(st.lists(faults(), max_size=5), st.integers())
-def test_what_is_written_is_what_is_read(found, seed):
+def test_a_written_schedule_is_read_unchanged(found, seed):
     mine = Schedule(tuple(found), seed)
     assert Schedule.from_json(json.loads(json.dumps(mine.to_json()))) == mine
 
 
 @given(faults())
-def test_every_fault_can_be_said_in_words(fault):
+def test_every_fault_has_a_description(fault):
     assert fault.when() and fault.whom()
     assert fault.takes(100) <= set(range(100))
 
 
-def test_yaml_says_the_same(tmp_path):
+def test_yaml_and_json_are_equivalent(tmp_path):
     pytest.importorskip("yaml")
     json_file, yaml_file = tmp_path / "a.json", tmp_path / "a.yaml"
     mine = mix.draw(5, 1, 4)
@@ -78,33 +81,53 @@ KILL = '"kind": "kill", "group": 1'  # in place of the word in the texts below
 BAD = {
     "not JSON": ("{", "it is not JSON"),
     "no faults": ("{}", "a schedule is an object with a list of faults"),
-    "an unknown word beside": ('{"faults": [], "sead": 1}', "'sead' is not known beside the faults"),
+    "an unknown word beside": ('{"faults": [], "sead": 1}', "'sead' is not known; a schedule has faults and seed"),
     "a seed of text": ('{"faults": [], "seed": "1"}', "seed is '1'"),
     "not an object": ('{"faults": [3]}', "fault 1: 3 is not a fault"),
-    "no kind": ('{"faults": [{"group": 1}]}', "fault 1: it has no kind"),
-    "an unknown kind": ('{"faults": [{"kind": "boom", "step": 1}]}', "kind is 'boom'; it can be: kill, stop"),
+    "no kind": ('{"faults": [{"group": 1}]}', "fault 1: kind is missing; choose from kill, stop"),
+    "an unknown kind": (
+        '{"faults": [{"kind": "boom", "step": 1}]}',
+        "kind is 'boom', which is unknown; choose from kill, stop",
+    ),
     "an unknown field": ('{"faults": [{KILL, "stepp": 1}]}', "'stepp' is not known"),
-    "a field of another kind": ('{"faults": [{KILL, "step": 1, "factor": 2}]}', "kill knows no factor"),
-    "a key twice": ('{"faults": [{KILL, "group": 2, "step": 1}]}', "'group' is given twice"),
-    "no time": ('{"faults": [{KILL}]}', "kill says no time"),
-    "two times": ('{"faults": [{KILL, "step": 1, "after_s": 1}]}', "kill says after_s and step"),
-    "a negative time": ('{"faults": [{KILL, "after_s": -1}]}', "after_s is -1; it must be a number >= 0"),
+    "a field of another kind": ('{"faults": [{KILL, "step": 1, "factor": 2}]}', "kill has no field factor"),
+    "a key twice": ('{"faults": [{KILL, "group": 2, "step": 1}]}', "'group' occurs twice"),
+    "no time": ('{"faults": [{KILL}]}', "kill has no time and must have one of"),
+    "two times": ('{"faults": [{KILL, "step": 1, "after_s": 1}]}', "kill has after_s and step"),
+    "a negative time": ('{"faults": [{KILL, "after_s": -1}]}', "after_s is -1 and must be a number >= 0"),
     "a time that never comes": ('{"faults": [{KILL, "after_s": Infinity}]}', "after_s is inf"),
-    "an unknown point": ('{"faults": [{KILL, "step": 1, "point": "x"}]}', "point is 'x'; it can be: begin"),
+    "an unknown point": (
+        '{"faults": [{KILL, "step": 1, "point": "x"}]}',
+        "point is 'x', which is unknown; choose from begin",
+    ),
     "a bucket where there is none": ('{"faults": [{KILL, "step": 1, "point": "gate", "bucket": 0}]}', "have buckets"),
-    "half a step": ('{"faults": [{KILL, "step": 1.5}]}', "step is 1.5; it must be a whole number >= 0"),
+    "half a step": ('{"faults": [{KILL, "step": 1.5}]}', "step is 1.5 and must be a whole number >= 0"),
     "true as a group": ('{"faults": [{"kind": "kill", "group": true, "step": 1}]}', "group is True"),
     "nobody": ('{"faults": [{"kind": "kill", "step": 1}]}', "kill needs group"),
     "a rack of nobody": ('{"faults": [{"kind": "rack", "groups": [], "step": 1}]}', "groups is ()"),
     "a rack twice": ('{"faults": [{"kind": "rack", "groups": [1, 1], "step": 1}]}', "different group numbers"),
-    "faster": ('{"faults": [{"kind": "slow", "group": 1, "factor": 0.5, "step": 1}]}', "factor is 0.5; it must be"),
-    "a kill that ends": ('{"faults": [{"kind": "agent", "duration_s": 1, "step": 1}]}', 'agent kills; say "how": "stop"'),
+    "faster": ('{"faults": [{"kind": "slow", "group": 1, "factor": 0.5, "step": 1}]}', "factor is 0.5 and must be"),
+    "a kill that ends": (
+        '{"faults": [{"kind": "agent", "duration_s": 1, "step": 1}]}',
+        'agent kills by default; add "how": "stop"',
+    ),
     "more than all": (
         '{"faults": [{"kind": "cut", "group": 1, "netns": "a", "peer": "b", "share": 2, "step": 1}]}',
         "share is 2",
     ),
     "a bit too far": ('{"faults": [{"kind": "bitflip", "group": 1, "bit": 64, "step": 1}]}', "bit is 64"),
-    "in all ranks": ('{"faults": [{"kind": "nan", "group": 1, "position": "all", "step": 1}]}', "nan happens in one rank"),
+    "a loss has no bits": (
+        '{"faults": [{"kind": "bitflip", "group": 1, "what": "loss", "step": 1}]}',
+        "what is 'loss'",
+    ),
+    "a parameter is in no bucket": (
+        '{"faults": [{"kind": "bitflip", "group": 1, "what": "parameter", "bucket": 1, "step": 1}]}',
+        "bucket is 1",
+    ),
+    "in all ranks": (
+        '{"faults": [{"kind": "nan", "group": 1, "position": "all", "step": 1}]}',
+        "nan happens in one rank",
+    ),
 }
 
 
@@ -119,7 +142,9 @@ def test_a_bad_schedule_gets_one_line_that_names_it(tmp_path, text, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["faults: [", "a: 1\na: 2", "? {a: 1}\n: 2", "faults: [{kind: kill, kind: stop}]", "3"])
+@pytest.mark.parametrize(
+    "text", ["faults: [", "a: 1\na: 2", "? {a: 1}\n: 2", "faults: [{kind: kill, kind: stop}]", "3"]
+)
 def test_bad_yaml_gets_one_line(tmp_path, text):
     pytest.importorskip("yaml")
     path = tmp_path / "bad.yaml"
@@ -137,14 +162,14 @@ def test_a_file_that_cannot_be_read_gets_one_line(tmp_path):
         load(tmp_path / "x.json")
 
 
-def test_who_is_not_in_the_run_is_refused():
+def test_a_fault_for_a_missing_group_or_rank_is_refused():
     with pytest.raises(ConfigError, match="fault 2 is for group 4; the run has groups 0 to 3"):
         Schedule((Fault(kind="kill", group=3, step=0), Fault(kind="rack", groups=(3, 4), step=0))).check(4, 1)
     with pytest.raises(ConfigError, match="fault 1 is for rank 2; groups have ranks 0 to 1"):
         Schedule((Fault(kind="kill", group=3, position=2, step=0),)).check(4, 2)
 
 
-def test_who_a_fault_is_for_and_whom_it_takes():
+def test_targets_and_lost_groups_of_a_fault():
     assert Fault(kind="kill", group=2, position="all", step=0).targets(3) == ((2, 0), (2, 1), (2, 2))
     assert Fault(kind="rack", groups=(0, 2), step=0).targets(2) == ((0, 0), (0, 1), (2, 0), (2, 1))
     assert Fault(kind="rack", groups=(0, 2), step=0).takes(4) == {0, 2}
@@ -153,7 +178,7 @@ def test_who_a_fault_is_for_and_whom_it_takes():
     assert Fault(kind="nan", group=1, step=0).takes(4) == set()
 
 
-def test_the_same_schedule_has_the_same_keys_and_another_one_others():
+def test_keys_of_faults_depend_on_the_schedule():
     mine = mix.draw(3, 0, 4)
     assert len({mine.key(i) for i in range(3)} | {mix.draw(3, 1, 4).key(i) for i in range(3)}) == 6
     assert mine.key(1) == mix.draw(3, 0, 4).key(1)
@@ -169,6 +194,14 @@ def test_the_same_seed_draws_the_same_possible_schedule(count, seed, groups):
     drawn.check(groups, 1)
     times = [fault.after_s for fault in drawn.faults]
     assert len(times) == count and times == sorted(times)
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.sets(st.integers(0, 40), min_size=1), st.floats(0, 1e6))
+def test_a_mix_for_a_live_run_has_living_groups_and_later_times(count, seed, living, age):
+    drawn = mix.draw(count, seed, living, since_s=age)
+    assert {group for fault in drawn.faults for group, _ in fault.targets(1)} <= living
+    assert all(fault.after_s >= round(age, 3) for fault in drawn.faults)
+    assert mix.draw(count, seed, range(8)) == mix.draw(count, seed, 8)
 
 
 def test_injector_and_simulator_draw_from_the_same_mix():
@@ -205,37 +238,37 @@ def test_a_large_mix_has_the_shares_it_is_drawn_from():
 
 def test_a_cut_names_its_own_table_and_only_its_link():
     fault = Fault(kind="cut", group=0, netns="host1", peer="10.0.0.2", direction="in", share=0.3, step=0)
-    table, chain, rule = (" ".join(command) for command in surroundings.cut_commands(fault, "ab/1", nft=True))
+    table, chain, rule = (" ".join(command) for command in host_faults.cut_commands(fault, "ab/1", nft=True))
     assert table == "ip netns exec host1 nft add table inet megatron_ft_ab_1"
     assert "hook input priority" in chain
     assert rule.endswith("megatron_ft_ab_1 input ip saddr 10.0.0.2 numgen random mod 1000 < 300 drop")
-    assert surroundings.heal_commands(fault, "ab/1", nft=True)[0][-1] == "megatron_ft_ab_1"
+    assert host_faults.heal_commands(fault, "ab/1", nft=True)[0][-1] == "megatron_ft_ab_1"
 
 
-def test_iptables_takes_back_exactly_what_it_put_in():
+def test_iptables_removes_exactly_the_rules_that_it_added():
     fault = Fault(kind="cut", group=0, netns="host1", peer="10.0.0.2", step=0)
-    cut = surroundings.cut_commands(fault, "ab/1", nft=False)
-    heal = surroundings.heal_commands(fault, "ab/1", nft=False)
+    cut = host_faults.cut_commands(fault, "ab/1", nft=False)
+    heal = host_faults.heal_commands(fault, "ab/1", nft=False)
     assert len(cut) == 2
     assert [["-D" if word == "-I" else word for word in command] for command in cut] == heal
 
 
-def test_what_is_missing_for_a_cut_is_said(monkeypatch):
+def test_missing_requirements_of_a_cut_are_reported(monkeypatch):
     fault = Fault(kind="cut", group=0, netns="no-such-host", peer="10.0.0.2", step=0)
-    monkeypatch.setattr(surroundings.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(host_faults.os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="cut needs root"):
-        surroundings.check(fault)
-    monkeypatch.setattr(surroundings.os, "geteuid", lambda: 0)
+        host_faults.check(fault)
+    monkeypatch.setattr(host_faults.os, "geteuid", lambda: 0)
     with pytest.raises(ConfigError, match="cut needs ip and nft"):
-        surroundings.check(fault, which=lambda name: None)
+        host_faults.check(fault, which=lambda name: None)
     with pytest.raises(ConfigError, match="namespace 'no-such-host' does not exist"):
-        surroundings.check(fault, which=lambda name: name)
-    with pytest.raises(ConfigError, match="it must be the IP address"):
-        surroundings.check(Fault(kind="cut", group=0, netns="a", peer="eth0", step=0))
+        host_faults.check(fault, which=lambda name: name)
+    with pytest.raises(ConfigError, match="and must be the IP address"):
+        host_faults.check(Fault(kind="cut", group=0, netns="a", peer="eth0", step=0))
 
 
 def test_a_large_disk_is_not_filled(tmp_path):
     with pytest.raises(ConfigError, match="MiB free, more than limit_mb 0.001"):
-        surroundings.check(Fault(kind="disk_full", directory=str(tmp_path), duration_s=1, limit_mb=0.001, step=0))
+        host_faults.check(Fault(kind="disk_full", directory=str(tmp_path), duration_s=1, limit_mb=0.001, step=0))
     with pytest.raises(ConfigError, match="does not exist"):
-        surroundings.check(Fault(kind="disk_full", directory=str(tmp_path / "x"), duration_s=1, step=0))
+        host_faults.check(Fault(kind="disk_full", directory=str(tmp_path / "x"), duration_s=1, step=0))

@@ -6,17 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft import config, split
-from megatron_ft.config import RunConfig
-from megatron_ft.core import replication
-from megatron_ft.core.replication import shared_hosts
+from megatron_ft.config import parallelism, schema
+from megatron_ft.config.schema import RunConfig
+from megatron_ft.core.replication import placement as replication
+from megatron_ft.core.replication.placement import shared_hosts
 from megatron_ft.errors import ConfigError, EngineError
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({"gradient_acumulation_steps": 4}, ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"]),
+        (
+            {"gradient_acumulation_steps": 4},
+            ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"],
+        ),
         ({"fault_tolerance": {"polcy": "x"}}, ["fault_tolerance.polcy", "did you mean 'policy'"]),
         ({"fault_tolerance": {"policy": "magic"}}, ["'magic'", "stacked_quota"]),
         ({"fault_tolerance": {"min_groups": 5}}, ["min_groups is 5", "4 groups", "lower it"]),
@@ -25,10 +28,22 @@ from megatron_ft.errors import ConfigError, EngineError
         ({"fault_tolerance": {"bucket_mb": -1}}, ["bucket_mb is -1", "> 0"]),
         ({"fault_tolerance": {"bucket_mb": "big"}}, ["'big'", '"auto" or a number > 0']),
         ({"fault_tolerance": {"reduce_dtype": "fp16"}}, ["reduce_dtype", "'fp16'", "fp32, bf16"]),
-        ({"fault_tolerance": {"overlap": 1}}, ["overlap is 1", "bool"]),
+        ({"fault_tolerance": {"overlap": 1}}, ["overlap is 1", "true or false"]),
         ({"fault_tolerance": []}, ["fault_tolerance is []", "object"]),
         ({"fault_tolerance": {"detector": {"timeout": 3}}}, ["fault_tolerance.detector.timeout", "not known"]),
-        ({"fault_tolerance": {"rejoin": {"enabled": "yes"}}}, ["fault_tolerance.rejoin.enabled is 'yes'", "bool"]),
+        ({"fault_tolerance": {"detector": {"stall_notice_s": 0}}}, ["detector.stall_notice_s is 0", "> 0"]),
+        (
+            {"fault_tolerance": {"detector": {"storage_timeout_s": 3600}}},
+            ["detector.storage_timeout_s is 3600", "collective_timeout_s is 1800", "raise that, too"],
+        ),
+        (
+            {"fault_tolerance": {"detector": {"collective_timeout_s": 60, "outside_timeout_s": 90}}},
+            ["detector.outside_timeout_s is 90", "collective_timeout_s is 60"],
+        ),
+        (
+            {"fault_tolerance": {"rejoin": {"enabled": "yes"}}},
+            ["fault_tolerance.rejoin.enabled is 'yes'", "true or false"],
+        ),
         ({"fault_tolerance": {"rejoin": {"restarts_per_hour": 0}}}, ["rejoin.restarts_per_hour is 0", ">= 1"]),
         ({"fault_tolerance": {"rejoin": {"restarts": 2}}}, ["fault_tolerance.rejoin.restarts", "restarts_per_hour"]),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 8}, ["train_batch_size 10", "4 groups", "32"]),
@@ -45,7 +60,10 @@ from megatron_ft.errors import ConfigError, EngineError
         ({"fault_tolerance": {"redundancy": True}}, ["redundancy is True", "whole number"]),
         ({"fault_tolerance": {"redundancy": 5}}, ["redundancy is 5", "4 groups", "lower it", "--groups"]),
         ({"fault_tolerance": {"redundancy": 3}}, ["redundancy is 3", "at most one host", "up to redundancy 2", "full"]),
-        ({"fault_tolerance": {"redundancy": 2, "placement": "full"}}, ["redundancy is 2", "every shard", "leave it out"]),
+        (
+            {"fault_tolerance": {"redundancy": 2, "placement": "full"}},
+            ["redundancy is 2", "every shard", "leave it out"],
+        ),
         ({"fault_tolerance": {"placement": "random"}}, ["'random'", "golomb, consecutive, full"]),
         ({"fault_tolerance": {"failure_domains": "rack1"}}, ["failure_domains is 'rack1'", "list", "each group"]),
         ({"fault_tolerance": {"failure_domains": ["a", "b"]}}, ["names 2 domains", "4 groups", "one for each"]),
@@ -59,7 +77,7 @@ from megatron_ft.errors import ConfigError, EngineError
 )
 def test_bad_settings_are_refused(raw, words):
     with pytest.raises(ConfigError) as error:
-        config.resolve(raw, groups=4)
+        schema.resolve(raw, groups=4)
     for word in words:
         assert word in str(error.value)
 
@@ -77,13 +95,13 @@ def test_bad_files_are_refused(tmp_path, text, words):
     path = tmp_path / "c.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as error:
-        config.load(path, groups=4)
+        schema.load(path, groups=4)
     assert all(word in str(error.value) for word in words)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        config.load(tmp_path / "nope.json", groups=4)
+        schema.load(tmp_path / "nope.json", groups=4)
 
 
 @given(groups=st.integers(1, 9), samples=st.integers(1, 9), per_group=st.integers(1, 9))
@@ -93,11 +111,11 @@ def test_any_two_of_the_three_batch_settings_give_the_third(groups, samples, per
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": per_group,
     }
-    whole = config.resolve(full, groups=groups)
+    whole = schema.resolve(full, groups=groups)
     assert whole.microbatches == groups * per_group
     for name in ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         rest = {key: value for key, value in full.items() if key != name}
-        assert config.resolve(rest, groups=groups) == whole
+        assert schema.resolve(rest, groups=groups) == whole
 
 
 @pytest.mark.parametrize(
@@ -117,38 +135,38 @@ def test_any_two_of_the_three_batch_settings_give_the_third(groups, samples, per
     ],
 )
 def test_the_redundancy_in_force_is_a_number(groups, section, redundancy):
-    resolved = config.resolve({"fault_tolerance": section}, groups=groups)
+    resolved = schema.resolve({"fault_tolerance": section}, groups=groups)
     assert resolved.fault_tolerance.redundancy == redundancy
-    placement = config.placement_of(resolved)
+    placement = schema.placement_of(resolved)
     assert (placement.groups, placement.redundancy) == (groups, redundancy)
 
 
 @pytest.mark.parametrize("groups", [*range(1, 34), 64, 100])
 def test_auto_is_possible_for_every_number_of_groups(groups):
-    placement = config.placement_of(config.resolve({}, groups=groups))
+    placement = schema.placement_of(schema.resolve({}, groups=groups))
     assert 1 <= placement.redundancy <= replication.optimal_redundancy(groups)
     assert groups == 1 or shared_hosts(placement) <= 1
 
 
 def test_hosts_are_spread_over_failure_domains():
-    resolved = config.resolve({"fault_tolerance": {"failure_domains": ["a", "a", "b", "b"]}}, groups=4)
-    placement = config.placement_of(resolved)
+    resolved = schema.resolve({"fault_tolerance": {"failure_domains": ["a", "a", "b", "b"]}}, groups=4)
+    placement = schema.placement_of(resolved)
     assert all(len({"aabb"[group] for group in placement.hosts[shard]}) == 2 for shard in range(4))
 
 
-def test_what_domains_cannot_have_is_told():
+def test_impossible_domains_are_reported():
     section = {"failure_domains": [0, 0, 0, 1], "redundancy": 2}
     with pytest.warns(UserWarning, match="fault_tolerance.failure_domains: .*one per domain needs"):
-        config.resolve({"fault_tolerance": section}, groups=4)
+        schema.resolve({"fault_tolerance": section}, groups=4)
 
 
 def test_the_config_says_how_a_group_is_split():
     raw = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True}}
-    resolved = config.resolve(raw, groups=3)
+    resolved = schema.resolve(raw, groups=3)
     assert (resolved.ranks_per_group, resolved.stages, resolved.slices) == (4, 2, 2)
-    assert config.resolve(raw, groups=3, ranks_per_group=4) == resolved
-    assert config.resolve({"pipeline": {"stages": "auto"}}, groups=3, ranks_per_group=5).ranks_per_group == 5
-    assert config.resolve({}, groups=3).ranks_per_group == 1
+    assert schema.resolve(raw, groups=3, ranks_per_group=4) == resolved
+    assert schema.resolve({"pipeline": {"stages": "auto"}}, groups=3, ranks_per_group=5).ranks_per_group == 5
+    assert schema.resolve({}, groups=3).ranks_per_group == 1
 
 
 PIPELINE = {"pipeline": {"stages": 2}}
@@ -157,8 +175,16 @@ PIPELINE = {"pipeline": {"stages": 2}}
 @pytest.mark.parametrize(
     ("raw", "ranks", "words"),
     [
-        (PIPELINE, 3, ["--ranks-per-group is 3", "pipeline.stages 2 x tensor_parallel.autotp_size 1 are 2", "leave it out"]),
-        (PIPELINE, 4, ["--ranks-per-group is 4", "data parallelism would be declared twice", "2 times as many --groups"]),
+        (
+            PIPELINE,
+            3,
+            ["--ranks-per-group is 3", "pipeline.stages 2 x tensor_parallel.autotp_size 1 are 2", "leave it out"],
+        ),
+        (
+            PIPELINE,
+            4,
+            ["--ranks-per-group is 4", "data parallelism would be declared twice", "2 times as many --groups"],
+        ),
         ({"pipeline": {"stages": 0}}, None, ["pipeline.stages is 0", ">= 1"]),
         ({"pipeline": 2}, None, ["pipeline is 2", "object"]),
         ({"data_parallel_size": 4}, None, ["data_parallel_size is 4", "declared twice", "--groups"]),
@@ -168,7 +194,11 @@ PIPELINE = {"pipeline": {"stages": 2}}
         ({**PIPELINE, "zero_optimization": {"stage": 2}}, None, ["stage is 2 and pipeline.stages 2", "0 or 1"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None, ["offloads", "leave it out"]),
         ({"fp16": {"enabled": True}}, None, ["fp16", "bf16"]),
-        ({**PIPELINE, "fault_tolerance": {"model": {"num_hidden_layers": 3}}}, None, ["layers is 3", "use one of 1, 3"]),
+        (
+            {**PIPELINE, "fault_tolerance": {"model": {"num_hidden_layers": 3}}},
+            None,
+            ["layers is 3", "use one of 1, 3"],
+        ),
         (
             {"tensor_parallel": {"autotp_size": 4}, "fault_tolerance": {"model": {"num_attention_heads": 6}}},
             None,
@@ -179,37 +209,50 @@ PIPELINE = {"pipeline": {"stages": 2}}
             None,
             ["num_key_value_heads is 2", "autotp_size is 4"],
         ),
-        ({"fault_tolerance": {"model": {"hidden_size": 10, "num_attention_heads": 4}}}, None, ["hidden_size is 10", "4"]),
+        (
+            {"fault_tolerance": {"model": {"hidden_size": 10, "num_attention_heads": 4}}},
+            None,
+            ["hidden_size is 10", "4"],
+        ),
         ({"fault_tolerance": {"model": {"num_hidden_layers": "many"}}}, None, ["num_hidden_layers is 'many'", ">= 1"]),
         ({"fault_tolerance": {"model": 7}}, None, ["fault_tolerance.model is 7", "config.json"]),
     ],
 )
-def test_what_a_group_cannot_be_split_into_is_refused(raw, ranks, words):
+def test_an_impossible_split_of_a_group_is_refused(raw, ranks, words):
     with pytest.raises(ConfigError) as error:
-        config.resolve(raw, groups=2, ranks_per_group=ranks)
+        schema.resolve(raw, groups=2, ranks_per_group=ranks)
     for word in words:
         assert word in str(error.value)
 
 
 def test_a_model_that_is_not_split_contradicts_stages():
     with pytest.raises(EngineError, match="pipeline.stages is 2 .* the model is not split"):
-        split.refuse_whole_model(PIPELINE, "the model")
-    split.refuse_whole_model({"zero_optimization": {"stage": 1}}, "the model")
+        parallelism.refuse_whole_model(PIPELINE, "the model")
+    parallelism.refuse_whole_model({"zero_optimization": {"stage": 1}}, "the model")
 
 
 def test_the_model_may_be_in_a_file_of_its_own(tmp_path):
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "llama"}
     (tmp_path / "llama.json").write_text(json.dumps(shape))
     (tmp_path / "ds.json").write_text(json.dumps({"fault_tolerance": {"model": "llama.json"}}))
-    assert config.load(tmp_path / "ds.json", groups=2).model == shape
+    assert schema.load(tmp_path / "ds.json", groups=2).model == shape
     (tmp_path / "ds.json").write_text(json.dumps({"fault_tolerance": {"model": "lama.json"}}))
     with pytest.raises(ConfigError, match="fault_tolerance.model .*lama.json does not exist"):
-        config.load(tmp_path / "ds.json", groups=2)
+        schema.load(tmp_path / "ds.json", groups=2)
+
+
+@pytest.mark.parametrize(("policy", "factor"), [("drop", 0.0), ("stacked_quota", 2.0)])
+def test_with_drop_no_group_counts_as_slow(policy, factor):
+    section = {"policy": policy, "detector": {"straggler_factor": 2}}
+    run = schema.resolve({"fault_tolerance": section}, groups=3)
+    assert run.fault_tolerance.detector.straggler_factor == factor
+    job = schema.job_of(run, schema.placement_of(run), buckets=2, steps=5)
+    assert (job.straggler_factor, job.drop, job.buckets, job.steps) == (factor, policy == "drop", 2, 5)
 
 
 def test_the_resolved_config_survives_json():
     section = {"detector": {"report_timeout_s": 5}, "failure_domains": ["a", "b"]}
     section["rejoin"] = {"enabled": True, "restarts_per_hour": 2}
-    resolved = config.resolve({"fault_tolerance": section}, groups=2)
+    resolved = schema.resolve({"fault_tolerance": section}, groups=2)
     assert RunConfig.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert resolved.fault_tolerance.detector.report_timeout_s == 5.0

@@ -1,13 +1,27 @@
-"""What a signal means: a death names its group, a broken connection names nobody; and both survive the notice log."""
+"""The meaning of a signal: a death names its group, a broken connection names none; and both survive the notice log."""
 
 import json
+from dataclasses import replace
+from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.detector import Asking, Ended, GivenUp, Leaving, Reset, Silent, ends, from_json, judge, to_json
-from megatron_ft.core.protocol import Asked, Broke, Died, Leaves, Missed
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.messages import Asked, Broke, Died, Leaves, Missed
+from megatron_ft.core.protocol.signals import (
+    Asking,
+    Ended,
+    GivenUp,
+    Leaving,
+    Reset,
+    Silent,
+    ends,
+    from_json,
+    judge,
+    to_json,
+)
 from megatron_ft.types import Exit, Microbatch, View
 
 numbers = st.integers(0, 10**6)
@@ -41,37 +55,55 @@ silences = st.builds(
     heard=st.booleans(),
     incarnation=numbers,
 )
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_numbers():
+    """Notices of runs on one host, and of earlier versions, have no numbers."""
+    silent = Silent("vm(10.0.0.2)", "vm(10.0.0.3)", (1,), (2,), 0.9, hosts=(1, 2))
+    assert judge(silent).reason == "host 1 (vm) has heard nothing of host 2 (vm) for 0.9 s"
+    assert judge(replace(silent, heard=True)).reason == "host 1 (vm) hears host 2 (vm) again"
+    assert judge(replace(silent, hosts=())).reason.startswith(
+        "host vm(10.0.0.2) has heard nothing of host vm(10.0.0.3)"
+    )
+    ended = Exit(0, 1, 7, "n3", "SIGKILL", None, host_rank=1)
+    assert str(ended) == "rank 1 on host 1 (n3), pid 7, ended with SIGKILL"
+    assert str(replace(ended, host_rank=None)) == "rank 1 on n3 (pid 7) ended with SIGKILL"
+    given_up = GivenUp(0, 1, 7, "n3", "is stopped", host_rank=0)
+    assert judge(given_up).reason == "rank 1 on host 0 (n3), pid 7, is stopped"
+    assert from_json(to_json(silent)) == silent and from_json(to_json(given_up)) == given_up
+
+
 leavings = st.builds(Leaving, group=numbers, after=numbers, why=st.text(), incarnation=numbers)
 donors = st.lists(st.tuples(numbers, numbers), min_size=1).map(tuple)
 askings = st.builds(Asking, group=numbers, incarnation=numbers, donors=donors, after=numbers)
 
 
 @given(silences)
-def test_silence_accuses_a_pair_of_hosts_and_nobody_alone(signal):
-    """But a group that has ranks on both has come apart, whichever of them is cut off."""
+def test_silence_accuses_a_pair_of_hosts_and_no_host_alone(signal):
+    """A group that has ranks on both hosts has come apart, whichever of them is cut off."""
     verdict = judge(signal)
     shared = set(signal.groups_by) & set(signal.groups_about)
     if shared and not signal.heard:
         assert verdict == Died(min(shared), verdict.reason, signal.incarnation)
     else:
-        assert verdict == Missed(signal.groups_by, signal.groups_about, verdict.reason, signal.heard)
+        assert verdict == Missed(signal.groups_by, signal.groups_about, verdict.reason, signal.heard, signal.until)
     assert signal.by in verdict.reason and signal.about in verdict.reason
 
 
 @given(leavings)
-def test_who_leaves_is_not_dead_yet(signal):
+def test_a_group_that_leaves_is_not_dead_yet(signal):
     verdict = judge(signal)
     assert verdict == Leaves(signal.group, signal.after, verdict.reason, signal.incarnation)
     assert signal.why in verdict.reason
 
 
 @given(askings)
-def test_who_asks_says_whom_it_follows(signal):
+def test_a_group_that_asks_for_a_seat_names_its_donors(signal):
     assert judge(signal) == Asked(signal.group, signal.incarnation, signal.donors, signal.after)
 
 
 @given(accusations)
-def test_who_is_given_up_is_out_with_the_reason(signal):
+def test_a_group_that_is_given_up_is_out_with_the_reason(signal):
     verdict = judge(signal)
     assert verdict == Died(signal.group, verdict.reason, signal.incarnation)
     for word in (f"rank {signal.position}", signal.host, f"pid {signal.pid}", signal.why):
@@ -80,9 +112,9 @@ def test_who_is_given_up_is_out_with_the_reason(signal):
 
 @given(deaths)
 def test_a_death_is_a_verdict_against_one_incarnation_of_one_group(signal):
-    """One dead rank takes its whole group out; no epoch is named, it concerns whichever the group is in."""
+    """One dead rank takes its whole group out; the notice names no epoch, as it concerns whichever the group is in."""
     verdict = judge(signal)
-    assert verdict == Died(signal.exit.group, verdict.reason, signal.incarnation, verdict.microbatch)
+    assert verdict == Died(signal.exit.group, verdict.reason, signal.incarnation, verdict.microbatch, ended=True)
     how = signal.exit.signal or f"exit code {signal.exit.code}"
     for word in (f"rank {signal.exit.position}", signal.exit.host, f"pid {signal.exit.pid}", how, signal.exit.detail):
         assert word in verdict.reason
@@ -101,19 +133,30 @@ def test_a_microbatch_is_blamed_for_an_exception_only(signal):
 
 
 def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
-    wire = {"kind": "ended", "incarnation": 0, "group": 1, "position": 0, "pid": 7, "host": "h", "signal": None, "code": 1}
+    wire = {
+        "kind": "ended",
+        "incarnation": 0,
+        "group": 1,
+        "position": 0,
+        "pid": 7,
+        "host": "h",
+        "signal": None,
+        "code": 1,
+    }
     assert judge(from_json(wire)).microbatch is None
     assert "in microbatch 3/1.0 (" in str(Exit(1, 0, 7, "h", None, 1, "IndexError", "3/1.0"))
 
 
 @given(resets)
-def test_a_reset_ends_its_epoch_and_accuses_nobody(signal):
-    """gloo never says who is lost, so whoever reports the reset, or its neighbour, must not be taken for dead."""
-    assert judge(signal) == Broke(signal.epoch, f"group {signal.by}: {signal.detail}", signal.after)
+def test_a_reset_ends_its_epoch_and_accuses_no_group(signal):
+    """gloo never says which rank is lost, so the rank that reports the reset, or its neighbour, must not be taken for
+    dead."""
+    assert judge(signal) == Broke(signal.epoch, f"group {signal.by} reports: {signal.detail}", signal.after)
 
 
-def test_a_reset_of_who_says_no_step_ends_the_epoch_at_once():
-    assert judge(from_json({"kind": "reset", "epoch": 3, "by": 1, "detail": "x"})) == Broke(3, "group 1: x", after=-1)
+def test_a_reset_without_a_step_ends_the_epoch_at_once():
+    said = from_json({"kind": "reset", "epoch": 3, "by": 1, "detail": "x"})
+    assert judge(said) == Broke(3, "group 1 reports: x", after=-1)
 
 
 @given(deaths | resets | accusations | silences | leavings | askings)
@@ -121,7 +164,7 @@ def test_the_wire_form_keeps_everything(signal):
     assert from_json(json.loads(json.dumps(to_json(signal)))) == signal
 
 
-def test_what_is_no_signal_is_refused():
+def test_an_invalid_signal_is_refused():
     with pytest.raises(ValueError, match="kind 'omen' is not known; do all nodes run the same megatron_ft"):
         from_json({"kind": "omen"})
     with pytest.raises(TypeError, match="'omen' is not a signal"):
@@ -147,13 +190,56 @@ VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})
         (Broke(4, ""), True),
         (Broke(3, ""), False),
         (Broke(4, "", after=6), True),
-        (Broke(4, "", after=7), False),  # who works on step 7 finishes it
-        (Asked(2, 1, ((0, 0), (3, 2)), after=0), False),  # core ends the epoch at a boundary, and says so
+        (Broke(4, "", after=7), False),  # a group in step 7 finishes it
+        (Asked(2, 1, ((0, 0), (3, 2)), after=0), False),  # core ends the epoch at a boundary, and announces it
         (Missed((0, 1), (2, 3), ""), True),
         (Missed((0, 1), (2,), ""), False),
         (Missed((0, 1), (2, 3), "", heard=True), False),
         (Leaves(1, 7, ""), False),
     ],
 )
-def test_what_ends_an_epoch(verdict, over):
+def test_verdicts_that_end_an_epoch(verdict, over):
     assert ends(verdict, VIEW, step=7) == over
+
+
+pairs = st.sampled_from([(0,), (1,), (1, 2)])
+heard = st.one_of(
+    st.builds(Died, st.integers(0, 2), st.just("died"), st.integers(0, 3)),
+    st.builds(Broke, st.integers(0, 3), st.just("broke"), st.integers(-1, 3)),
+    st.builds(Missed, pairs, pairs, st.just("silent"), st.booleans()),
+    st.builds(signals.Agreed, st.integers(0, 3)),
+)
+
+
+@given(verdicts=st.lists(heard, max_size=12))
+@settings(max_examples=300)
+def test_a_verdict_that_a_rank_forgets_would_never_have_ended_an_epoch(verdicts):
+    """Compared with a rank that keeps everything, for every view and step; in order, or not."""
+    remembered: tuple = ()
+    everything: list = []
+    for verdict in verdicts:
+        remembered = signals.remember(remembered, verdict)
+        everything = [
+            old for old in everything if not (isinstance(old, Missed) and isinstance(verdict, Missed) and verdict.heard
+            and (old.by, old.about) == (verdict.by, verdict.about))
+        ] + [verdict]  # fmt: skip
+    for epoch, live, step in product(range(4), [(0,), (0, 1), (0, 1, 2)], range(4)):
+        for start in range(4):
+            view = View(epoch, live, "", incarnations={1: start})
+            ended = [
+                {signals.in_order(verdict) for verdict in some if signals.ends(verdict, view, step)}
+                for some in (everything, remembered)
+            ]
+            assert ended[0] == ended[1]
+
+
+def test_the_memory_of_a_rank_does_not_grow_with_the_losses():
+    remembered: tuple = ()
+    for loss in range(1000):
+        for verdict in (
+            Died(loss % 3, "killed", loss),
+            Missed((0,), (1,), "silent"),
+            Missed((0,), (1,), "heard", True),
+        ):
+            remembered = signals.remember(remembered, verdict)
+    assert len(remembered) == 3

@@ -1,13 +1,13 @@
-"""What Slurm says, and what the supervisors of a job make of it."""
+"""Replies of Slurm's commands, leases of supervisors, and the place of an array element."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_ft import config
+from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
-from megatron_ft.launch import array, slurm
-from megatron_ft.launch.supervisor import Options, Supervisor, _Lease, limits
+from megatron_ft.launchers.slurm import commands, job_array
+from megatron_ft.launchers.slurm.supervisor import Options, Supervisor, _Lease, limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
 SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]
@@ -18,7 +18,7 @@ NODES = {"n[1-2]": "n1 n2", "n[3-4]": "n3 n4", "n[1-4]": "n1 n2 n3 n4"}
 
 @pytest.fixture
 def said(monkeypatch):
-    """What the commands answer; empty where Slurm does not."""
+    """Set the replies of the commands; empty when Slurm has none."""
     answers = {"topology": TREE}
 
     def answer(*command: str) -> str:
@@ -26,16 +26,16 @@ def said(monkeypatch):
             return NODES[command[3]]
         return answers[command[-1]]
 
-    monkeypatch.setattr(slurm, "_answer", answer)
+    monkeypatch.setattr(commands, "_answer", answer)
     return answers
 
 
 def test_the_switch_of_each_node(said):
-    assert slurm.switches(["n1", "n3", "n4"]) == {"n1": "s1", "n3": "s2", "n4": "s2"}
-    assert slurm.switches(["n1", "n2"]) == {}, "all on one: nothing to spread over"
-    assert slurm.switches(["n1", "n9"]) == {}, "one that no switch knows"
+    assert commands.switches(["n1", "n3", "n4"]) == {"n1": "s1", "n3": "s2", "n4": "s2"}
+    assert commands.switches(["n1", "n2"]) == {}, "all on one: nothing to spread over"
+    assert commands.switches(["n1", "n9"]) == {}, "one that no switch knows"
     said["topology"] = ""
-    assert slurm.switches(["n1", "n3"]) == {}
+    assert commands.switches(["n1", "n3"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_the_switch_of_each_node(said):
     ],
 )
 def test_groups_are_spread_over_switches(said, tmp_path, groups, nodes, spares, domains):
-    """The batch shell's node, n1, is the last one."""
-    run = config.resolve({}, groups=groups, ranks_per_group=2)
+    """n1, the node of the batch shell, is the last host."""
+    run = schema.resolve({}, groups=groups, ranks_per_group=2)
     options = Options(["--x"], run, tmp_path, spares, limits(run.fault_tolerance, 3, 300.0))
     environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
     made = Supervisor(options, environ)
@@ -56,19 +56,27 @@ def test_groups_are_spread_over_switches(said, tmp_path, groups, nodes, spares, 
     assert made._domains(made._nodes[: 4 - spares]) == ["--failure-domains", domains]
 
 
-def test_words_of_the_batch_shell_are_not_for_its_steps(monkeypatch):
+def test_variables_of_the_batch_shell_are_not_passed_to_its_steps(monkeypatch):
     asked = {}
-    monkeypatch.setattr(slurm.subprocess, "Popen", lambda command, env, stdin: asked.update(command=command, env=env))
+    monkeypatch.setattr(
+        commands.subprocess, "Popen", lambda command, env, **options: asked.update(command=command, env=env)
+    )
     for name in ("SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_CONF"):
         monkeypatch.setenv(name, "1")
-    slurm.start_step(slurm.Job("5", 0, ("n1",), "n1"), "n1", "mft/0/n1/0", ["true"], slurm.Path("/runs/100%.log"))
+    commands.start_step(
+        commands.Job("5", 0, ("n1",), "n1"), "n1", "mft/0/n1/0", ["true"], commands.Path("/runs/100%.log")
+    )
     left = {name for name in asked["env"] if name.startswith("SLURM")}
-    assert {"SLURM_JOB_ID", "SLURM_CONF"} <= left and not left & {"SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"}
+    assert {"SLURM_JOB_ID", "SLURM_CONF"} <= left and not left & {
+        "SLURM_NNODES",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_STEP_ID",
+    }
     assert "--output=/runs/100%%.log.%N" in asked["command"] and asked["command"][-1] == "true"
 
 
 class Store:
-    """Of two supervisors. ``silent``: the keys whose owners have fallen silent."""
+    """The store of two supervisors. ``silent``: the keys whose owners have fallen silent."""
 
     def __init__(self) -> None:
         self.keys: dict[str, str] = {}
@@ -93,12 +101,12 @@ def held(*leases: _Lease) -> list[bool]:
     return [lease.held for lease in leases]
 
 
-def test_a_second_supervisor_takes_over_from_a_silent_one_which_does_not_come_back():
+def test_a_second_supervisor_takes_over_from_a_silent_one_for_good():
     store = Store()
     second, first = _Lease(store, "n4 7", waits=True), _Lease(store, "n1 5", waits=False)
     assert held(second) == [False], "it waits for a first one"
     assert held(first, second, first) == [True, False, True] and first.number == 1
-    store.silent.add("supervisor/1")  # stopped, or cut off
+    store.silent.add("supervisor/1")  # the supervisor is stopped, or cut off
     assert held(second, first, second) == [True, False, True] and second.number == 2
     again = _Lease(store, "n1 9", waits=False)  # the batch script starts one anew
     assert held(again) == [False]
@@ -110,23 +118,23 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": 
 ARRAY |= {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in {"ID": 1, "MIN": 0, "MAX": 4, "COUNT": 5}.items()}
 
 
-def test_an_element_knows_its_place_and_how_many_are_at_work():
-    where = array.place({**ARRAY, "SLURM_RESTART_COUNT": "2"})
-    assert where == array.Place(array="7", element=1, first=0, last=4, count=5, restarts=2, node="n2")
-    settings = config.FaultToleranceConfig()
-    assert array.limits(settings, where, 1, 3).hosts == 4 and array.limits(settings, where, 1, 3).whole is None
+def test_an_element_knows_its_place_and_the_number_of_working_elements():
+    where = job_array.place({**ARRAY, "SLURM_RESTART_COUNT": "2"})
+    assert where == job_array.Place(array="7", element=1, first=0, last=4, count=5, restarts=2, node="n2")
+    settings = schema.FaultToleranceConfig()
+    assert job_array.limits(settings, where, 1, 3).hosts == 4 and job_array.limits(settings, where, 1, 3).whole is None
 
 
 @pytest.mark.parametrize(
     "change, words",
     [({"SLURM_ARRAY_JOB_ID": None}, "not an element"), ({"SLURM_JOB_NUM_NODES": "2"}, "this element has 2 nodes")],
 )
-def test_what_is_no_element_is_refused(change, words):
+def test_a_process_that_is_not_an_element_is_refused(change, words):
     environment = {name: value for name, value in (ARRAY | change).items() if value is not None}
     with pytest.raises(LaunchError, match=words):
-        array.place(environment)
+        job_array.place(environment)
 
 
 def test_an_array_of_spares_is_refused():
     with pytest.raises(LaunchError, match="--spare-hosts is 5 and the array has 5 elements"):
-        array.limits(config.FaultToleranceConfig(), array.place(ARRAY), 5, 3)
+        job_array.limits(schema.FaultToleranceConfig(), job_array.place(ARRAY), 5, 3)

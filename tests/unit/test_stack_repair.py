@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.rectlr import lower_bound, patch, reconfigure
-from megatron_ft.core.repair import Stacks
-from megatron_ft.core.replication import consecutive, golomb, largest_redundancy
+from megatron_ft.core.replication.placement import consecutive, golomb, largest_redundancy
+from megatron_ft.core.scheduling.policies.rectlr import lower_bound, patch, reconfigure
+from megatron_ft.core.scheduling.policies.stack_repair import Stacks
 
 
 @st.composite
@@ -23,7 +23,7 @@ def placements(draw):
 @given(placements(), st.randoms(use_true_random=False))
 @settings(max_examples=120)
 def test_every_loss_is_decided_as_rectlr_does(placement, shuffle):
-    """SPARe, ReCtlr: phase, S, how many entries move, how many shards are patched; until the wipe-out."""
+    """SPARe, ReCtlr: phase, S, number of moved entries, number of patched shards; until the wipe-out."""
     stacks, order = Stacks(placement), list(range(placement.groups))
     shuffle.shuffle(order)
     for group in order[:-1]:
@@ -42,7 +42,8 @@ def test_every_loss_is_decided_as_rectlr_does(placement, shuffle):
 
 
 def check(stacks, placement):
-    """Every shard is contributed by one live group, from its first S; stacks hold what they always held."""
+    """Check that every shard is contributed by one live group, from its first S, and that stacks hold what they always
+    held."""
     assert lower_bound(placement.groups, len(stacks.live)) <= stacks.S
     for shard, owner in enumerate(stacks.owner):
         assert owner in stacks.live and shard in stacks.orders[owner][: stacks.S]
@@ -52,8 +53,8 @@ def check(stacks, placement):
 
 @given(placements(), st.randoms(use_true_random=False), st.lists(st.integers(1, 4), min_size=24, max_size=24))
 @settings(max_examples=60)
-def test_a_shard_is_patched_once_in_a_step_however_many_are_lost_in_it(placement, shuffle, bursts):
-    """What has been patched in this step, or stood among the first S when it began, is there already."""
+def test_a_shard_is_patched_once_in_a_step_however_many_groups_are_lost_in_it(placement, shuffle, bursts):
+    """A shard that was patched in this step, or stood among the first S when it began, is there already."""
     stacks, order = Stacks(placement), list(range(placement.groups))
     shuffle.shuffle(order)
     for burst in bursts:

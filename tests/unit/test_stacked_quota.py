@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from megatron_ft.core.replication import cyclic, golomb
-from megatron_ft.core.scheduler import (
-    check_exactly_once,
+from megatron_ft.core.replication.placement import cyclic, golomb
+from megatron_ft.core.scheduling.assignment import (
     fetched,
     microbatches_of_step,
     patch_plan,
     plan_step,
 )
+from tests.support import check_exactly_once
 
 
 @st.composite
@@ -31,7 +31,7 @@ def cases(draw):
 
 
 def hosting(placement, live) -> list[tuple[int, int]]:
-    """(shard, group) pairs that are allowed: hosts, or everybody where no host lives."""
+    """Return the (shard, group) pairs that are allowed: hosts, or every group where no host lives."""
     pairs = []
     for shard in range(placement.groups):
         hosts = [group for group in placement.hosts[shard] if group in live] or live
@@ -40,7 +40,7 @@ def hosting(placement, live) -> list[tuple[int, int]]:
 
 
 def feasible(placement, per_shard: int, live, limits: dict[int, int]) -> bool:
-    """An independent maximum flow (networkx)."""
+    """Check with an independent maximum flow (networkx)."""
     graph = networkx.DiGraph()
     for shard in range(placement.groups):
         graph.add_edge("source", ("shard", shard), capacity=per_shard)
@@ -52,7 +52,7 @@ def feasible(placement, per_shard: int, live, limits: dict[int, int]) -> bool:
 
 
 def fewest_moves(placement, per_shard: int, live, limit: int, home: dict[tuple[int, int], int]) -> int:
-    """An independent linear program: what does not stay on its edge has moved."""
+    """Solve an independent linear program: a microbatch that does not stay on its edge has moved."""
     pairs = hosting(placement, live)
     n = len(pairs)
     gain = np.array([0.0] * n + [-1.0] * n)  # amounts, then the part of them that stays
@@ -115,10 +115,12 @@ def test_few_microbatches_leave_their_place_in_the_previous_plan(case, data):
 @given(cases(), st.booleans(), st.integers(0, 2), st.data())
 @settings(max_examples=200)
 def test_slow_groups_get_less(case, restricted, more, data):
-    """The time of the slowest group is the least possible, whoever hosts what, if each straggler keeps a microbatch."""
+    """The time of the slowest group is the least possible for the given hosts, if each straggler keeps a microbatch."""
     placement, per_shard, live = case
     groups, live = placement.groups, [*live, *range(placement.groups, placement.groups + more)]
-    slow = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from([0.05, 0.25, 1 / 3, 0.5, 0.61]), max_size=3))
+    slow = data.draw(
+        st.dictionaries(st.sampled_from(live), st.sampled_from([0.05, 0.25, 1 / 3, 0.5, 0.61]), max_size=3)
+    )
     plan = plan_step(0, groups, per_shard, live, placement if restricted else None, slow)
     check_exactly_once(plan.assignment, microbatches_of_step(0, groups, per_shard))
     assert list(plan.assignment) == live and plan.patched == frozenset()
@@ -129,7 +131,7 @@ def test_slow_groups_get_less(case, restricted, more, data):
     loads = {group: len(plan.of(group)) for group in live}
     if groups * per_shard >= len(slow):
         assert all(loads[group] for group in slow)
-    # What exceeds the one microbatch that a straggler needs to be seen is spread so that no other way is faster.
+    # The excess over the one microbatch by which a straggler is measured is spread so that no other way is faster.
     time = max((loads[g] / pace[g] for g in live if g not in slow or loads[g] > 1), default=0)
     if not time:
         return
@@ -139,13 +141,15 @@ def test_slow_groups_get_less(case, restricted, more, data):
 
 @given(cases(), st.data())
 @settings(max_examples=100)
-def test_what_a_slow_group_gives_away_goes_to_hosts_of_its_shard(case, data):
-    """As much as in that time is possible at all is computed by hosts (an independent maximum flow says how much)."""
+def test_microbatches_of_a_slow_group_go_to_hosts_of_their_shard(case, data):
+    """Hosts compute as much as is possible in that time (an independent maximum flow gives the amount)."""
     placement, per_shard, live = case
     slow = {data.draw(st.sampled_from(live)): data.draw(st.sampled_from([0.2, 0.4, 0.6]))}
     plan = plan_step(0, placement.groups, per_shard, live, placement, slow)
     loads = {group: len(plan.of(group)) for group in live}
-    time = max((load / slow.get(group, 1.0) for group, load in loads.items() if group not in slow or load > 1), default=0)
+    time = max(
+        (load / slow.get(group, 1.0) for group, load in loads.items() if group not in slow or load > 1), default=0
+    )
     graph = networkx.DiGraph()
     for shard in range(placement.groups):
         graph.add_edge("source", ("shard", shard), capacity=per_shard)
@@ -157,7 +161,7 @@ def test_what_a_slow_group_gives_away_goes_to_hosts_of_its_shard(case, data):
 
 
 def test_a_slow_group_that_has_no_shard_of_its_own_keeps_a_microbatch():
-    """Group 4 has entered on top of the four of the placement, and everybody could keep what is its own."""
+    """Group 4 has entered on top of the four of the placement, and every other group could keep its own shard."""
     for placement in (None, cyclic(4, (0, 1))):
         plan = plan_step(0, 4, 4, range(5), placement, {4: 0.1})
         assert {group: len(own) for group, own in plan.assignment.items()} == {0: 3, 1: 4, 2: 4, 3: 4, 4: 1}
@@ -198,7 +202,7 @@ def test_a_patch_is_level_and_as_much_of_it_as_possible_is_hosted(case, data):
 
 @given(cases())
 @settings(max_examples=60)
-def test_fetched_is_what_the_stack_lacks(case):
+def test_fetched_microbatches_are_those_the_stack_lacks(case):
     placement, per_shard, live = case
     plan = plan_step(0, placement.groups, per_shard, live, placement)
     unhosted = placement.unhosted(live)
@@ -208,7 +212,7 @@ def test_fetched_is_what_the_stack_lacks(case):
         assert all(m.shard in unhosted for m in lacking), "only what no live group hosts is read anew"
 
 
-def test_an_unhosted_shard_goes_to_anybody_and_is_fetched():
+def test_an_unhosted_shard_goes_to_any_group_and_is_fetched():
     placement = cyclic(6, (0, 1))  # shard 2 lives on groups 2 and 1
     plan = plan_step(0, 6, 4, [0, 3, 4, 5], placement)
     check_exactly_once(plan.assignment, microbatches_of_step(0, 6, 4))

@@ -1,18 +1,30 @@
-"""Who is slow: after so many steps in a row, until as many others, and the same at everybody who saw the same numbers."""
+"""Slow groups: named after a number of slow steps in a row, until as many fast ones, and the same in all groups with
+the same numbers."""
 
 import json
 import math
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core import recovery
-from megatron_ft.core.membership import first_view
-from megatron_ft.core.protocol import Asked, AwaitView, Broke, Computed, Connected, Died, Followed, Reduced, Stop, Tick
-from megatron_ft.core.recovery import Job, Transferred, Updated
-from megatron_ft.core.stragglers import Speeds, observe, weights
+from megatron_ft.core.detection.stragglers import MOST_NAMED, Speeds, brief, observe, weights, whole
+from megatron_ft.core.protocol import machine
+from megatron_ft.core.protocol.machine import Job, Transferred, Updated
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.messages import (
+    Asked,
+    AwaitView,
+    Broke,
+    Computed,
+    Connected,
+    Died,
+    Followed,
+    Reduced,
+    Stop,
+    Tick,
+)
 from megatron_ft.types import Begun, Microbatch, Report, View
 
 FACTOR, STEPS = 1.5, 3
@@ -53,7 +65,7 @@ def test_a_quota_stays_until_the_speed_has_changed_by_a_quarter():
     assert after(*[one_slow(4.0)] * 3, speeds=held).slow == pytest.approx({1: 4.0})
 
 
-def test_who_computes_nothing_shows_nothing_and_who_is_gone_is_forgotten():
+def test_a_group_that_computes_nothing_shows_nothing_and_one_that_is_gone_is_forgotten():
     slow = one_slow(3.0)
     without = {group: s for group, s in slow.items() if group != 1}
     assert after(slow, slow, without, slow).slow == pytest.approx({1: 3.0})
@@ -67,7 +79,7 @@ def test_of_two_groups_the_slower_one_is_slow_and_one_alone_never_is():
     assert after(*[{0: 1.0, 1: 2.0}] * 3, {1: 2.0}).slow == {1: 2.0}, "alone it shows nothing new"
 
 
-def test_off_is_off_but_long_microbatches_are_known():
+def test_a_factor_of_0_names_no_straggler_but_long_microbatches_are_known():
     speeds = Speeds()
     for _ in range(5):
         speeds = observe(speeds, one_slow(9.0), 0.0, STEPS)
@@ -75,8 +87,8 @@ def test_off_is_off_but_long_microbatches_are_known():
 
 
 @given(st.lists(vectors, max_size=12), st.floats(1.1, 4), st.integers(1, 4))
-def test_whatever_is_measured(history, factor, steps):
-    """Who is named slow has been so; the state survives the wire; a record may hold rounded numbers."""
+def test_invariants_hold_for_any_measurements(history, factor, steps):
+    """A group that is named slow has been so; the state survives the wire; a record may hold rounded numbers."""
     speeds = rounded = Speeds()
     ratios: dict[int, list[float]] = {}
     for measured in history:
@@ -99,34 +111,34 @@ def test_whatever_is_measured(history, factor, steps):
 
 
 @given(st.dictionaries(st.integers(0, 3), st.sampled_from([math.nan, math.inf, -1.0, 0.0])))
-def test_what_is_no_time_counts_for_nothing(measured):
+def test_a_value_that_is_no_time_is_ignored(measured):
     assert after(measured, measured, measured) == Speeds()
 
 
-# --- what the protocol makes of it ------------------------------------------------------------------------------------
+# --- the effects on the protocol --------------------------------------------------------------------------------------
 
 JOB = Job(shards=3, per_shard=4, buckets=1, steps=9, straggler_steps=1, report_timeout_s=10.0)
 
 
 def train(state, measured, steps=1):
-    """Commit steps as core asks for them; everybody measures the same each time."""
+    """Commit steps as core asks for them; all groups measure the same each time."""
     for _ in range(steps):
-        while isinstance(action := recovery.next_action(state), recovery.Compute):
-            state, _ = recovery.step(state, Computed(action.microbatch), 0.0)
-        if isinstance(action, recovery.Connect):
-            state, _ = recovery.step(state, Connected(state.view.epoch), 0.0)
+        while isinstance(action := machine.next_action(state), machine.Compute):
+            state, _ = machine.step(state, Computed(action.microbatch), 0.0)
+        if isinstance(action, machine.Connect):
+            state, _ = machine.step(state, Connected(state.view.epoch), 0.0)
         if state.needs_transfer:
-            state, _ = recovery.step(state, Transferred(state.view.epoch), 0.0)
+            state, _ = machine.step(state, Transferred(state.view.epoch), 0.0)
             state = train(state, measured, 0)
-        state, _ = recovery.step(state, Reduced(0), 0.0)
-        state, _ = recovery.step(state, Updated(state.step, measured), 0.0)
+        state, _ = machine.step(state, Reduced(0), 0.0)
+        state, _ = machine.step(state, Updated(state.step, measured), 0.0)
     return state
 
 
 def begun(me=0, job=JOB):
-    state = recovery.start(me, job, first_view(job.shards))
-    state, _ = recovery.step(state, Connected(0), 0.0)
-    return recovery.step(state, Transferred(0), 0.0)[0]
+    state = machine.start(me, job, first_view(job.shards))
+    state, _ = machine.step(state, Connected(0), 0.0)
+    return machine.step(state, Transferred(0), 0.0)[0]
 
 
 def loads(state):
@@ -138,7 +150,7 @@ def test_the_next_plan_spares_a_straggler_and_can_be_foreseen():
     assert loads(state) == {0: 4, 1: 4, 2: 4}
     state = train(state, {0: 1.0, 1: 1.0, 2: 2.0})
     assert loads(state) == {0: 5, 1: 5, 2: 2}
-    foreseen = recovery.plan_ahead(state)
+    foreseen = machine.plan_ahead(state)
     assert loads(train(state, {0: 1.0, 1: 1.0, 2: 2.0})) == {g: len(foreseen.of(g)) for g in range(3)} == loads(state)
     assert loads(train(state, {0: 1.0, 1: 1.0, 2: 1.0})) == {0: 4, 1: 4, 2: 4}
 
@@ -147,23 +159,23 @@ def test_without_measurements_nothing_changes():
     assert train(begun(), {}, 4).speeds == Speeds() and loads(train(begun(), {}, 4)) == {0: 4, 1: 4, 2: 4}
 
 
-def test_a_group_that_enters_learns_with_the_state_who_is_slow():
+def test_a_group_that_enters_learns_the_slow_groups_with_the_state():
     begun_with = Begun((0, 1, 2))
     view = View(5, (0, 1, 2), "2 joins", step=3, joined=(2,), begun=begun_with, incarnations={2: 1})
-    state = recovery.start(2, JOB, view)
-    state, _ = recovery.step(state, Connected(5), 0.0)
+    state = machine.start(2, JOB, view)
+    state, _ = machine.step(state, Connected(5), 0.0)
     known = observe(Speeds(), {0: 1.0, 1: 2.0, 2: 1.0}, 1.5, 1)
-    state, _ = recovery.step(state, Followed(known), 0.0)
+    state, _ = machine.step(state, Followed(known), 0.0)
     assert state.speeds == known and loads(state) == {0: 5, 1: 2, 2: 5}
 
 
-def test_who_hands_the_state_over_keeps_its_own():
+def test_a_group_that_hands_the_state_over_keeps_its_own_measurements():
     state = train(begun(), {0: 1.0, 1: 1.0, 2: 2.0})
     view = View(1, (0, 1, 2), "3 joins", step=1, source=0, behind=(1,), begun=state.begun)
-    state, _ = recovery.step(state, Broke(0, "3 joins"), 0.0)
-    state, _ = recovery.step(state, recovery.ViewSeen(view), 0.0)
-    state, _ = recovery.step(state, Connected(1), 0.0)
-    after_it, _ = recovery.step(state, Transferred(1, Speeds()), 0.0)
+    state, _ = machine.step(state, Broke(0, "3 joins"), 0.0)
+    state, _ = machine.step(state, machine.ViewSeen(view), 0.0)
+    state, _ = machine.step(state, Connected(1), 0.0)
+    after_it, _ = machine.step(state, Transferred(1, Speeds()), 0.0)
     assert after_it.speeds == state.speeds != Speeds()
 
 
@@ -171,16 +183,16 @@ def test_who_hands_the_state_over_keeps_its_own():
 def test_a_long_microbatch_is_waited_for(longest, waits_s):
     """Group 2 is in its microbatch and cannot report; it is left out after 4 of those, not after report_timeout_s."""
     state = train(begun(), {0: 0.5, 1: 0.5, 2: longest})
-    state, _ = recovery.step(state, Broke(0, "a reset"), 0.0)
-    state, _ = recovery.step(state, recovery.ReportsSeen((Report(0, 1, 1),)), 0.0)
-    while isinstance(action := recovery.next_action(state), recovery.Compute):
-        state, _ = recovery.step(state, Computed(action.microbatch), 0.0)
+    state, _ = machine.step(state, Broke(0, "a reset"), 0.0)
+    state, _ = machine.step(state, machine.ReportsSeen((Report(0, 1, 1),)), 0.0)
+    while isinstance(action := machine.next_action(state), machine.Compute):
+        state, _ = machine.step(state, Computed(action.microbatch), 0.0)
     assert action == AwaitView(0, (2,))
     now, proposed = 0.0, []
     while not proposed:
         now += 0.5
-        state, actions = recovery.step(state, Tick(), now)
-        proposed = [action.view for action in actions if isinstance(action, recovery.Propose)]
+        state, actions = machine.step(state, Tick(), now)
+        proposed = [action.view for action in actions if isinstance(action, machine.Propose)]
     assert now == pytest.approx(waits_s, abs=1.0)
     assert proposed[0].live == (0, 1) and "no report within 10 s" in proposed[0].lost[2]
 
@@ -196,7 +208,7 @@ def at_step_2():
 
 def told(state, *events):
     for event in events:
-        state, (*_, action) = recovery.step(state, event, 0.0)
+        state, (*_, action) = machine.step(state, event, 0.0)
     return action
 
 
@@ -220,7 +232,7 @@ def test_one_group_or_two_microbatches_do_not(second):
     assert not isinstance(told(at_step_2(), Died(1, "IndexError", 0, X), second), Stop)
 
 
-def test_a_microbatch_that_is_committed_harms_nobody_any_more():
+def test_a_microbatch_that_is_committed_harms_no_group_any_more():
     past = Microbatch(1, 1, 0)
     assert not isinstance(told(at_step_2(), Died(1, "late", 0, past), Died(2, "late", 0, past)), Stop)
     ahead = Microbatch(3, 1, 0)  # others are a step further
@@ -230,3 +242,40 @@ def test_a_microbatch_that_is_committed_harms_nobody_any_more():
 def test_the_stop_is_final():
     action = told(at_step_2(), Died(1, "a", 0, X), Died(2, "b", 0, X), Asked(5, 1, ((0, 0),), 1), Died(3, "c"))
     assert isinstance(action, Stop) and "groups 1 and 2" in action.reason
+
+
+@given(
+    steps=st.lists(
+        st.lists(
+            st.sampled_from([0.0, 0.02, 0.021, 0.03, 0.1, 0.1001, 0.13, 0.16, 0.5]) | st.floats(0.02, 1.0),
+            min_size=20,
+            max_size=40,
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    factor=st.sampled_from([0.0, 1.1, 1.5, 3.0]),
+)
+@settings(max_examples=300)
+def test_the_compact_record_of_many_groups_leads_to_the_same(steps, factor):
+    """This holds for any measurements, as long as few groups are slow at once; and the record is short."""
+    exact = rebuilt = Speeds()
+    for seconds in steps:
+        measured = dict(enumerate(seconds))
+        told = brief(measured, exact, factor)
+        named = {int(group): s for group, s in told["measured"].items()}
+        again = whole(named, told.get("measured_rest", ()))
+        assert len(again) == sum(s > 0 for s in seconds) and len(told.get("measured_rest", ())) <= 4
+        rebuilt = observe(rebuilt, again, factor, STEPS)
+        exact = observe(exact, measured, factor, STEPS)
+        if len(named) == MOST_NAMED:
+            return
+        assert rebuilt == exact
+
+
+@pytest.mark.parametrize("groups", [512, 4096])
+@pytest.mark.parametrize("slow", [0, 3, 0.5])
+def test_the_compact_record_does_not_grow_with_the_groups(groups, slow):
+    many = slow if slow >= 1 else int(slow * groups)
+    measured = {group: 0.1 + 0.0001 * (group % 50) + (group < many) for group in range(groups)}
+    assert len(json.dumps(brief(measured, Speeds(), 1.5))) < 1000

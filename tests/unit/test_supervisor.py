@@ -1,38 +1,47 @@
-"""The supervisor's loop without a Slurm: what it makes of a record that an earlier job has left."""
+"""The supervisor's loop without Slurm, with the record of an earlier job."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from megatron_ft.config import RunConfig
-from megatron_ft.core import supervision
-from megatron_ft.core.slurm_said import STEP, Said
-from megatron_ft.launch import slurm, supervisor
-from megatron_ft.runtime import history
+from megatron_ft.auth import secret
+from megatron_ft.config.schema import RunConfig
+from megatron_ft.coordination.store import ControlStore, Log, listen, serve_on
+from megatron_ft.core.lifecycle import restart_policy, store_failover, supervisor_policy
+from megatron_ft.core.lifecycle.store_failover import Claim
+from megatron_ft.errors import WIPED_OUT
+from megatron_ft.launchers.slurm import commands, supervisor
+from megatron_ft.runlog import history
 
 NODES = ("n1", "n2")
 LATER_S = 300.0
-"""So long the agents take to come up: longer than steps may go on when a run is over."""
+"""Start-up time of the agents: longer than steps may continue after a run."""
 
 
 class Slurm:
-    """Two nodes; a step is listed as long as its process lives."""
+    """A Slurm with two nodes that lists a step while its process lives."""
 
     def __init__(self) -> None:
         self.steps: dict[str, subprocess.Popen] = {}
         self.cancelled: list[str] = []
 
     def start(self, job, node, name, command, log) -> subprocess.Popen:
-        self.steps[name] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        code = f"import sys; sys.stdin.read(); sys.exit({WIPED_OUT})"
+        self.steps[name] = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
         return self.steps[name]
 
-    def listed(self, job_id) -> list[Said]:
+    def give_up(self, name: str) -> None:
+        """End a step as one that has found no control store."""
+        self.steps[name].communicate()
+
+    def listed(self, job_id) -> dict[str, str]:
         running = [name for name, process in self.steps.items() if process.poll() is None]
-        return [Said(STEP, name, "RUNNING", f"7.{number}") for number, name in enumerate(running)]
+        return {name: f"7.{number}" for number, name in enumerate(running)}
 
     def end(self) -> None:
         for step in self.steps.values():
@@ -41,7 +50,7 @@ class Slurm:
 
 
 class Clock:
-    """Time passes where it is slept only; ``at``: what happens when, once."""
+    """A clock that advances in sleeps only; ``at``: events by time, each once."""
 
     def __init__(self) -> None:
         self.now, self.at = 0.0, {}
@@ -60,24 +69,31 @@ class Clock:
 @pytest.fixture
 def here(monkeypatch):
     fake = Slurm()
-    monkeypatch.setattr(slurm, "job", lambda environ: slurm.Job("7", 0, NODES, "n1"))
+    monkeypatch.setattr(commands, "job", lambda environ: commands.Job("7", 0, NODES, "n1"))
     for name, answer in {
         "steps": fake.listed,
         "start_step": fake.start,
         "cancel_step": fake.cancelled.append,
         "node_up": lambda node: True,
-        "node_states": lambda names: [],
         "numeric_address": lambda node: "127.0.0.1",
         "switches": lambda nodes: {},
         "ends_at": lambda job: None,
-        "shown": lambda job: None,
-        "accounted": lambda job: [],
         "comment": lambda job, what: None,
     }.items():
-        monkeypatch.setattr(slurm, name, answer)
+        monkeypatch.setattr(commands, name, answer)
     monkeypatch.setattr(supervisor.signal, "signal", lambda number, handler: None)
     yield fake
     fake.end()
+
+
+@pytest.fixture
+def servers():
+    listeners = [listen("127.0.0.1", 0) for _ in range(3)]
+    running = list(map(serve_on, listeners))
+    yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    running.clear()
+    for listener in listeners:
+        listener.close()
 
 
 def record_of(run_dir, run_id: str, job: str, *events: dict) -> None:
@@ -90,8 +106,8 @@ def record_of(run_dir, run_id: str, job: str, *events: dict) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["the batch script's first", "started again at once"])
-def test_how_an_earlier_job_has_ended_says_nothing_of_this_one(tmp_path, here, monkeypatch, restarted):
-    """Its agents need minutes to come up, and only then the old record is put aside."""
+def test_the_record_of_an_earlier_job_does_not_end_this_one(tmp_path, here, monkeypatch, restarted):
+    """The agents need minutes to start, and move the old record away only then."""
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     run_dir = tmp_path / "run"
@@ -108,18 +124,83 @@ def test_how_an_earlier_job_has_ended_says_nothing_of_this_one(tmp_path, here, m
         LATER_S: lambda: record_of(run_dir, "new", "7.0.0.1"),
         LATER_S + 60.0: ended,
     }
-    limits = supervision.Limits(per_node=3, stop_before_s=120.0)
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
     assert own.run() == 0 and clock.now > LATER_S
     assert not here.cancelled
 
 
-def test_a_supervisor_that_is_started_again_knows_that_its_run_has_stopped(tmp_path, here, monkeypatch):
+def test_a_restarted_supervisor_knows_that_its_run_has_stopped(tmp_path, here, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     record_of(tmp_path / "run", "one", "7.0.0.1", {"event": "stop", "exit_code": 3, "reason": "a model that diverged"})
     here.start(None, "n1", "mft/0/n1/0", [], None)
-    limits = supervision.Limits(per_node=3, stop_before_s=120.0)
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
-    monkeypatch.setattr(slurm, "cancel_step", lambda step: here.end())
+    monkeypatch.setattr(commands, "cancel_step", lambda step: here.end())
     assert own.run() == 3
+
+
+def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node(tmp_path, here, monkeypatch):
+    """Slurm has not noticed the loss of n2: its step seems to run, and the node to be up."""
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    run_dir = tmp_path / "run"
+
+    def ended() -> None:
+        record_of(run_dir, "again", "7.0.1.1", {"event": "end"})
+        here.end()
+
+    clock.at = {
+        5.0: lambda: record_of(run_dir, "first", "7.0.0.1", {"event": "step", "step": 0}),
+        60.0: lambda: here.give_up("mft/0/n1/0"),
+        LATER_S: ended,
+    }
+    whole = restart_policy.Limits(per_hour=2)
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=whole)
+    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
+    assert own.run() == 0
+    assert [name for name in here.steps if name.startswith("mft/")] == ["mft/0/n2/0", "mft/0/n1/0", "mft/1/n1/0"]
+    assert here.cancelled and not own._job.nodes["n1"].failures
+
+
+def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, here, monkeypatch):
+    record_of(tmp_path / "run", "one", "7.0.0.1")
+    here.start(None, "n1", "mft/0/n1/5", [], None)
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
+    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
+    own._ask_slurm()
+    own._adopt(own._found())
+    node = own._job.nodes["n1"]
+    assert (node.step, node.failures, node.failures + node.excused) == ("mft/0/n1/5", 2, 5)
+
+
+def test_the_supervisor_on_duty_keeps_its_lease_when_the_control_store_moves(tmp_path, here, monkeypatch, servers):
+    """The old store still answers: its host was frozen and has resumed."""
+    options = supervisor.Options([], RunConfig(groups=2, ranks_per_group=1), tmp_path, 0, supervisor_policy.Limits())
+    key = secret.make(tmp_path)
+    log = Log(tmp_path, "run", key)
+    config = {"run_id": "run", "job": "7.0.0", "hosts": 2, "host": "n1", "directory": "/", "command": ["train.py"]}
+    (tmp_path / "config.json").write_text(json.dumps({"store_address": servers[0], **config, **options.run.to_json()}))
+    log.create(Claim(0, "run", 0, servers[0]))
+    stores = [ControlStore(address, "run", 5.0, secret=key) for address in servers]
+    first, second = (supervisor.Supervisor(replace(options, waits=waits)) for waits in (False, True))
+    second._me = "n2 1"  # otherwise both would have the identity of this process
+
+    def on_duty(one: supervisor.Supervisor) -> bool:
+        one._beat_at = -float("inf")
+        return one._on_duty()
+
+    stores[0].begin()
+    assert [on_duty(first), on_duty(second), on_duty(first)] == [True, False, True]
+    log.create(store_failover.taken_over(log.read()[-1], 1, servers[1], "host 0 is lost"))
+    assert [on_duty(second), on_duty(first)] == [False, True], "it is not rebuilt yet: nothing changes"
+    stores[1].begin()
+    assert [on_duty(second), on_duty(first), on_duty(second)] == [False, True, False]
+    assert stores[1].get("supervisor/1") == stores[0].get("supervisor/1")
+    monkeypatch.setattr(supervisor, "_LEASE_S", 0.0)
+    log.create(
+        store_failover.taken_over(log.read()[-1], 2, servers[2], "host 1 is lost, and the first supervisor with it")
+    )
+    stores[2].begin()
+    assert on_duty(second), "nobody was on duty there"

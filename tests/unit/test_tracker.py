@@ -1,4 +1,4 @@
-"""Trackers in their own process: fed by the record alone, guarded from each other, over when the run is."""
+"""Trackers in their own process: fed by the record alone, guarded from each other, and ended with the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.report import tracker
-from megatron_ft.runtime import history
-from tests.unit.test_report import write_run
+from megatron_ft.runlog import history
+from tests.unit.test_run_tables import write_run
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
 def run_tracker(run_dir, names: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", run_dir, "--track", names],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -57,7 +59,7 @@ class Broken:
 
 
 class Good:
-    """Remembers what it was given."""
+    """A tracker that remembers what it was given."""
 
     logged: list = []
 
@@ -79,7 +81,7 @@ def test_a_tracker_that_fails_does_not_stop_the_other(run_dir, monkeypatch, caps
 
 
 def test_the_tracker_ends_when_its_agent_is_gone(run_dir, monkeypatch):
-    """No end in the record, and a parent that changes: what is there is written, then it is over."""
+    """The record has no end line, and the parent changes: the tracker writes the lines that are there, then ends."""
     kept = [line for line in (run_dir / history.FILE).read_text().splitlines() if '"end"' not in line]
     (run_dir / history.FILE).write_text("\n".join(kept) + "\n")
     parents = iter([4242])

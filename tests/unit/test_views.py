@@ -1,4 +1,5 @@
-"""Any reports, any deaths, any joiners: what every next view must keep. The single cases are in test_membership.py."""
+"""Invariants of every next view, for any reports, any deaths, any joiners. The single cases are in
+test_membership.py."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.membership import first_view, follows, next_view
-from megatron_ft.core.protocol import Asked
+from megatron_ft.core.protocol.membership import first_view, follows, next_view
+from megatron_ft.core.protocol.messages import Asked
 from megatron_ft.types import Begun, Report, View
 
 BUCKETS = 3
@@ -31,8 +32,9 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw) -> Case:
-    """What the protocol can meet: live groups at most one step apart, and no bucket of the later step reduced then; where
-    somebody follows, all others stand at its step with no bucket, because it has not taken part in any."""
+    """A strategy for all that the protocol can meet: live groups at most one step apart, and no bucket of the later
+    step reduced then; where a group follows, all others stand at its step with no bucket, because it has not taken
+    part in any."""
     live = tuple(sorted(draw(st.sets(st.integers(0, 6), min_size=1))))
     low = draw(st.integers(0, 3))
     steps = {group: low + draw(st.integers(0, 1)) for group in live}
@@ -64,14 +66,14 @@ def cases(draw) -> Case:
 
 @given(cases())
 @settings(max_examples=300)
-def test_a_view_waits_for_exactly_those_who_are_neither_dead_nor_silent(case):
+def test_a_view_waits_for_exactly_the_groups_that_are_neither_dead_nor_silent(case):
     awaited = [g for g in case.view.live if g not in case.reports and g not in case.dead and g not in case.silent]
     assert (case.next() is None) == bool(awaited)
 
 
 @given(cases())
 @settings(max_examples=300)
-def test_who_is_in_and_who_is_out(case):
+def test_the_right_groups_are_in_and_out(case):
     view = case.next()
     if view is None:
         return
@@ -80,7 +82,7 @@ def test_who_is_in_and_who_is_out(case):
     assert view.epoch == case.view.epoch + 1
     assert gone <= set(view.lost) <= set(case.view.live)
     assert all(view.lost[group] == case.dead.get(group, "no report") for group in gone)
-    if not view.live:  # nobody is left, or nobody who has the model
+    if not view.live:  # no group is left, or none that has the model
         assert not any(case.reports[group].synced for group in stay) and "wipe-out" in view.reason
         return
     assert view.live == tuple(sorted(stay | set(view.joined))) and set(view.lost) == gone
@@ -93,8 +95,8 @@ def test_who_is_in_and_who_is_out(case):
 
 @given(cases())
 @settings(max_examples=300)
-def test_everybody_ends_up_with_the_state_and_every_final_bucket(case):
-    """Architecture, step protocol 4: what any survivor finished is final, a passed gate decides the step."""
+def test_all_groups_end_up_with_the_state_and_every_final_bucket(case):
+    """Architecture, step protocol 4: a bucket that any survivor finished is final, a passed gate decides the step."""
     view = case.next()
     if view is None or not view.live:
         return
@@ -118,7 +120,7 @@ def test_everybody_ends_up_with_the_state_and_every_final_bucket(case):
 
 
 @given(cases(), st.randoms(use_true_random=False))
-def test_the_order_in_which_things_were_heard_does_not_matter(case, shuffle):
+def test_the_order_of_the_notices_does_not_matter(case, shuffle):
     def shuffled(mapping):
         items = list(mapping.items())
         shuffle.shuffle(items)
@@ -140,7 +142,7 @@ def test_a_view_of_many_groups_is_short_on_the_wire(live, behind):
 
 @given(st.integers(1, 40))
 def test_the_run_starts_from_one_model(groups):
-    """Whatever every script initialised, all begin with what group 0 has."""
+    """All groups begin with the model of group 0, whatever their scripts initialised."""
     view = first_view(groups)
     assert view.live == tuple(range(groups)) and view.begun == Begun(view.live)
     assert view.source == 0 and view.behind == tuple(range(1, groups)) and (view.epoch, view.step) == (0, 0)

@@ -1,0 +1,84 @@
+"""torch.distributed inside one group, between two real processes: a cut ends the other rank's waiting, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_ft.auth import secret
+from megatron_ft.coordination import store
+from tests import support
+
+RUN, RANKS, TIMEOUT_S = "a run", 2, 60.0
+
+
+def test_a_cut_ends_the_operations_of_all_process_groups_and_no_connection_of_the_user():
+    """The script's PipelineModule makes a process group of its own, while the script opens a connection."""
+    server, port = store.host("127.0.0.1", 0)
+    control = store.ControlStore(("127.0.0.1", port), RUN, TIMEOUT_S)
+    control.begin()
+    with socket.create_server(("127.0.0.1", 0)) as users, contextlib.ExitStack() as ends:
+        users.settimeout(TIMEOUT_S)
+        ranks = [start(me, port, users.getsockname()[1]) for me in range(RANKS)]
+        try:
+            for end in [ends.enter_context(users.accept()[0]) for _ in ranks]:
+                end.settimeout(TIMEOUT_S)
+                said = end.recv(16, socket.MSG_WAITALL)
+                assert said == b"after the cut: 2", said
+                end.sendall(b"and back")
+        finally:
+            output = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(output)
+    del server
+
+
+def start(me: int, port: int, users: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.test_world", str(me), str(port), str(users)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=support.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", secret.VARIABLE: support.SECRET.text},
+    )
+
+
+def rank(me: int, port: int, users: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ft.collectives.group_world import World
+    from megatron_ft.config.rank_env import RankEnvironment
+    from megatron_ft.config.schema import RunConfig
+    from megatron_ft.coordination.client import Agreement
+
+    control = store.ControlStore(("127.0.0.1", port), RUN, TIMEOUT_S)
+    config = RunConfig(groups=1, ranks_per_group=RANKS)
+    env = RankEnvironment(RUN, 0, me, f"127.0.0.1:{port}", "127.0.0.1", Path(), config)
+    world = World.join(env, Agreement(control, 0, TIMEOUT_S), "gloo", lambda: False)
+    with world.made_here():
+        own = dist.new_group([0, 1])
+        user = socket.create_connection(("127.0.0.1", users))
+    user.settimeout(TIMEOUT_S)
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=own)
+    broken = 0
+    if me == 1:
+        world.cut()
+    for group in (None, own):  # rank 0 waits in the first for rank 1, until rank 1's end of the connection is cut
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+            continue
+        broken += 1
+    user.sendall(f"after the cut: {broken}".encode())
+    assert user.recv(8, socket.MSG_WAITALL) == b"and back"
+    assert control.get("anything") is None, "the control store is reached as before"
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    rank(*map(int, sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""Planted bugs in the fail-over of the control store, as in ``mutations``; the seeds are those of ``draw_fail_over``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ft.core.lifecycle import store_failover
+from megatron_ft.core.protocol import machine
+from megatron_ft.runlog import lineage
+from megatron_ft.simulation.protocol import store_client
+from megatron_ft.simulation.protocol.simulated_group import Group
+from megatron_ft.simulation.protocol.simulated_hosts import Agent
+
+MUTATIONS = {}
+
+
+def mutation(name, seeds=range(400)):
+    def add(plant):
+        MUTATIONS[name] = plant, seeds
+        return plant
+
+    return add
+
+
+def only_what_follows(patch):
+    """The checkers ignore the log and the fences, and look only at their effects: commits, and that the run goes on."""
+    patch.setattr(lineage, "_log", lambda lines: ())
+    patch.setattr(lineage, "_sealed", lambda lines: ())
+
+
+@mutation("no seat is fenced")
+def _(patch):
+    only_what_follows(patch)
+    _change_proposals(patch, lambda state, action: replace(action, fence=()))
+
+
+@mutation("a view is written before those that it leaves out are fenced")
+def _(patch):
+    only_what_follows(patch)
+
+    def sealed(self, proposal):
+        self.cluster.kernel.after(20.0, lambda: self.ended or fence(self, proposal.fence))
+        return True
+        yield
+
+    def fence(self, seats):
+        need = set(seats) - store_failover.fenced(self.client.claims)
+        if need:
+            self.client.create(store_failover.fence(self.client.claims[-1], need, self.me, ""), [self.seat])
+
+    patch.setattr(Group, "_sealed", sealed)
+
+
+@mutation("a fenced seat goes on, and may claim")
+def _(patch):
+    only_what_follows(patch)
+
+    def reads(self, claim):
+        if self.seat not in claim.fenced:
+            READS(self, claim)
+
+    patch.setattr(Group, "reads", reads)
+    patch.setattr(store_failover, "may_claim", lambda own, claims: True)
+
+
+@mutation("a fence is made without having read the log")
+def _(patch):
+    patch.setattr(lineage, "_sealed", lambda lines: ())
+
+    def sealed(self, proposal):
+        if proposal.fence:
+            claim = store_failover.fence(self.client.world.disk.log[-1], proposal.fence, self.me, "")
+            yield self.client.create(claim, [self.seat])
+        return True
+
+    patch.setattr(Group, "_sealed", sealed)
+
+
+@mutation("the log is not read for a view that needs no fence")
+def _(patch):
+    def sealed(self, proposal):
+        self.decided = len(self.client.world.disk.log)
+        return (yield from SEALED(self, proposal)) if proposal.fence else True
+
+    patch.setattr(Group, "_sealed", sealed)
+
+
+@mutation("fenced seats stay in a view")
+def _(patch):
+
+    def reads(self, claim):
+        if self.seat in claim.fenced:
+            READS(self, claim)
+
+    patch.setattr(Group, "reads", reads)
+
+
+@mutation("a group that is taken for dead counts as ended")
+def _(patch):
+
+    def died(state, event):
+        return DIED(state, replace(event, ended=True))
+
+    patch.setattr(machine, "_died", died)
+
+
+@mutation("a claim is made at any number")
+def _(patch):
+    def take_over(self, reason):
+        claims = self.client.claims
+        if not self.claiming:
+            self.claiming = True
+            claim = store_failover.taken_over(claims[-1], self.host, self.world.new_store(self.host), reason)
+            later = replace(claim, number=claim.number + 1)
+            self.client.create(later, self.seats).then(lambda made: self.client.read().then(self._claimed))
+
+    patch.setattr(Agent, "take_over", take_over)
+
+
+@mutation("reports are put back and the view is not")
+def _(patch):
+    patch.setattr(Group, "knows", lambda self: KNOWS(self)[1:])
+
+
+@mutation("nothing is put back")
+def _(patch):
+    patch.setattr(Group, "knows", lambda self: [])
+    patch.setattr(Agent, "knows", lambda self: [])
+
+
+@mutation("no host takes the store over")
+def _(patch):
+    patch.setattr(store_failover, "due_s", lambda outlook: None)
+
+
+@mutation("an agent that is started on the store's host waits for the store")
+def _(patch):
+    patch.setattr(store_failover, "due_s", lambda outlook: DUE(replace(outlook, keeps=True)))
+
+
+@mutation("processes read the log at their start only")
+def _(patch):
+    patch.setattr(store_client.Client, "_poll", lambda self: None)
+
+
+@mutation("hosts that are lost together outvote the last one")
+def _(patch):
+    patch.setattr(machine, "_cut_off", lambda state, silent=(): CUT_OFF(state))
+
+
+def _change_proposals(patch, change):
+    patch.setattr(machine, "_proposal", lambda state: tuple(change(state, action) for action in PROPOSAL(state)))
+
+
+SEALED = Group._sealed
+READS = Group.reads
+KNOWS = Group.knows
+DIED = machine._died
+DUE = store_failover.due_s
+PROPOSAL = machine._proposal
+CUT_OFF = machine._cut_off

@@ -1,0 +1,87 @@
+"""Histories in which the control store fails over: no violations, all rare cases, and planted bugs that are found."""
+
+from collections import Counter
+
+import pytest
+
+from megatron_ft.runlog import lineage
+from megatron_ft.simulation.protocol import explore
+from megatron_ft.simulation.protocol.scenario import draw, draw_fail_over
+from megatron_ft.simulation.protocol.simulated_cluster import play
+from tests.sim.fail_over_mutations import MUTATIONS
+
+HISTORIES = 600
+
+
+def test_histories_without_a_violation():
+    failed, ends = explore.explore(range(HISTORIES), jobs=2, draw=draw_fail_over)
+    assert failed is None, f"replay it: {explore.COMMAND} --fail-over --seed {failed}"
+    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
+    assert ends["finished"] > 0.7 * HISTORIES
+
+
+def test_every_fourth_scenario_can_fail_over():
+    assert [draw(seed).fails_over for seed in range(8)] == [False, False, False, True] * 2
+    assert draw(7) == draw_fail_over(7)
+
+
+def test_the_histories_reach_what_is_rare():
+    seen = Counter()
+    for seed in range(300):
+        scenario = draw_fail_over(seed)
+        seen.update(fault.kind for fault in scenario.faults)
+        history = play(scenario)
+        for line in history.lines:
+            if line["event"] == "claim":
+                seen["fence"] += bool(line["fenced"])
+                seen["several fenced at once"] += len(line["fenced"]) > 1
+                seen["take-over"] += bool(line["number"]) and not line["fenced"]
+                seen["take-over by a spare host"] += line["host"] >= scenario.groups + 2
+            if line["event"] == "stop":
+                seen["fenced alive"] += "left out by claim" in line["reason"]
+            if line["event"] == "view":
+                seen["comes back"] += bool(line["joined"])
+    kinds = ("host dies", "successor dies", "host freezes", "host isolated", "split", "disk away", "disk away from all")
+    kinds += ("disk slow", "claims race", "store dies", "cut", "accuse", "freeze", "start", "kill")
+    stories = (
+        "fence",
+        "several fenced at once",
+        "take-over",
+        "take-over by a spare host",
+        "fenced alive",
+        "comes back",
+    )
+    missing = [name for name in (*kinds, *stories) if not seen[name]]
+    assert not missing, f"no history reached: {missing}"
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_caught(name, monkeypatch):
+    plant, seeds = MUTATIONS[name]
+    plant(monkeypatch)
+    failed, _ = explore.explore(seeds, jobs=1, draw=draw_fail_over)
+    assert failed is not None, f"no checker noticed that {name}"
+
+
+def test_without_a_fence_two_views_of_an_epoch_are_followed_by_commits(monkeypatch):
+    """The checkers see the effects of the missing fence without reading the log."""
+    plant, seeds = MUTATIONS["no seat is fenced"]
+    plant(monkeypatch)
+    found = (violation for seed in seeds for violation in play(draw_fail_over(seed)).violations)
+    assert any("which does not come after it" in violation for violation in found)
+
+
+def test_a_history_with_one_store_is_judged_as_before():
+    lines = play(draw_fail_over(0)).lines
+    assert lineage.check(lines) == []
+    commit = next(index for index, line in enumerate(lines) if line["event"] == "commit")
+    assert lineage.check([*lines[:commit], *lines[commit + 1 :]])
+
+
+def test_a_failing_history_is_replayed_with_its_own_command(monkeypatch, capsys):
+    plant, seeds = MUTATIONS["a claim is made at any number"]
+    plant(monkeypatch)
+    first, count = str(seeds.start), str(len(seeds))
+    assert explore.main(["--fail-over", "--first", first, "--seeds", count, "--jobs", "1"]) == 1
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("shrunk")).split(": ")[1]
+    assert explore.main(command.removeprefix(explore.COMMAND).split()) == 1

@@ -1,0 +1,81 @@
+"""Beats between agents: only those that another agent of the run has just sent count."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+import pytest
+
+from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, Beats, Said
+from tests.stores import await_
+from tests.support import SECRET
+
+KEY = SECRET.of("run")
+NOTHING = Said()
+
+
+@pytest.fixture
+def hosts():
+    made = [Beats(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(3)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def heard(host: Beats, *datagrams: bytes) -> int:
+    """Return how many of these count as beats of host 0."""
+    host._heard[0] = 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
+        for data in datagrams:
+            mouth.sendto(data, host._socket.getsockname())
+            assert select.select([host._socket], [], [], 60)[0]
+            host._receive()
+    return host._heard[0]
+
+
+def beat(host: Beats, to: int, count: int, said: Said = NOTHING) -> bytes:
+    mac = host._mac(host._rank, to, count, said)
+    return _MESSAGE.pack(_MAGIC, host._rank, count, said.newest, said.reaching, mac)
+
+
+def test_hosts_hear_each_other(hosts):
+    addresses = {number: (f"127.0.0.{number + 1}", host.port) for number, host in enumerate(hosts)}
+    for host in hosts:
+        host.add(addresses)
+    await_(lambda: all(count > 2 for host in hosts for count in host._heard.values()), "all are heard")
+    assert all(host.anybody_heard() for host in hosts)
+
+
+def test_a_beat_counts_once_and_only_at_the_host_it_was_sent_to(hosts):
+    first, second, third = hosts
+    said = [beat(first, 1, count) for count in (1, 2, 3)]
+    assert heard(second, *said) == 3
+    assert heard(second, *said) == 0, "they were sent again"
+    assert heard(second, beat(first, 1, 4)) == 1
+    assert heard(third, *said) == 0, "they were for another host"
+
+
+def test_beats_carry_their_hosts_knowledge_of_the_control_store(hosts):
+    first, second, _ = hosts
+    addresses = {number: (f"127.0.0.{number + 1}", host.port) for number, host in enumerate(hosts)}
+    first.says = Said(3, True)
+    for host in (first, second):
+        host.add(addresses)
+    await_(lambda: second.said() == {0: Said(3, True)}, "it is heard; nothing is known of a host that was never heard")
+    first.says = Said(4, False)
+    await_(lambda: second.said() == {0: Said(4, False)}, "the newest beat counts")
+    second.least_s = 0.0
+    first.close()
+    await_(lambda: second.said() == {}, "it is silent")
+
+
+def test_a_forged_beat_does_not_count(hosts):
+    first, second, _ = hosts
+    stranger = Beats("127.0.0.9", 0, SECRET.of("another run"), 5.0)
+    good = beat(first, 1, 7)
+    changed = [good[:8] + (9).to_bytes(8, "big") + good[16:], good[:20] + b"\x01" + good[21:]]
+    changed += [good[:-1] + bytes([good[-1] ^ 1]), good[:-1], b"", good * 2]
+    assert heard(second, beat(stranger, 1, 5), *changed, bytes(len(good))) == 0
+    assert heard(second, good) == 1, "no forged counter has got ahead of it"
+    stranger.close()

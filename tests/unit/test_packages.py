@@ -1,0 +1,78 @@
+"""The rules of the package layout (docs/architecture.md) that a machine can read: imports point one way, core decides
+only."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent.parent / "megatron_ft"
+ORDER = (
+    *("errors", "types", "utils", "auth", "core", "config", "coordination", "data", "runlog", "engines", "faults"),
+    *(
+        "collectives",
+        "checkpoint",
+        "worker",
+        "__init__",
+        "agent",
+        "launchers",
+        "planning",
+        "simulation",
+        "report",
+        "doctor",
+    ),
+    *("burnin", "cli"),
+)
+"""Each package, or module at the top, may import itself and those before it."""
+IN_CORE = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "statistics",
+}
+IN_CORE |= {"typing", "networkx", "numpy", "scipy", "ortools", "megatron_ft"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Return the dotted names of everything a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_packages_that_come_before_its_own(path):
+    package = package_of(path)
+    assert package in ORDER, f"{package} is a new package: say in docs/architecture.md and here where it stands"
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("megatron_ft.")} & set(ORDER)
+    assert used <= set(ORDER[: ORDER.index(package) + 1])
+
+
+def test_no_two_modules_have_the_same_name():
+    names = Counter(path.stem for path in MODULES if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=lambda path: path.name)
+def test_core_imports_nothing_but_pure_libraries(path):
+    """A clock, thread, process, file, source of randomness or tensor has no place in core."""
+    assert {name.split(".")[0] for name in imports(path)} <= IN_CORE
+    ours = {name.split(".")[1] for name in imports(path) if name.startswith("megatron_ft.")}
+    assert ours <= {"core", "errors", "types"}

@@ -1,0 +1,457 @@
+"""A rank follows donors of equal position: it ends with their very bits, whatever they hand over in however many
+shares, and no message that is lost, late or changed on its way becomes part of the state."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron_ft.collectives import framing
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.config.schema import RunConfig
+from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.errors import StartOver
+from megatron_ft.types import Microbatch, View
+from megatron_ft.worker.rejoin import joiner, state_receiver
+from megatron_ft.worker.rejoin.state_receiver import Gone, Guest
+from megatron_ft.worker.rejoin.state_sender import Donor
+from megatron_ft.worker.state_checksum import StateCheck
+from megatron_ft.worker.state_guard import StateGuard
+from tests.support import SECRET
+
+RUN = "a run"
+KEY = SECRET.of(RUN)
+
+
+def engine(seed: int) -> TorchNativeEngine:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    return TorchNativeEngine(
+        model, optimizer, loss, scheduler=scheduler, bucket_mb=0.0002, gradient_clipping=0.5, slots=3
+    )
+
+
+class Trainer:
+    """A group of one rank that trains alone; all of them compute the same."""
+
+    def __init__(self, group: int) -> None:
+        self.engine, self.result, self.step = engine(0), None, 0
+        config = RunConfig(groups=4)
+        env = RankEnvironment(RUN, group, 0, "", "127.0.0.1", Path(), config)
+        places: queue.Queue = queue.Queue()
+        self.donor = Donor(env, self.engine, StateCheck(self.engine, 0), lambda: 7, places.put)
+        self.place = state_receiver.Donor(group, 0, *places.get()[:2])
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.donor.boundary(self.step, self.result, lambda: {"speeds": self.step})
+            self.engine.begin_step()
+            values = torch.randn(16, 8, generator=torch.Generator().manual_seed(self.step))
+            self.engine.compute(Microbatch(self.step, 0, 0), values, self.step, lambda point: None)
+            for bucket in range(self.engine.num_buckets):
+                self.engine.keep_local(bucket)
+            self.result = self.engine.update(self.step, 1, lambda point: None)
+            self.step += 1
+
+
+@pytest.fixture
+def trainers():
+    with ExitStack() as stack:
+
+        def make(count: int) -> list[Trainer]:
+            made = [Trainer(group) for group in range(count)]
+            for trainer in made:
+                stack.callback(trainer.donor.close)
+                trainer.train(2)
+            return made
+
+        yield make
+
+
+def never() -> bool:
+    return False
+
+
+def follow(trainers: list[Trainer], at: int) -> tuple[TorchNativeEngine, Guest]:
+    """A rank that follows all the trainers, and that all of them know."""
+    new = engine(1)
+    one = Guest(new, KEY, 0, "a test", [trainer.place for trainer in trainers], at)
+    for trainer in trainers:
+        while not trainer.donor._followers:
+            threading.Event().wait(0.001)
+    return new, one
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_rank_that_follows_has_the_very_bits(trainers, count):
+    donors = trainers(count)
+    new, follower = follow(donors, at=4)
+    for donor in donors:
+        donor.train(6)
+    assert follower.await_state(never)
+    follower.take_state()
+    assert follower.stands == 4
+    while follower.stands < 7:
+        assert follower.await_step(never)
+        follower.make_step()
+    assert all(donor.step == 8 for donor in donors)
+    assert follower.result.step == 6 and follower.carried == {"speeds": 7}
+    at_7 = follow_alone(7)
+    assert new.fingerprint() == at_7.fingerprint()
+    assert str(new.optimizer.state_dict()) == str(at_7.optimizer.state_dict())
+    assert new.scheduler.state_dict() == at_7.scheduler.state_dict()
+    follower.close()
+
+
+def follow_alone(steps: int) -> TorchNativeEngine:
+    """Return the result without a rank that follows."""
+    trainer = Trainer(9)
+    trainer.donor.close()
+    trainer.train(steps)
+    return trainer.engine
+
+
+def test_a_boundary_that_has_passed_is_refused(trainers):
+    (donor,) = trainers(1)
+    follower = Guest(engine(1), KEY, 0, "a test", [donor.place], at=1)
+    with pytest.raises(Gone):
+        follower.await_state(never)
+
+
+def test_a_donor_that_goes_ends_the_attempt(trainers):
+    donors = trainers(2)
+    _, follower = follow(donors, at=3)
+    donors[0].train(3)
+    donors[1].donor.close()
+    with pytest.raises(Gone, match="group 1"):
+        follower.await_state(never)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_without_memory_for_the_state_the_attempt_ends(trainers, monkeypatch, error):
+    """The thread that receives it ends; the training thread must not wait for it."""
+
+    def no_room(skeleton):
+        raise error
+
+    monkeypatch.setattr(state_receiver, "_room_for", no_room)
+    (donor,) = trainers(1)
+    _, follower = follow([donor], at=3)
+    donor.train(2)
+    deadline = time.monotonic() + 60
+    with pytest.raises(Gone, match="allocate memory|MemoryError"):
+        follower.await_state(lambda: time.monotonic() > deadline)
+
+
+def test_a_donor_that_sends_nothing_is_given_up(trainers):
+    (donor,) = trainers(1)
+    one = Guest(engine(1), KEY, 0, "a test", [donor.place], 5, patience_s=0.2)
+    deadline = time.monotonic() + 60
+    with pytest.raises(Gone, match="timed out"):
+        one.await_state(lambda: time.monotonic() > deadline)
+
+
+class Crowded:
+    """A listener of a process that has no descriptor left for the first two calls."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.refused = listener, 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.refused < 2:
+            self.refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listener, name)
+
+
+def test_a_donor_that_had_no_descriptor_left_is_there_for_later_calls(monkeypatch):
+    made, listen = [], framing.listen
+
+    def crowded(address: str) -> Crowded:
+        made.append(Crowded(listen(address)))
+        return made[-1]
+
+    monkeypatch.setattr(framing, "listen", crowded)
+    trainer = Trainer(0)
+    trainer.train(2)
+    new, follower = follow([trainer], at=3)
+    trainer.train(3)
+    deadline = time.monotonic() + 60
+    assert follower.await_state(lambda: time.monotonic() > deadline) and made[0].refused == 2
+    follower.close()
+    trainer.donor.close()
+
+
+def test_a_donor_that_is_given_up_is_not_waited_for(trainers):
+    donors = trainers(2)
+    _, follower = follow(donors, at=3)
+    donors[0].train(3)
+    follower.give_up(1, "it is frozen")
+    with pytest.raises(Gone, match="it is frozen"):
+        follower.await_state(never)
+
+
+class Store:
+    """The control store that a rank asks when it comes back."""
+
+    def __init__(self, donors: list[state_receiver.Donor]) -> None:
+        self.views: dict[int, View] = {}
+        self._places = {joiner.address_key(one.group, 0): [one.address, one.port, one.incarnation] for one in donors}
+
+    def clone(self) -> Store:
+        return self
+
+    def get(self, key: str) -> list | None:
+        return self._places.get(key)
+
+    def view(self, epoch: int) -> View | None:
+        return self.views.get(epoch)
+
+    look_at_view = view
+
+
+def following(store: Store, epoch: int = 0) -> joiner.Following:
+    """A rank of group 3, which knows the view of that epoch."""
+    env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
+    own = engine(1)
+    guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
+    quiet = {"points": MagicMock(), "pulse": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
+    rank = SimpleNamespace(engine=own, inner=None, lost_because="", **quiet)
+    return joiner.Following(rank, env, store)
+
+
+@pytest.mark.parametrize("seat", [False, True])
+def test_a_donor_that_the_others_have_gone_on_without_is_not_waited_for(trainers, seat):
+    """Its host is cut off: no connection ends, and no process there can report that it is dead. The rank finds this
+    out while it looks for its seat, or when it gets a view after that."""
+    donors = trainers(2)
+    store = Store([trainer.place for trainer in donors])
+    follower = following(store)
+    assert follower.begin([(0, 0), (1, 0)], at=3, epoch=7) == joiner.DONE
+    donors[0].train(3)
+    without = View(8, (0, 2), "group 1 is cut off")
+    if seat:
+        follower.see(without)
+    else:
+        store.views[8] = without
+    assert follower.take_state() == joiner.ASTRAY
+    assert follower.astray == "group 1: view 8 has gone on without it"
+    follower.end()
+
+
+def follow_in_view(donors: list[Trainer], live: tuple[int, ...]) -> joiner.Following:
+    """Group 3 follows all donors from step 3 on, in epoch 7 with these groups; the donors have begun that step."""
+    store = Store([trainer.place for trainer in donors])
+    store.views[7] = View(7, live, "")
+    follower = following(store)
+    names = [(number, 0) for number in range(len(donors))]
+    assert follower.begin(names, at=3, epoch=7) == joiner.DONE
+    for donor in donors:
+        while not donor.donor._followers:
+            threading.Event().wait(0.001)
+        donor.train(2)
+    return follower
+
+
+def flip_a_bit(of: TorchNativeEngine) -> None:
+    next(of.model.parameters()).data.view(-1).numpy().view("int32")[5] ^= 1 << 22
+
+
+@pytest.mark.parametrize("live, said", [((0, 1, 2), ["Diverged"]), ((0, 1), ["Halts"]), ((0, 1, 3), [])])
+def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers, live, said):
+    """One of three is out, two of two end the run, and two of three groups are no reason to end it."""
+    donors = trainers(min(3, sum(group < 3 for group in live)))
+    flip_a_bit(donors[1].engine)
+    follower = follow_in_view(donors, live)
+    before = follower._rank.engine.fingerprint()
+    assert follower.take_state() == joiner.ASTRAY
+    assert "differ at the beginning of step 3" in follower.astray and follower.stands == -1
+    assert follower._rank.engine.fingerprint() == before
+    guard = follower._rank.guard
+    assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
+    ((event,), line) = guard._history.note.call_args
+    assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["Diverged"])
+    found = joiner.Return(follower, None, never)._find_donors()
+    assert (1 in [donor.group for donor in found]) == (said != ["Diverged"])
+    follower.end()
+
+
+def test_donors_of_different_epochs_are_not_accused(trainers):
+    """One of them may be out, and the others may have made the step again, with the sums in another order."""
+    donors = trainers(3)
+    flip_a_bit(donors[1].engine)
+    donors[1].donor._epoch = lambda: 6
+    follower = follow_in_view(donors, (0, 1, 2))
+    assert follower.take_state() == joiner.ASTRAY and "differ" in follower.astray
+    assert not follower._rank.guard._history.note.called and not follower.distrusted
+    follower.end()
+
+
+def test_a_state_that_was_put_in_place_has_to_equal_that_of_the_donors(trainers):
+    follower = follow_in_view(trainers(2), live=(0, 1))
+    own = follower._rank.engine
+    load = own.load_state
+    own.load_state = lambda state: (load(state), flip_a_bit(own))
+    with pytest.raises(StartOver, match="is not that of its donors"):
+        follower.take_state()
+    follower.end()
+
+
+def test_a_single_donor_is_followed_only_if_no_other_group_that_lives_answers_for_a_while(trainers, monkeypatch):
+    """Its state could be compared with no other; a group that followed a diverged donor would make it the majority."""
+    donors, now = trainers(2), [0.0]
+    monkeypatch.setattr(joiner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    store = Store([trainer.place for trainer in donors])
+    store.views[0] = View(0, (0, 1, 3), "")  # with the former start of group 3
+    way_back = joiner.Return(following(store), None, never)
+    found = lambda: [donor.group for donor in way_back._find_donors()]  # noqa: E731
+    donors[1].donor._epoch = lambda: None  # as while it has no state
+    assert found() == []
+    donors[1].donor._epoch = lambda: 7
+    assert found() == [0, 1]
+    donors[1].donor._epoch = lambda: 6  # a moment later in its new epoch than group 0
+    assert found() == []
+    now[0] += joiner._ALONE_S
+    assert found() == [0]
+    donors[1].donor._epoch = lambda: 7
+    assert found() == [0, 1]
+    donors[1].donor._epoch = lambda: None
+    assert found() == []
+    store.views[1] = View(1, (0,), "group 1 is lost")
+    assert found() == [0]
+
+
+def test_a_group_does_not_wait_for_a_second_donor_that_it_distrusts(trainers):
+    (donor,) = trainers(1)
+    store = Store([donor.place])
+    store.views[0] = View(0, (0, 1), "")
+    follower = following(store)
+    way_back = joiner.Return(follower, None, never)
+    assert way_back._find_donors() == []
+    follower.distrusted.add((1, 0))
+    assert [one.group for one in way_back._find_donors()] == [0]
+    unknown = joiner.Return(following(Store([donor.place])), None, never)
+    assert [one.group for one in unknown._find_donors()] == [0], "it knows no view"
+
+
+def test_only_members_of_the_newest_view_are_asked_to_be_donors(trainers):
+    """The host of any other rank may be gone, and would let the returning rank wait for an answer."""
+    donors = trainers(2)
+    gone = framing.listen("127.0.0.1")  # no process answers there
+    gone.settimeout(0.0)
+    lost = state_receiver.Donor(2, 0, "127.0.0.1", gone.getsockname()[1])
+    store = Store([donors[0].place, donors[1].place, lost])
+    store.views = {4: View(4, (0, 1, 2), ""), 5: View(5, (0, 1, 2), "", incarnations={2: 1}), 6: View(6, (0, 1), "")}
+    for last in (6, 5):
+        store.views = {epoch: view for epoch, view in store.views.items() if epoch <= last}
+        found = joiner.Return(following(store, epoch=4), None, never)._find_donors()
+        assert [donor.group for donor in found] == [0, 1]
+    with pytest.raises(BlockingIOError):
+        gone.accept()
+    gone.close()
+
+
+def test_a_step_that_the_donor_has_not_made_itself_cannot_be_followed(trainers):
+    """The donor was a step behind, and took the state of another group: it has no gradients of that step to pass on."""
+    (donor,) = trainers(1)
+    _, follower = follow([donor], at=3)
+    donor.train(2)
+    assert follower.await_state(never)
+    follower.take_state()
+    donor.result = None
+    donor.train()
+    with pytest.raises(Gone):
+        follower.await_step(never)
+
+
+@pytest.mark.slow
+def test_a_follower_that_takes_nothing_is_dropped(trainers):
+    (donor,) = trainers(1)
+    end = framing.call(*donor.place[2:4], KEY.of(state_receiver.DONOR), {"position": 0, "who": "a lazy one"})
+    with end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        framing.hear(end)
+        framing.say(end, {"at": 3, "part": 0, "parts": 1})
+        while not donor.donor._followers:
+            threading.Event().wait(0.001)
+        (one,) = donor.donor._followers
+        longest = 0
+        while not one.gone:  # the sockets' buffers hold some steps
+            donor.train()
+            longest = max(longest, one.queue.qsize())
+        assert longest <= 8 + 2
+
+
+@pytest.mark.parametrize("position, run", [(1, RUN), (0, "another run")])
+def test_a_rank_of_another_position_or_run_is_sent_away(trainers, position, run):
+    (donor,) = trainers(1)
+    assert state_receiver.look_up(donor.place, SECRET.of(run), position, "a stranger") is None
+
+
+def test_an_older_start_is_not_followed(trainers):
+    (donor,) = trainers(1)
+    assert state_receiver.look_up(donor.place._replace(incarnation=1), KEY, 0, "a test") is None
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 5))
+def test_shares_cover_everything_once(sizes, parts):
+    taken = [[0] * size for size in sizes]
+    for part in range(parts):
+        for which, first, last in framing.share(sizes, part, parts):
+            assert first < last
+            for index in range(first, last):
+                taken[which][index] += 1
+    assert all(count == 1 for each in taken for count in each)
+
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from(TYPES)), max_size=8), st.integers(1, 5))
+def test_no_element_of_a_state_comes_from_two_donors(state, parts):
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in state]
+    for part in range(parts):
+        for share in framing.bytes_shares_of(tensors, part, parts):
+            share += part + 1
+    for tensor in tensors:
+        elements = framing.as_bytes(tensor).view(-1, tensor.element_size())
+        assert all(len(set(element)) == 1 and element[0] > 0 for element in elements.tolist())
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_bit_that_flips_on_the_way_is_found(where, bit):
+    values = torch.arange(1000, dtype=torch.float32)
+    ours, theirs = socket.socketpair()
+    between, end = socket.socketpair()
+    with ours, theirs, between, end:
+        framing.say(ours, {"words": 1})
+        framing.send(ours, [framing.as_bytes(values)], lambda count: None)
+        ours.shutdown(socket.SHUT_WR)
+        data = bytearray()
+        while piece := theirs.recv(65536):
+            data += piece
+        data[where % len(data)] ^= 1 << bit
+        between.sendall(data)
+        between.shutdown(socket.SHUT_WR)
+        with pytest.raises((OSError, ValueError)):
+            framing.hear(end)
+            framing.receive(end, [torch.empty(4000, dtype=torch.uint8)])

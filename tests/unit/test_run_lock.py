@@ -1,0 +1,88 @@
+"""The holder of a run directory, as agents see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+
+from megatron_ft.agent import run_lock
+from megatron_ft.checkpoint import directory_lock
+from megatron_ft.config.schema import RunConfig, resolve
+from megatron_ft.errors import LaunchError
+
+HERE = os.uname().nodename
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(directory_lock, "BEAT_S", 0.01)
+    for name, value in (("dying_s", 0.0), ("patience_s", 0.3), ("beat_s", 0.01)):
+        monkeypatch.setitem(directory_lock.take.__kwdefaults__, name, value)
+
+
+def config(**settings) -> RunConfig:
+    return resolve({"fault_tolerance": settings}, groups=4)
+
+
+def test_a_second_run_is_told_the_holder_of_the_directory_and_for_how_long(tmp_path):
+    first = run_lock.Claims(tmp_path / "run", config(), "first", others=False)
+    first.take()
+    first.begin()
+    path = tmp_path / "run" / run_lock.FILE
+    taken = json.loads(path.read_text())["taken"]
+    with pytest.raises(LaunchError) as told:
+        run_lock.Claims(tmp_path / "run", config(), "second", others=False).take()
+    for words in (f"pid {os.getpid()} on {HERE}", f"since {taken}, for ", "another --run-dir"):
+        assert words in str(told.value)
+    assert "--overwrite" not in str(told.value)
+    first.release()
+    run_lock.Claims(tmp_path / "run", config(), "second", others=False).take()
+
+
+def test_the_foremost_host_that_is_left_holds_both_directories(tmp_path):
+    saved = tmp_path / "saved"
+    settings = config(store="etcd", checkpoint={"directory": str(saved)})
+    host_0, host_1 = (run_lock.Claims(tmp_path / "run", settings, "run", others=True) for _ in range(2))
+    host_0.take()
+    host_0.begin()
+    host_1.look(foremost=False)
+    assert json.loads((tmp_path / "run" / run_lock.FILE).read_text())["turn"] == 0 and not saved.exists()
+    host_1.look(foremost=True)
+    for path in (tmp_path / "run" / run_lock.FILE, saved / directory_lock.FILE):
+        record = json.loads(path.read_text())
+        while json.loads(path.read_text())["beat"] <= record["beat"] + 1:
+            threading.Event().wait(0.01)
+    host_1.look(foremost=True)
+    host_0.look(foremost=True)  # the host was only cut off, and its own run has the directory: no reason to end
+    assert not host_0.usurped
+    host_0.release()
+    host_1.release()
+
+
+def test_a_run_that_finds_another_one_in_its_directory_ends(tmp_path):
+    """The host of the run was suspended for an hour, and the run was taken for dead."""
+    old = run_lock.Claims(tmp_path, config(), "old", others=False)
+    old.take()
+    path = tmp_path / run_lock.FILE
+    text = json.dumps(json.loads(path.read_text()) | {"run_id": "new"}).ljust(1024)
+    with path.open("r+b", buffering=0) as file:
+        file.write(text.encode())
+    old.begin()
+    old._locks[0]._thread.join()
+    with pytest.raises(LaunchError, match="was taken over by run new"):
+        old.look(foremost=True)
+
+
+def test_a_job_does_not_start_agents_on_the_directory_of_another_one(tmp_path):
+    """Its spare agents would join a run that is not its own. A supervisor of the same job may come at any time."""
+    lives = run_lock.Claims(tmp_path, config(), "run", others=False)
+    lives.take()
+    (tmp_path / "config.json").write_text(json.dumps({"job": "41.0.0.7"}))
+    run_lock.check_free(tmp_path, "41.0.")
+    with pytest.raises(LaunchError, match="in use by run run"):
+        run_lock.check_free(tmp_path, "4.0.")
+    lives.release()
+    run_lock.check_free(tmp_path, "4.0.")

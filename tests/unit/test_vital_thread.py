@@ -1,0 +1,118 @@
+"""Threads whose unexpected end ends their rank, and what becomes of others that a bug ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ft.agent.heartbeat import Beats
+from megatron_ft.collectives.communicator import Broken, Over, PointToPoint
+from megatron_ft.coordination import key_sweeper, watcher
+from megatron_ft.core.protocol import signals
+from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.utils import vital_thread
+from tests import support
+from tests.stores import await_
+
+SCRIPT = """
+from megatron_ft.errors import StoreError
+from megatron_ft.utils.vital_thread import VitalThread
+
+def take(entry):
+    raise {error}
+
+thread = VitalThread(take, "megatron_ft-ear", ("entry",))
+thread.start()
+thread.join()
+print("it goes on")
+"""
+
+
+def run(error: str, path=None) -> subprocess.CompletedProcess:
+    own = {} if path is None else {vital_thread.ERROR_VARIABLE: str(path)}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(error=error)],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=support.TIMEOUT_S,
+    )
+
+
+def test_an_exception_in_a_vital_thread_ends_its_rank_with_its_name_and_place(tmp_path):
+    done = run('KeyError("group")', tmp_path / "error")
+    assert done.returncode == 1 and "Traceback" in done.stderr and not done.stdout
+    said = json.loads((tmp_path / "error").read_text())
+    assert said == {
+        "message": "thread megatron_ft-ear raised KeyError: 'group' (<string>, line 6, in take)",
+        "microbatch": None,
+    }
+
+
+def test_an_error_of_the_user_in_a_vital_thread_keeps_its_exit_code(tmp_path):
+    done = run('StoreError("no store")', tmp_path / "error")
+    assert done.returncode == 4 and done.stderr == "megatron_ft: no store\n"
+    assert json.loads((tmp_path / "error").read_text())["message"] == "no store"
+
+
+def test_in_a_process_that_is_no_rank_the_traceback_is_printed():
+    done = run('KeyError("group")')
+    assert done.stdout == "it goes on\n" and "KeyError: 'group'" in done.stderr
+
+
+def test_a_watcher_reports_an_exception_of_what_it_calls():
+    failed, over = [], threading.Event()
+
+    def hears(verdict: signals.Verdict) -> None:
+        raise ZeroDivisionError(verdict)
+
+    entries = SimpleNamespace(memory="a", entry=lambda *_: signals.to_json(signals.Over()), floor=None, get=None)
+    ear = watcher.Watcher(entries, hears, print, failed=lambda error: (failed.append(error), over.set()))
+    ear._index = 1
+    ear.start()
+    assert over.wait(support.TIMEOUT_S)
+    assert [type(error) for error in failed] == [ZeroDivisionError]
+
+
+def test_an_agent_does_not_go_on_without_its_beats(monkeypatch):
+    def fails(self: Beats) -> None:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(Beats, "_send", fails)
+    beats = Beats("127.0.0.1", 0, support.SECRET.of("beats", "run"), 1.0)
+    beats.add({1: ("127.0.0.1", 9)})
+    await_(lambda: not beats._thread.is_alive(), "its thread has ended")
+    with pytest.raises(ZeroDivisionError, match="of a test"):
+        beats.changes()
+    beats.close()
+
+
+def test_a_send_that_fails_in_any_way_is_not_done():
+    def wait(timeout) -> None:
+        raise MemoryError("of a test")
+
+    with pytest.raises(Broken):
+        PointToPoint(SimpleNamespace(wait=wait), Over()).wait()
+
+
+def test_a_sweeper_goes_on_after_a_bug_in_one_sweep(monkeypatch, caplog):
+    sweeps: list[int] = []
+
+    def sweep(self: key_sweeper.Sweeper) -> None:
+        sweeps.append(1)
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(key_sweeper, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(key_sweeper.Sweeper, "sweep", sweep)
+    sweeper = key_sweeper.Sweeper(SimpleNamespace(memory="a", cut=lambda: None), lambda group: True, first_view(2))
+    sweeper.start()
+    sweeper.hear(signals.Agreed(1))
+    await_(lambda: len(sweeps) > 1, "it sweeps again")
+    sweeper.stop()
+    assert "a sweep of the control store raised ZeroDivisionError: of a test (test_vital_thread.py" in caplog.text
