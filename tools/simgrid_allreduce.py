@@ -1,11 +1,12 @@
 """An all-reduce in SimGrid, message by message: ``/usr/bin/python3 tools/simgrid_allreduce.py --hosts 2 8 --bytes 1e9``.
 
-A second opinion on ``megatron_ft/planner/allreduce.py``: no formula here, only who sends what to whom. Rank r contributes
-the number 2^r, so that a sum tells what is in it, and at the end everybody must hold the sum of all. Lists of values mean
-all their combinations; the times go to stdout as JSON.
+A second opinion on ``megatron_ft/planning/allreduce.py``: no formula here, only messages. Rank r contributes
+the number 2^r, so that a sum tells what is in it, and at the end every rank must hold the sum of all. Lists of values
+mean all their combinations; the times go to stdout as JSON.
 
 It runs under any Python that has SimGrid. Debian's ``python3-simgrid`` belongs to /usr/bin/python3, so nothing of this
-project or its environment is imported; who has no SimGrid imports :func:`python_with_simgrid` and :func:`simulate`.
+project or its environment is imported; an interpreter without SimGrid
+imports :func:`python_with_simgrid` and :func:`simulate`.
 
 Hosts hang on a switch without limits, each on a full-duplex link of its own with half of the latency. Models of the network:
 *plain*: SimGrid's CM02 without its TCP window and without acknowledgements (cross-traffic), which is what the formula
@@ -30,11 +31,12 @@ MODELS = {
     "lv08": ["network/model:LV08"],
 }
 LV08_FORWARD, LV08_BOTH_WAYS, LV08_LATENCY = 0.97, 0.97 / 1.05, 13.01
-"""What is left of the bandwidth of a link that carries data in one direction, or in both at a time; times the latency."""
+"""The share of the bandwidth of a link that carries data in one direction, or in both at a time; the factor of the
+latency."""
 
 
 def _whole(text: str) -> int:
-    """1e9 is a whole number too."""
+    """Parse a whole number; 1e9 is one, too."""
     return int(float(text))
 
 
@@ -52,7 +54,7 @@ OPTIONS = {
 }
 
 
-# --- for who has no SimGrid -------------------------------------------------------------------------------------------
+# --- for interpreters without SimGrid ---------------------------------------------------------------------------------
 
 
 def python_with_simgrid() -> str | None:
@@ -109,20 +111,21 @@ def main() -> int:
 
 
 def _cases(options: dict) -> list[dict]:
-    """All combinations that differ: with healthy links it does not matter which one is not degraded."""
+    """Return all combinations that differ: with healthy links it does not matter which link would be degraded."""
     cases = [dict(zip(options, values, strict=True)) for values in product(*options.values())]
     healthy = options["slow_host"][0]
     return [case for case in cases if case["slowdown"] != 1 or case["slow_host"] == healthy]
 
 
 def _in_a_process(case: dict) -> float:
-    """SimGrid has one engine per process, and aborts it on a deadlock: that is an exception here."""
+    """Run in a process of its own: SimGrid has one engine per process, and aborts it on a deadlock, which is an
+    exception here."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(_run, case).result()
 
 
 def _run(case: dict) -> float:
-    """Seconds of simulated time until everybody in every position's communicator is done."""
+    """Return the seconds of simulated time until all ranks of every position's communicator are done."""
     from simgrid import Actor, Engine
 
     settings = [f"--cfg={setting}" for setting in MODELS[case["model"]]]

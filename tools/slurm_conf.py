@@ -1,4 +1,4 @@
-"""What a lab of ``tools/slurm_lab.py`` is: how many nodes, under which names, addresses and ports, and its slurm.conf."""
+"""The configuration of a lab of ``tools/slurm_lab.py``: its nodes, names, addresses and ports, and its slurm.conf."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from pathlib import Path
 
 if __package__:
     from tools import netlab
-else:  # of a script, which finds what lies beside it
+else:  # imported by a script, which finds modules beside it
     import netlab
 
 MOST_NODES = 60
 CPUS = 8
-"""Of each node, whatever the machine has: Slurm only counts them."""
+"""The processors of each node, whatever the machine has: Slurm only counts them."""
 FILES = ["slurm.conf", "slurmdbd.conf", "cgroup.conf", "topology.conf", "hosts", "munge.key", "jobcomp.txt", "lab.json"]
 FOLDERS = ["log", "state", "spool", "run", "database"]
-"""All that a lab writes, below its directory."""
+"""All files and folders that a lab writes, below its directory."""
 _SLOTS = 200
 _FIRST_PORT = 17000  # below those that the kernel hands out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a lab was started as. ``slot`` tells it from those beside it: its ports, addresses and names come from that."""
+    """The configuration with which a lab was started. ``slot`` tells the lab from those beside it: its ports,
+    addresses and names come from that."""
 
     nodes: int = 3
     plain: bool = False
@@ -55,7 +56,7 @@ class Shape:
 
     @property
     def ports(self) -> range:
-        """slurmctld's, then those of the nodes."""
+        """Return the port of slurmctld, then those of the nodes."""
         first = _FIRST_PORT + self.slot * (MOST_NODES + 2)
         return range(first, first + 1 + self.nodes)
 
@@ -65,18 +66,18 @@ class Shape:
 
     @property
     def is_free(self) -> bool:
-        """Whether no other lab has this slot, nor anything else what comes with it."""
+        """Return whether no other lab has this slot, and no other process its ports and names."""
         taken = not self.plain and (self.network.exists or netlab.ip("-4", "route", "show", f"{self.controller[1]}/24"))
         return not taken and all(map(_can_listen, [*self.ports, self.accounting_port]))
 
     def slots(self, directory: Path) -> Iterator[Shape]:
-        """It in every slot, from the directory's own on."""
+        """Return this shape in every slot, from the directory's own on."""
         first = zlib.crc32(str(directory).encode())
         return (replace(self, slot=(first + more) % _SLOTS) for more in range(_SLOTS))
 
 
 def load(directory: Path) -> Shape | None:
-    """Of the lab that is up there."""
+    """Load the shape of the lab that is up there."""
     try:
         return Shape(**json.loads((directory / "lab.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -91,7 +92,7 @@ def save(directory: Path, shape: Shape) -> None:
 
 
 def write(directory: Path, shape: Shape) -> None:
-    """All that the daemons read."""
+    """Write all files that the daemons read."""
     for name in (*FOLDERS, *(f"spool/{node}" for node in shape.names)):
         (directory / name).mkdir(mode=0o755, exist_ok=True)
     key = directory / "munge.key"
@@ -144,7 +145,7 @@ def _slurm_conf(directory: Path, shape: Shape) -> str:
     if shape.accounting:
         settings |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": address}
         settings |= {"AccountingStoragePort": shape.accounting_port}
-        settings |= {"AccountingStoragePass": f"{directory}/run/munge.socket"}  # what Slurm means by that with munge
+        settings |= {"AccountingStoragePass": f"{directory}/run/munge.socket"}  # the socket, with munge
     lines = [f"{setting}={value}" for setting, value in settings.items()]
     for node, at, port in zip(shape.names, shape.addresses, ports, strict=True):
         host = name if shape.plain else node

@@ -7,7 +7,7 @@ differ only in their SLURMD_NODENAME.
 
 All that a lab writes is below its directory, and nothing that it is made of outlives ``down``. Each command finds the lab
 by that directory, and its processes by looking at /proc: what names the lab's files or is in a node's network is its own.
-A pid in a file could be somebody else's by now.
+A pid in a file could belong to another process by now.
 
 Failures it assumes: any of its processes is dead or frozen at any time, and an ``up`` can be killed half way.
 """
@@ -47,11 +47,11 @@ _CLIENTS = {"srun", "salloc", "sattach", "sbatch", "scancel", "scontrol", "sinfo
 
 
 class LabError(Exception):
-    """What the lab was asked for cannot be done. The message says what to do instead."""
+    """The lab cannot do the requested action. The message gives the remedy."""
 
 
 def missing(plain: bool = False, accounting: bool = False) -> str:
-    """Why there can be no lab here; empty when there can."""
+    """Return why there can be no lab here; empty when there can."""
     if os.geteuid() != 0:
         return "a Slurm lab needs root"
     path = os.pathsep.join([os.environ.get("PATH", ""), *_SBIN])
@@ -76,7 +76,7 @@ class Lab:
 
     @property
     def env(self) -> dict[str, str]:
-        """With which Slurm's commands talk to this lab."""
+        """The environment with which Slurm's commands talk to this lab."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         path = own.get("PATH", "").split(os.pathsep)
         path += [directory for directory in _SBIN if directory not in path]
@@ -90,7 +90,7 @@ class Lab:
         return self.shape.addresses[self._index(node)]
 
     def run(self, command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
-        """A command with the lab's environment, to its end; ``options`` of ``subprocess.run``."""
+        """Run a command with the lab's environment, to its end; ``options`` of ``subprocess.run``."""
         return subprocess.run(
             [*map(str, command)], **{"capture_output": True, "text": True, "env": self.env, **options}
         )
@@ -105,7 +105,8 @@ class Lab:
     # --- up and down --------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Returns when all nodes are idle. What has not come up is taken down again, and its last words are the error."""
+        """Start the lab; return when all nodes are idle. After a failed start everything is taken down again, and its
+        last output is the error."""
         self._check()
         try:
             with _alone():
@@ -123,7 +124,7 @@ class Lab:
             raise
 
     def down(self) -> bool:
-        """Whatever there is of the lab is gone. False when there was nothing."""
+        """Remove whatever there is of the lab. Return False when there was nothing."""
         if not self._is_up:
             return False
         for node in self.nodes:
@@ -136,12 +137,12 @@ class Lab:
         for name in slurm_conf.FILES:
             (self.directory / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self.directory.rmdir()  # something else may be in there
+            self.directory.rmdir()  # other files may be in the directory
         return True
 
     @property
     def _is_up(self) -> bool:
-        """Or has been begun."""
+        """Return whether the lab is up or has been begun."""
         return slurm_conf.load(self.directory) is not None
 
     def _check(self) -> None:
@@ -160,7 +161,7 @@ class Lab:
             raise LabError(why)
 
     def _claim(self) -> None:
-        """Take a slot that nobody has, beginning at one of its own; say so before anything else is made."""
+        """Take a free slot, beginning at one of the directory's own; write it down before anything else is made."""
         free = next((shape for shape in self.shape.slots(self.directory) if shape.is_free), None)
         if free is None:
             raise LabError("all places for labs are taken on this machine; take some down")
@@ -182,7 +183,7 @@ class Lab:
             self._start_slurmd(node)
 
     def _start_accounting(self) -> None:
-        """slurmdbd, and a database for it that nobody else sees."""
+        """Start slurmdbd, and a database for it that no other process sees."""
         socket, data = self.directory / "run" / "mariadb", self.directory / "database"
         own = ["--no-defaults", "--user=root", f"--datadir={data}"]
         self._start("mariadb-install-db", *own, "--auth-root-authentication-method=socket", "--skip-test-db")
@@ -218,7 +219,7 @@ class Lab:
         _await(ready, "all nodes are idle", lambda: f"sinfo says {self.states()}")
 
     def states(self) -> dict[str, str]:
-        """Of each node, as sinfo has it (``idle``, ``mixed``, ``down*``); empty when slurmctld does not answer."""
+        """Return each node's state from sinfo (``idle``, ``mixed``, ``down*``); empty when slurmctld does not answer."""
         said = self.run(["sinfo", "-h", "-N", "-o", "%N %T"]).stdout
         return dict(line.split() for line in said.splitlines())
 
@@ -239,7 +240,7 @@ class Lab:
         self._kill(lambda: self._members(node))
 
     def freeze(self, node: str) -> None:
-        """SIGSTOP to all of them; returns when all have stopped. (The kernel still answers for them.)"""
+        """SIGSTOP to all of them; returns when all have stopped. The kernel still answers for them."""
         self.require(node)
         sent: set[int] = set()
 
@@ -367,7 +368,7 @@ def _program(pid: int) -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """While nobody else on this machine looks for a slot."""
+    """Hold the lock under which a lab on this machine looks for a slot."""
     lock = os.open(tempfile.gettempdir(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

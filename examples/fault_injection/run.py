@@ -12,8 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ft.faults import checkers
-from megatron_ft.runtime import history
+from megatron_ft.runlog import history, invariants
 
 HERE = Path(__file__).parent
 TRAINING = HERE.parent / "pretrain_gpt"
@@ -57,11 +56,11 @@ def launch(options: argparse.Namespace, run_dir: Path) -> subprocess.Popen:
 
 def judge(run_dir: Path, reference_dir: Path) -> int:
     lines, reference = history.read(run_dir), history.read(reference_dir)
-    violations = checkers.check_history(lines, MICROBATCHES, reference)
+    violations = invariants.check_history(lines, MICROBATCHES, reference)
     for violation in violations:
         print(f"violated: {violation}")
     lost = [int(group) for line in lines if line["event"] == "view" for group in line["lost"]]
-    difference = checkers.largest_loss_difference(lines, reference)
+    difference = invariants.largest_loss_difference(lines, reference)
     print(f"groups lost: {lost}; largest relative difference of a loss from the reference: {difference:.1e}")
     print("verdict: " + (f"{len(violations)} promises broken" if violations else "every promise kept"))
     return 1 if violations else 0

@@ -18,10 +18,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.faults import checkers, inject
-from megatron_ft.report import plots, tables
-from megatron_ft.report.record import RunRecord
-from megatron_ft.runtime.points import Hold, to_env
+from megatron_ft.faults import kill
+from megatron_ft.faults.injection_points import Hold, to_env
+from megatron_ft.report import run_plots, run_tables
+from megatron_ft.runlog import invariants
+from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.utils import terminal
 
 HERE = Path(__file__).parent
 GROUPS, MICROBATCHES = 4, 16
@@ -33,7 +35,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    console = Console()
+    console = terminal.console()
     if options.steps < 10:
         console.print("demo: --steps must be at least 10, so that both failures find their step")
         return 2
@@ -67,19 +69,19 @@ def launch(options: argparse.Namespace, run_dir: Path, holds: list[Hold]) -> int
 
 def strike(run_dir: Path, holds: list[Hold], process: subprocess.Popen) -> None:
     try:
-        inject.strike(run_dir, holds, 600.0, lambda: process.poll() is None)
+        kill.strike(run_dir, holds, 600.0, lambda: process.poll() is None)
     except (LaunchError, TimeoutError) as error:
-        print(f"demo: {error}", file=sys.stderr)
+        print(terminal.printable(f"demo: {error}"), file=sys.stderr)
 
 
 def judge(console: Console, record: RunRecord, reference: RunRecord) -> int:
     """Print what happened, draw it, and return 0 only if every promise was kept."""
-    console.print(tables.failures_table(record))
-    console.print(tables.summary_table(record, reference))
-    plots.loss_plot(record, reference, record.run_dir / "loss.png")
-    plots.timeline_plot(record, record.run_dir / "timeline.png")
+    console.print(run_tables.failures_table(record))
+    console.print(run_tables.summary_table(record, reference))
+    run_plots.loss_plot(record, reference, record.run_dir / "loss.png")
+    run_plots.timeline_plot(record, record.run_dir / "timeline.png")
     console.print(f"pictures: {record.run_dir / 'loss.png'}  {record.run_dir / 'timeline.png'}")
-    violations = checkers.check_history(record.lines, MICROBATCHES, reference.lines)
+    violations = invariants.check_history(record.lines, MICROBATCHES, reference.lines)
     if len(record.failures) != 2:
         violations.append(f"{len(record.failures)} groups were lost, 2 should have been")
     for violation in violations:

@@ -35,9 +35,7 @@ def main() -> None:
     session = megatron_ft.init(seed=args.seed)  # ft
     dataset = session.dataset(args.data, seq_len=args.seq_len)  # ft: microbatch id -> tensors
     torch.manual_seed(args.seed)
-    model = GPT(
-        GPTConfig(dataset.vocab_size, args.layers, args.width, seq_len=args.seq_len, dropout=args.dropout)
-    )
+    model = GPT(GPTConfig(dataset.vocab_size, args.layers, args.width, seq_len=args.seq_len, dropout=args.dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 

@@ -27,7 +27,7 @@ class Slices:
 
     @classmethod
     def of_stage(cls, count: int) -> Slices:
-        """Positions count slices first. All ranks of the group call it."""
+        """Return the slices of this rank's stage. Positions count slices first. All ranks of the group call this."""
         if count == 1:
             return cls()
         mine = None
@@ -42,12 +42,13 @@ class Slices:
 class Split(nn.Module):
     """A linear layer without bias of which every slice has a part, cut along ``axis`` of the weight [outputs, inputs].
 
-    Every slice draws the whole weight from the same random numbers and keeps its part, so the model does not depend on how
-    many slices there are.
+    Every slice draws the whole weight from the same random numbers and keeps its part, so the model does not depend on
+    the number of slices.
     """
 
     def __init__(self, inputs: int, outputs: int, axis: int, slices: Slices, parts: int = 1) -> None:
-        """``parts``: so many matrices of equal size below each other (query, key, value), each of which is cut."""
+        """Make a layer of ``parts`` matrices of equal size below each other (query, key, value), each of which is
+        cut."""
         super().__init__()
         whole = torch.empty(outputs, inputs)
         nn.init.normal_(whole, std=0.02)

@@ -15,7 +15,7 @@ from megatron_ft.config import RunConfig
 
 
 def build(run: RunConfig, vocab_size: int, seed: int) -> PipelineModule:
-    """This rank's stage and slice; call it after ``session.init_distributed()``."""
+    """Build this rank's stage and slice; call it after ``session.init_distributed()``."""
     shape = {name: value for name, value in run.model.items() if name not in ("model_type", "vocab_size")}
     config = LlamaConfig(vocab_size=vocab_size, attn_implementation="sdpa", **shape)
     own = Slices.of_stage(run.slices)

@@ -21,7 +21,7 @@ NORMS = {"rms": fused.rms_norm(), "layer": fused.layer_norm()}
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Names as in Hugging Face's config.json."""
+    """The config of the model, with the names of Hugging Face's config.json."""
 
     vocab_size: int
     num_hidden_layers: int = 4
@@ -30,7 +30,7 @@ class GPTConfig:
     max_position_embeddings: int = 128
     dropout: float = 0.0
     tie_word_embeddings: bool = True
-    """Whether the embedding and the output layer share their weight."""
+    """True: the embedding and the output layer share their weight."""
     positions: str = "rotary"
     """rotary or learned"""
     norm: str = "rms"
@@ -38,20 +38,24 @@ class GPTConfig:
 
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> GPTConfig:
-        """From ``fault_tolerance.model``. Raises ``ConfigError``."""
+        """Read the config from ``fault_tolerance.model``. Raises ``ConfigError``."""
         shape = {name: value for name, value in run.model.items() if name != "model_type"}
         known = {f.name for f in fields(cls)} - {"vocab_size"}
         if unknown := sorted(shape.keys() - known):
-            raise ConfigError(f"fault_tolerance.model.{unknown[0]} is not known here; known are: {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"fault_tolerance.model.{unknown[0]} is not known here; known are: {', '.join(sorted(known))}"
+            )
         config = cls(vocab_size=vocab_size, **shape)
         for name, choices in (("positions", ("rotary", "learned")), ("norm", tuple(NORMS))):
             if getattr(config, name) not in choices:
-                raise ConfigError(f"fault_tolerance.model.{name} is {shape[name]!r}; it must be one of {', '.join(choices)}")
+                raise ConfigError(
+                    f"fault_tolerance.model.{name} is {shape[name]!r}; it must be one of {', '.join(choices)}"
+                )
         return config
 
 
 def build(run: RunConfig, vocab_size: int, seed: int) -> PipelineModule:
-    """This rank's stage and slice; call it after ``session.init_distributed()``."""
+    """Build this rank's stage and slice; call it after ``session.init_distributed()``."""
     config, own = GPTConfig.of(run, vocab_size), Slices.of_stage(run.slices)
     embedding = TiedLayerSpec("embedding", Embedding, config, forward_fn=embed, tied_weight_attr="weight")
     if config.tie_word_embeddings:
@@ -63,13 +67,13 @@ def build(run: RunConfig, vocab_size: int, seed: int) -> PipelineModule:
 
 
 def pipeline(layers: list[LayerSpec], block: str, run: RunConfig, seed: int) -> PipelineModule:
-    """``block``: the class of which each stage gets equally many."""
+    """Build the pipeline. ``block``: the class of which each stage gets the same number."""
     return PipelineModule(
         layers,
         topology=PipeModelDataParallelTopology(num_pp=run.stages, num_mp=run.slices, num_dp=1),
         loss_fn=loss_fn,
         partition_method=f"type:{block}",
-        seed_layers=True,  # a layer's weights depend on its number, not on which ranks there are
+        seed_layers=True,  # a layer's weights depend on its number, not on the ranks of the group
         seed_fn=lambda number: torch.manual_seed(int(number)),
         base_seed=1000 * seed,
     )
@@ -140,7 +144,7 @@ class Block(nn.Module):
         return y.transpose(1, 2).reshape(batch, length, -1)
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the same activations in every slice, so all drop the same."""
+        """Apply dropout to the same activations in every slice, so all drop the same."""
         return F.dropout(x, self.dropout, self.training)
 
 

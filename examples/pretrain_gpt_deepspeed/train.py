@@ -35,11 +35,13 @@ def main() -> None:
         import model as architecture
     model = architecture.build(session.config, dataset.vocab_size, args.seed)
     optimizer = scheduler = None
-    if "optimizer" not in session.config.engine:  # else DeepSpeed makes it, and the scheduler
+    if "optimizer" not in session.config.engine:  # otherwise DeepSpeed makes it, and the scheduler
         optimizer = fused.adamw(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 
-    engine = session.deepspeed(model, optimizer=optimizer, lr_scheduler=scheduler)  # ft: instead of deepspeed.initialize
+    engine = session.deepspeed(
+        model, optimizer=optimizer, lr_scheduler=scheduler
+    )  # ft: instead of deepspeed.initialize
     for step in session.steps(args.steps):  # ft
         result = session.train_step(engine, dataset)  # ft: instead of engine.train_batch
         print(f"step {step}  loss {result.loss:.4f}  |g| {result.gradient_norm:.3f}", flush=True)

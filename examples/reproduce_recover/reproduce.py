@@ -22,9 +22,9 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planner import Cluster
-from megatron_ft.sim.training.run import simulate
-from megatron_ft.sim.training.setting import Failures, RestartFinds, Setting
+from megatron_ft.planning import Cluster
+from megatron_ft.simulation.training.setting import Failures, RestartFinds, Setting
+from megatron_ft.simulation.training.training_run import simulate
 
 Row = dict[str, Any]
 GPUS, REPLICA, MICROBATCHES, LOSSES = 512, 8, 128, 32
@@ -37,7 +37,7 @@ RESTARTS_S = (0, 2, 5, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 160, 200, 2
 
 @dataclass(frozen=True)
 class Experiment:
-    """``tokens``: published, over checkpoint-restart's at as many ``gpu_hours``."""
+    """One published experiment. ``tokens``: published, over checkpoint-restart's at the same ``gpu_hours``."""
 
     name: str
     gpu_hours: float
@@ -45,13 +45,13 @@ class Experiment:
 
     @property
     def gap_s(self) -> float:
-        """Between two losses, if they come at equal distances and the last stretch is as long as the others."""
+        """The time between two losses, if they come at equal distances and the last stretch is as long as the
+        others."""
         return self.gpu_hours * 3600 / sum(GPUS - REPLICA * lost for lost in range(LOSSES + 1))
 
     @property
     def duration_s(self) -> float:
         return self.gap_s * (LOSSES + 1)
-
 
     def losses(self, trial: int) -> tuple[tuple[float, int], ...]:
         """One replica after the other, at random times: at equal distances restarts would fall into step with them."""
@@ -106,7 +106,8 @@ def steps(
     experiment: Experiment, policy: str, restart_s: float, options: argparse.Namespace, trials: int, *,
     finds: RestartFinds = "survivors", until_s: float | None = None,
 ) -> float:  # fmt: skip
-    """Mean steps committed by ``until_s``. A step has the same tokens whoever computes it."""
+    """Return the mean number of steps committed by ``until_s``. A step has the same tokens whichever group computes
+    it."""
     cluster = Cluster(
         gpus=GPUS,
         gpus_per_group=REPLICA,
@@ -135,7 +136,7 @@ def steps(
 def headline(
     experiment: Experiment, finds: RestartFinds, restart_s: float, options: argparse.Namespace, trials: int
 ) -> Row:
-    """Lost GPUs are lost to every policy at the same second, so equal time is equal GPU-hours."""
+    """Compute the headline. Lost GPUs are lost to every policy at the same second, so equal time is equal GPU-hours."""
     base = steps(experiment, "restart", restart_s, options, trials, finds=finds)
     row: Row = {"experiment": experiment.name, "checkpoint_restart": finds, "restart_s": restart_s}
     row |= {"gap_s": round(experiment.gap_s, 1), "steps_restart": round(base, 1)}
@@ -146,7 +147,7 @@ def headline(
 
 
 def crossing(rows: Sequence[Row], experiment: Experiment, finds: RestartFinds) -> float | None:
-    """The cost of a restart at which the published tokens come out; None if nowhere on the curve."""
+    """Return the cost of a restart at which the published tokens come out; None if there is none on the curve."""
     here = [r for r in rows if (r["experiment"], r["checkpoint_restart"]) == (experiment.name, finds)]
     curve = [(row["recover_over_restart"], row["restart_s"]) for row in here if row["recover_over_restart"] != ""]
     ratios = np.maximum.accumulate([ratio for ratio, _ in curve])
@@ -196,7 +197,9 @@ def _shown(explained: dict[tuple[str, str], float | None], after: Sequence[Row])
     for experiment in EXPERIMENTS:
         for finds in READINGS:
             found = explained[experiment.name, finds]
-            ratios = [r["of_this_stretch"] for r in after if r["checkpoint_restart"] == finds and r["of_this_stretch"] != ""]
+            ratios = [
+                r["of_this_stretch"] for r in after if r["checkpoint_restart"] == finds and r["of_this_stretch"] != ""
+            ]
             best = f"{max(ratios):.2f} (published {EFFECTIVE})" if experiment.name == "3D" and ratios else ""
             cost = "no cost of a restart" if found is None else f"a restart of {found:.0f} s"
             shown.add_row(experiment.name, finds, f"{experiment.gap_s:.0f} s", f"{experiment.tokens:.3f}", cost, best)
@@ -214,7 +217,9 @@ def draw(rows: Sequence[Row], explained: dict[tuple[str, str], float | None], pa
         for finds, colour in zip(READINGS, ("#0072B2", "#D55E00"), strict=True):
             here = [r for r in rows if (r["experiment"], r["checkpoint_restart"]) == (experiment.name, finds)]
             for policy, line in zip(MASKING, ("-", ":"), strict=True):
-                points = [(r["restart_s"], r[f"{policy}_over_restart"]) for r in here if r[f"{policy}_over_restart"] != ""]
+                points = [
+                    (r["restart_s"], r[f"{policy}_over_restart"]) for r in here if r[f"{policy}_over_restart"] != ""
+                ]
                 label = f"{policy}, restart with {'the ' if finds == 'survivors' else 'a '}{finds}"
                 each.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=".", label=label)
             if (found := explained[experiment.name, finds]) is not None:

@@ -1,10 +1,10 @@
-"""What SPARe (arXiv 2603.00357) published about its simulation, and what this project set out to reach in that setting."""
+"""The published results of SPARe's simulation (arXiv 2603.00357), and this project's goals in that setting."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_ft.planner import Cluster
+from megatron_ft.planning import Cluster
 
 GROUPS = (200, 600, 1000)
 ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}
@@ -28,14 +28,15 @@ MU_WITHIN, S_BAR_BOUND_WITHIN, S_BAR_WITHIN = 0.0113, 0.0060, 0.04
 
 TOLERANCE = {"spare": 0.15, "replication": 0.20}
 POINTS = 0.05
-"""How close a reproduction has to come: relative for times, absolute for availabilities."""
+"""The required accuracy of a reproduction: relative for times, absolute for availabilities."""
 
 GOALS: dict[str, dict[int, float]] = {
     "quota, G=16": {200: 1.45, 600: 1.28, 1000: 1.22},
     "quota + rejoin, G=16": {200: 1.16, 600: 1.15, 1000: 1.15},
     "quota + rejoin, G=64": {200: 1.11, 600: 1.10, 1000: 1.10},
 }
-"""Not published: what stacked quotas have to reach under the same failures, with 5 s of detection, 15 min until rejoin."""
+"""Goals that are not published: the results required of stacked quotas under the same failures, with 5 s of detection,
+15 min until rejoin."""
 
 QUOTAS: dict[str, tuple[str, dict[str, float]]] = {
     "quota, G=16": ("stacked_quota", {"microbatches": 16, "detection_s": 5.0}),

@@ -77,7 +77,7 @@ def _positive(text: str) -> int:
 
 
 def _compute(size: studies.Size, trials: int, jobs: int) -> dict[str, list[Any]]:
-    """Everything in one pool, so that no core waits at the end of a study."""
+    """Compute everything in one pool, so that no core waits at the end of a study."""
     cases = {
         "table": studies.table(size),
         "assumptions": studies.assumptions(size),
@@ -143,7 +143,8 @@ def _with_simulated(row: Row, table: Sequence[Outcome]) -> Row:
 
 
 def _assumption_rows(found: Sequence[Outcome]) -> Iterator[Row]:
-    """A line per combination of the switches and N: the best redundancy of each method, and what it matches."""
+    """Make a line per combination of the switches and N: the best redundancy of each method, and the numbers that it
+    matches."""
     keys = list(dict.fromkeys(tuple(o.case.labels[name] for name in (*SWITCHES, "N")) for o in found))
     for key in keys:
         here = [o for o in found if tuple(o.case.labels[name] for name in (*SWITCHES, "N")) == key]
@@ -162,7 +163,8 @@ def _assumption_rows(found: Sequence[Outcome]) -> Iterator[Row]:
 
 
 def _matches(method: str, N: int, row: Row) -> str:
-    """Which of the three published numbers are met: time, A(T_c*), best redundancy (replication only: SPARe's is flat)."""
+    """Return which of the three published numbers are met: time, A(T_c*), best redundancy (replication only: SPARe's
+    is flat)."""
     best = published.PUBLISHED[method][N]
     time_, formula = row[f"{method}_overhead"], row[f"{method}_A_of_period"]
     met = []
@@ -175,11 +177,11 @@ def _matches(method: str, N: int, row: Row) -> str:
     return " ".join(met)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _side_by_side(rows: Sequence[Row]) -> Table:
-    """The best of each method next to what was published or set as a goal; a miss says so."""
+    """Show the best of each method next to the published value or goal; a miss is marked."""
     shown = Table(
         title="Time-to-train / failure-free time", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -217,7 +219,7 @@ def _verdict(met: bool, text: str) -> str:
 
 
 def _assumption_table(rows: Sequence[Row]) -> Table:
-    """A line per combination: the three times of each method, and how many of what was asked for are met."""
+    """Make a line per combination: the three times of each method, and the number of met goals."""
     title = "What the paper leaves open (best time at N = 200 / 600 / 1000; * outside of what was asked)"
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("renewal", "only the\nliving", "in a\nrestart", "SPARe", "A", "replication", "r", "A", *SHORT):

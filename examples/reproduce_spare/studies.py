@@ -1,4 +1,5 @@
-"""What is simulated for the table and the pictures: cases, run in several processes, and what their trials come to."""
+"""The simulations for the table and the pictures: cases, run in several processes, and the summaries of their
+trials."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import published
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_ft.core import replication
-from megatron_ft.core.repair import Stacks
-from megatron_ft.planner import Cluster, closed_forms
-from megatron_ft.sim.training.run import Result, simulate
-from megatron_ft.sim.training.setting import Failures, Setting
+from megatron_ft.core.replication import placement as replication
+from megatron_ft.core.scheduling.policies.stack_repair import Stacks
+from megatron_ft.planning import Cluster, closed_forms
+from megatron_ft.simulation.training.setting import Failures, Setting
+from megatron_ft.simulation.training.training_run import Result, simulate
 
 METHODS = ("spare", "replication")
 ASSUMPTIONS: tuple[dict[str, Any], ...] = tuple(
@@ -27,16 +28,16 @@ ASSUMPTIONS: tuple[dict[str, Any], ...] = tuple(
     for renewal, living, in_restart in product(
         ("system", "groups", "replaced"), (True, False), ("missing", "none", "again")
     )
-    if living or renewal == "system"  # with a clock per group who is gone cannot fail, whatever the switch says
+    if living or renewal == "system"  # with a clock per group a lost group cannot fail, whatever the switch
 )
-"""All combinations of what the paper leaves open; the first is the default."""
+"""All combinations of the choices that the paper leaves open; the first is the default."""
 SENSITIVITY_N, SENSITIVITY_R = 600, 9
 RACK = 4
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is computed; ``--quick`` shows that everything works, its numbers mean nothing."""
+    """The amount of computation; ``--quick`` shows that everything works, its numbers mean nothing."""
 
     steps: int = 10_000
     redundancies: tuple[int, ...] = tuple(range(2, 21))
@@ -51,7 +52,7 @@ QUICK = Size(200, (3, 8), ASSUMPTIONS[:2], 20, 1, slice(0, 2))
 
 @dataclass(frozen=True)
 class Case:
-    """A setting and a policy under the name that its line gets."""
+    """A setting and a policy under the name of its line."""
 
     labels: dict[str, Any]
     policy: str
@@ -60,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the trials of a case come to. ``formula`` is A(T_c*), which the published availabilities are."""
+    """The summary of the trials of a case. ``formula`` is A(T_c*), which the published availabilities are."""
 
     case: Case
     results: tuple[Result, ...]
@@ -113,7 +114,7 @@ def table(size: Size) -> list[Case]:
 
 
 def assumptions(size: Size) -> list[Case]:
-    """The same under every combination of the switches, near the best redundancy."""
+    """Return the same cases under every combination of the switches, near the best redundancy."""
     cases = []
     for switches, N in product(size.assumptions, published.GROUPS):
         cluster = published.cluster(N, steps=size.steps)
@@ -181,7 +182,8 @@ def _switched(switches: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def mu(N: int, r: int, trials: int) -> dict[str, Any]:
-    """Failures until the wipe-out: groups fail in random order, a shard is gone with the last of its hosts."""
+    """Return the failures until the wipe-out: groups fail in random order, a shard is gone with the last of its
+    hosts."""
     row: dict[str, Any] = {"N": N, "r": r, "closed_form": round(closed_forms.mu(N, r), 3)}
     for name, make in (("golomb", replication.golomb), ("consecutive", replication.consecutive)):
         if name == "golomb" and r > replication.largest_redundancy(N):
@@ -246,7 +248,7 @@ def outcomes(cases: Sequence[Case], results: Sequence[Result], trials: int) -> l
 
 
 def run_all(work: Sequence[Task], jobs: int, what: str = "simulating") -> list[Any]:
-    """In order, whatever the number of processes; so that cannot change a result."""
+    """Run all cases, in order; the number of processes cannot change a result."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(what, total=len(work))
         found = []
