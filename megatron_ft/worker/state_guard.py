@@ -85,7 +85,8 @@ class StateGuard:
 
     def _part(self, step: int, said: Mapping[GroupId, Any], found: state_divergence.Comparison) -> None:
         """One group of each set with equal states publishes a checksum of each tensor, so that the record can name the
-        differing ones."""
+        differing ones. A group ends as a whole with the first of its ranks that leaves, so a rank whose own state is as
+        it should be waits until the differing ones have recorded it."""
         me = self._env.group
         sets = found.tied or (tuple(group for group in said if group not in found.minority), found.minority)
         other = next(min(groups) for groups in sets if me not in groups)
@@ -94,13 +95,18 @@ class StateGuard:
         with suppress(StoreError):
             if me in map(min, sets):
                 agreement.say(f"{key}/{me}", mine)
-            speaks = me == min(said) if found.tied else me in found.minority
-            if speaks and self._slots.mine(said[me]) != self._slots.mine(said[other]):
-                theirs = _await(lambda: agreement.get(f"{key}/{other}"))
-                who = {"tied": found.tied} if found.tied else {"group": me, "incarnation": self._env.incarnation}
-                self._record(
-                    step, [] if theirs is None else differing(mine, theirs), position=self._env.position, **who
-                )
+            if me == min(said) if found.tied else me in found.minority:
+                deadline = time.monotonic() + _NAMING_S
+                differ, is_mine = self._slots.differing(said[me], said[other])
+                if is_mine:
+                    theirs = _await(lambda: agreement.get(f"{key}/{other}"), deadline)
+                    who = {"tied": found.tied} if found.tied else {"group": me, "incarnation": self._env.incarnation}
+                    what = [] if theirs is None else differing(mine, theirs)
+                    self._record(step, what, position=self._env.position, **who)
+                    agreement.say(f"{key}/recorded/{me}", True)
+                for position in differ - {self._env.position} if len(said[me]) > 1 else ():
+                    recorded = f"divergence/{step}/{position}/recorded/{me}"
+                    _await(lambda recorded=recorded: agreement.get(recorded), deadline)
         if found.tied:
             self.halt(step, _tie(f"at the beginning of step {step}", found))
         if me in found.minority:

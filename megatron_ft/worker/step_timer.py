@@ -115,9 +115,11 @@ class Slots:
                 said[group] = values
         return said
 
-    def mine(self, states: Sequence[int]) -> int:
-        """Return, of a group's checksums, that of the rank at this rank's position."""
-        return states[self._position]
+    def differing(self, states: Sequence[int], others: Sequence[int]) -> tuple[frozenset[int], bool]:
+        """Return which of the ranks that share the bucket have other checksums in one group than in another one, and
+        whether this rank is one of them. A rank that shares it with no other is number 0."""
+        found = frozenset(at for at, (one, other) in enumerate(zip(states, others, strict=True)) if one != other)
+        return found, self._position in found
 
     def _rows(self) -> torch.Tensor:
         bucket = self._engine.reduced(0)

@@ -12,6 +12,15 @@ from megatron_ft.faults import kill as inject
 from tests import support
 
 
+RECORDS_LATE = """
+import time
+from megatron_ft.worker.state_guard import StateGuard
+record = StateGuard._record
+StateGuard._record = lambda *args, **fields: (time.sleep(0.5), record(*args, **fields))
+"""
+"""The rank whose state differs is slow to record it: the other rank of its group must not leave before."""
+
+
 def start_with_flip(
     directory, data_dir, what: str, steps: int, check_steps: int, groups: int = 3, step: int = 3, **options
 ):
@@ -19,7 +28,8 @@ def start_with_flip(
     path = directory.with_suffix(".faults.json")
     fault = {"kind": "bitflip", "group": 1, "step": step, "what": what, "bit": 29}
     path.write_text(json.dumps({"faults": [fault]}))
-    gate = support.Gate(directory.parent, step - 2, script=support.SCRIPT)
+    script = support.changed_script(directory.with_suffix(".py"), RECORDS_LATE)
+    gate = support.Gate(directory.parent, step - 2, script=script)
     options["detector"] = {"state_check_steps": check_steps}
     run = support.start(directory, data_dir, script=gate.script, steps=steps, groups=groups, **options)
     done = support.inject_when_ready(run, gate, step - 2, path, orders=(1,))

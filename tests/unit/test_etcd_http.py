@@ -194,13 +194,26 @@ def test_a_node_that_stays_away_is_asked_less_and_less_often(monkeypatch):
 def test_nodes_that_may_be_replaced_are_asked_for_the_members(nodes):
     old, new = nodes
     learner = {"clientURLs": ["http://127.0.0.1:1"], "isLearner": True}
-    old.members = [new.as_member(), learner, {"peerURLs": ["http://127.0.0.1:2"]}]
+    old.members = [new.as_member(), learner]
     new.members = [new.as_member()]
     gateway = Gateway((old.where,), 3 * PATIENT_S, learns=True)
     assert asked(gateway) == old.where[1]
     assert gateway.endpoints == (new.where,)
     assert asked(gateway.clone()) == new.where[1], "what one has heard its clones know"
     assert asked(Gateway((old.where,), 3 * PATIENT_S)) == old.where[1], "who was told that they stay"
+
+
+def test_no_node_is_forgotten_while_a_member_has_no_address_yet(nodes, monkeypatch):
+    """A member is listed before it has reported where it serves; it must not be missing in an address that is handed on."""
+    monkeypatch.setattr(gateway_module, "_LEARN_AGAIN_S", 0.0)
+    one, starting = nodes
+    one.members = starting.members = [one.as_member(), {"peerURLs": ["http://127.0.0.1:2"]}]
+    gateway = Gateway((one.where, starting.where), 3 * PATIENT_S, learns=True)
+    gateway.learn()
+    assert set(gateway.endpoints) == {one.where, starting.where}
+    one.members = starting.members = [starting.as_member()]
+    gateway.call("/any", {})
+    assert gateway.endpoints == (starting.where,), "the list was asked for again"
 
 
 def test_a_users_etcd_is_never_asked_for_its_members(nodes):

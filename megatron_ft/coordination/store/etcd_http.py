@@ -46,8 +46,9 @@ _UNHEARD_S = 0.5
 that, so a slow one is not mistaken for a lost one."""
 _AWAY_S, _AWAY_MOST_S = 3.0, 60.0
 """For this long a node that was found away is asked last; twice as long each time it is still away, up to the second."""
-_LEARN_S = 10.0
-"""The greatest age of the list of nodes, where they change: two of three would have to be replaced in that time."""
+_LEARN_S, _LEARN_AGAIN_S = 10.0, 1.0
+"""The greatest age of the list of nodes, where they change: two of three would have to be replaced in that time. The
+greatest age of a list in which a member has no address yet."""
 
 
 class _Nodes:
@@ -69,6 +70,17 @@ class _Nodes:
 
     def answered(self, node: tuple[str, int] | None) -> None:
         self._away.pop(node, None)
+
+    def learn(self, listed: Mapping[str, Any]) -> None:
+        """Take the nodes' addresses from etcd's list of members. A learner answers no client. A member that is only just
+        starting has no address yet: until it has one, the nodes of before stay known, and the list is asked for sooner.
+        """
+        serving = [member.get("clientURLs", ())[:1] for member in listed["members"] if not member.get("isLearner")]
+        urls = [urllib.parse.urlsplit(url) for own in serving for url in own]
+        found = tuple((url.hostname, url.port) for url in urls if url.hostname and url.port)
+        complete = len(found) == len(serving)
+        self.endpoints = found if found and complete else tuple(dict.fromkeys(found + self.endpoints))
+        self.learned = time.monotonic() - (0.0 if complete else _LEARN_S - _LEARN_AGAIN_S)
 
     def others(self) -> Endpoints:
         """Return the nodes that no client here has found away just now; all of them if there are none."""
@@ -237,8 +249,7 @@ class Gateway:
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         if self.learns and time.monotonic() - self._nodes.learned > _LEARN_S:
-            found = _endpoints(self._post(self._connection, "/v3/cluster/member/list", {}))
-            self._nodes.endpoints, self._nodes.learned = found or self._nodes.endpoints, time.monotonic()
+            self._nodes.learn(self._post(self._connection, "/v3/cluster/member/list", {}))
         answer = self._post(self._connection, path, body)
         self._access.worked = True
         self._nodes.answered(self._node)
@@ -404,13 +415,6 @@ def _hint(message: str) -> str:
     if "permission denied" in message:
         return "its user needs a role that may read and write all keys"
     return "is this etcd 3.4 or newer?"
-
-
-def _endpoints(answer: dict[str, Any]) -> Endpoints:
-    """Return the addresses of all nodes that serve: a node that has not started has none, a learner answers no client."""
-    serving = [member for member in answer["members"] if not member.get("isLearner")]
-    urls = [urllib.parse.urlsplit(url) for member in serving for url in member.get("clientURLs", ())[:1]]
-    return tuple((url.hostname, url.port) for url in urls if url.hostname and url.port)
 
 
 def encoded(text: str | bytes) -> str:
