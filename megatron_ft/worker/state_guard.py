@@ -106,7 +106,7 @@ class StateGuard:
                     agreement.say(f"{key}/recorded/{me}", True)
                 for position in differ - {self._env.position} if len(said[me]) > 1 else ():
                     recorded = f"divergence/{step}/{position}/recorded/{me}"
-                    _await(lambda recorded=recorded: agreement.get(recorded), deadline)
+                    _await(partial(agreement.get, recorded), deadline)
         if found.tied:
             self.halt(step, _tie(f"at the beginning of step {step}", found))
         if me in found.minority:

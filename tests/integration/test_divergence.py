@@ -11,7 +11,6 @@ from megatron_ft.errors import InvariantBroken
 from megatron_ft.faults import kill as inject
 from tests import support
 
-
 RECORDS_LATE = """
 import time
 from megatron_ft.worker.state_guard import StateGuard
