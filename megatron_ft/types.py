@@ -165,6 +165,11 @@ class View:
     reports: tuple[Report, ...] = ()
     noticed: str = ""
 
+    @property
+    def members(self) -> list[tuple[GroupId, int]]:
+        """The seats of this view: each member with its incarnation."""
+        return [(group, self.incarnations.get(group, 0)) for group in self.live]
+
     def seats(self, group: GroupId, incarnation: int) -> bool:
         """Return whether that start of the group is a member."""
         return group in self.live and self.incarnations.get(group, 0) == incarnation

@@ -116,7 +116,7 @@ class Succession:
         beats.says = Said(locator.newest, answers)
         outlook = Outlook(
             me=me,
-            hosts=self._hosts.housing(self._view().live),
+            hosts=self._hosts.housing(store_failover.unfenced(self._view().members, locator.claims)),
             heard=frozenset(said) | {me},
             reaching=frozenset(host for host, one in said.items() if one.reaching),
             store=store,

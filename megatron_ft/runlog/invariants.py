@@ -250,7 +250,7 @@ def _in_step(lines: Lines) -> list[str]:
                 found.append(f"{_who(line)} commits step {line['step']}, it is at {at.get(me)}")
             at[me] = line["step"] + 1
             view = views[line["epoch"]]
-            seats = {(group, view.incarnations.get(group, 0)) for group in view.live} & at.keys()
+            seats = set(view.members) & at.keys()
             behind = sorted(seat for seat in seats - gone if at[seat] < line["step"])
             found += [f"{_who(line)} commits step {line['step']}, group {g} is at {at[g, n]}" for g, n in behind]
     return found

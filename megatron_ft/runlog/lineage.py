@@ -92,7 +92,7 @@ def _sealed(lines: Lines) -> Iterator[str]:
                 out = set().union(*fences[: line["log"]])
                 before = views[line["after"]].incarnations
                 old = set().union(*fences[: line["decided"]])
-                kept = sorted(old & {(group, view.incarnations.get(group, 0)) for group in view.live})
+                kept = sorted(old & set(view.members))
                 left = sorted({(group, before.get(group, 0)) for group in view.lost} - out - gone)
                 if kept:
                     yield f"view {view.epoch} keeps {kept}, which claims had fenced"

@@ -49,6 +49,12 @@ def test_a_host_may_claim_while_one_of_its_seats_is_in(log, own):
     assert store_failover.may_claim(own, log) == (not own or not own <= out)
 
 
+@given(logs, seats)
+def test_a_group_is_unfenced_with_the_seat_that_no_claim_fences(log, members):
+    found = store_failover.unfenced(members, log)
+    assert found == {group for group, start in members if (group, start) not in store_failover.fenced(log)}
+
+
 @given(claims)
 def test_a_fenced_seat_is_dead_to_a_reader_and_not_known_to_have_ended(claim):
     found = store_failover.verdicts(claim)
@@ -101,8 +107,10 @@ def test_no_host_claims_a_store_that_is_reached_or_without_a_seat_that_is_in(par
     assert due_s(replace(outlook, heard=outlook.heard | {outlook.store})) is None
     assert due_s(replace(outlook, reaching=frozenset({other}))) is None
     assert due_s(replace(outlook, out=outlook.seats)) is None
-    alone = replace(outlook, seats=frozenset(), heard=frozenset({outlook.me}))
-    assert due_s(alone) is None
+    alone = replace(outlook, me=max(outlook.hosts) + 1, seats=frozenset(), heard=frozenset())
+    assert due_s(alone) is None, "a spare host that hears nobody"
+    left_out = replace(outlook, hosts=outlook.hosts - outlook.heard)
+    assert due_s(left_out) is None, "what was started again there has no seat"
     stranger = frozenset({max(outlook.hosts) + 1})
     assert due_s(replace(outlook, reaching=stranger)) == due_s(outlook), "whom it does not hear says nothing"
 

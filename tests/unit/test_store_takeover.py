@@ -51,9 +51,9 @@ class Agent:
             said=lambda rank: f"host {rank}",
         )
         self.told, self.moved, note = directory / "told", MagicMock(), MagicMock()
-        seats, self.view = frozenset({(1, 0)}), first_view(3)
+        self.seats, self.view = frozenset({(1, 0)}), first_view(3)
         self.agent = Succession(
-            hosts, self.locator, directory, lambda: seats, lambda: self.view, self.told, self.moved, note
+            hosts, self.locator, directory, lambda: self.seats, lambda: self.view, self.told, self.moved, note
         )
         self.agent._probe = MagicMock()
         self.agent._probe.get.side_effect = StoreGone("its host is lost")
@@ -112,6 +112,17 @@ def test_a_host_whose_groups_are_all_left_out_takes_nothing_over(agent):
     for _ in range(3):
         agent.agent._look()
     assert agent.claims() == [(0, OLD), (0, OLD)]
+
+
+def test_a_group_that_was_started_again_takes_nothing_over_while_it_has_no_seat(agent):
+    """Its host is cut off from those that go on, and reaches the directory: it would take the store from them."""
+    agent.log.create(store_failover.fence(agent.log.read()[-1], [(0, 0), (1, 0)], 2, "hosts 0 1 are silent"))
+    agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
+    agent.seats, agent.said = frozenset({(1, 1)}), {}
+    agent.agent._look()
+    agent.agent._waited_s = 100.0
+    agent.agent._look()
+    assert agent.claims() == [(0, OLD), (0, OLD), (2, OTHER)]
 
 
 def test_a_host_that_was_replaced_does_not_report_the_end_of_the_run(agent):

@@ -90,6 +90,11 @@ def fenced(claims: Iterable[Claim]) -> frozenset[Seat]:
     return frozenset().union(*(claim.fenced for claim in claims))
 
 
+def unfenced(seats: Iterable[Seat], claims: Iterable[Claim]) -> frozenset[int]:
+    """Return the groups of those of the seats that no claim fences; for a view's members, those that may go on."""
+    return frozenset(group for group, _ in frozenset(seats) - fenced(claims))
+
+
 def verdicts(claim: Claim) -> tuple[Died, ...]:
     """Return the verdicts of a claim for a group that reads it: each fenced seat is dead; a reader that is fenced ends.
 
@@ -120,7 +125,8 @@ class Outlook:
 
     Args:
         me: number of its host.
-        hosts: hosts with a live group in the newest view that it knows.
+        hosts: hosts with a member of the newest view that it knows, without the members that the log has fenced
+            (:func:`unfenced`).
         heard: hosts whose beats arrive here, and this one.
         reaching: of those heard, hosts whose beats say that they hear the store's host, or that the store answers them.
         store: host of the newest claim.
@@ -146,18 +152,18 @@ def due_s(outlook: Outlook) -> float | None:
     """Return the seconds this outlook must last until the agent claims the store for its host; None: it never does.
 
     The hosts that hear each other take turns, in the order of their numbers after the lost one's. A host that hears few
-    others is probably the one that is cut off, and waits until the others have had the time to fence it.
+    others is probably the one that is cut off, and waits until the others have had the time to fence it. Hosts that
+    hear no member need no store: it would be taken from those that go on. A group that was started again and has no
+    seat yet is no member.
     """
     me, heard = outlook.me, outlook.heard | {outlook.me}
     orphan = me == outlook.store and not outlook.keeps  # the others hear this host, and wait for it
     lost = not outlook.answers and (orphan or (outlook.store not in heard and not outlook.reaching & heard))
-    member = any(seat not in outlook.out for seat in outlook.seats)
-    if not lost or (outlook.seats and not member) or (not member and heard == {me}):
+    if not lost or not heard & outlook.hosts or (outlook.seats and outlook.seats <= outlook.out):
         return None
     if orphan:
         return 0.0
     turns = sorted(heard, key=lambda host: (host < outlook.store, host))
     waits_s = turns.index(me) * STEP_S
-    voters = outlook.hosts | ({me} if member else frozenset())
-    here = 2 * len(heard & voters)
-    return waits_s + (MINORITY_S if here < len(voters) else TIE_S if here == len(voters) else 0.0)
+    here = 2 * len(heard & outlook.hosts)
+    return waits_s + (MINORITY_S if here < len(outlook.hosts) else TIE_S if here == len(outlook.hosts) else 0.0)

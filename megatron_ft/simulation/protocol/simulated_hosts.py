@@ -117,6 +117,7 @@ class Agent:
         self.flags: dict[Host, tuple[Host, bool]] = {}
         self.missed: set[Host] = set()
         self.members: frozenset[Host] = frozenset()
+        self.seated: frozenset[Seat] = frozenset((group, 0) for group in range(world.cluster.job.shards))
         self._said: list[Any] = []
         self.client = Client(world, host, self, claims, birth)
         if birth is None:  # what an agent that was here before has said of other hosts is over
@@ -168,7 +169,9 @@ class Agent:
             if store.birth != self.client.birth:  # it has nothing to ask, and would not find out
                 self.client.forgotten()
             epochs = [key[1] for key in store.values if key[0] == "view"]
-            self.members = frozenset(store.values["view", max(epochs)].live) if epochs else self.members
+            if epochs:
+                view = store.values["view", max(epochs)]
+                self.members, self.seated = frozenset(view.live), frozenset(view.members)
         for host, other in world.agents.items():
             if host != self.host and world.runs(host) and world.network.open(host, self.host):
                 self.heard[host] = now
@@ -210,7 +213,7 @@ class Agent:
         claims, heard = self.client.claims, self.hearing
         store = claims[-1].host
         reaching = frozenset(h for h in heard if self.flags.get(h) == (store, True))
-        hosts = self.members | ({self.host} if self.seats else frozenset())
+        hosts = store_failover.unfenced(self.seated, claims)
         out, keeps = store_failover.fenced(claims), claims[-1].address in self.keeps
         return Outlook(self.host, hosts, heard, reaching, store, self.answers, self.seats, out, keeps)
 
