@@ -99,10 +99,11 @@ class Crew:
         self._order("end_step", epoch=epoch, following=following)
         self.rank.end_step(epoch)
 
-    def follow(self, donors: Sequence[tuple[int, int]], at: int, epoch: int) -> int:
-        """Make all ranks ask (group, incarnation) for the state of step ``at``. Return the worst answer."""
-        self._order("follow", donors=donors, at=at, epoch=epoch)
-        return self.rank.following.begin(donors, at, epoch)
+    def follow(self, donors: Sequence[tuple[int, int]], margin: int, epoch: int) -> int:
+        """Make all ranks ask (group, incarnation) for the state of one step, ``margin`` steps later than is expected to
+        be soon enough. Return the worst answer."""
+        self._order("follow", donors=donors, margin=margin, epoch=epoch)
+        return self.rank.following.begin(donors, margin, epoch)
 
     def take_state(self) -> int:
         self._order("take_state")

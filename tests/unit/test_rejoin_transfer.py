@@ -68,6 +68,7 @@ class Trainer:
                 self.engine.keep_local(bucket)
             self.result = self.engine.update(self.step, 1, lambda point: None)
             self.step += 1
+        self.donor._step_s = 0.0  # it makes no step while it answers a call
 
 
 @pytest.fixture
@@ -91,7 +92,8 @@ def never() -> bool:
 def follow(trainers: list[Trainer], at: int) -> tuple[TorchNativeEngine, Guest]:
     """A rank that follows all the trainers, and that all of them know."""
     new = engine(1)
-    one = Guest(new, KEY, 0, "a test", [trainer.place for trainer in trainers], at)
+    one = Guest(new, KEY, 0, "a test", [trainer.place for trainer in trainers])
+    one.ask(at)
     for trainer in trainers:
         while not trainer.donor._followers:
             threading.Event().wait(0.001)
@@ -129,7 +131,8 @@ def follow_alone(steps: int) -> TorchNativeEngine:
 
 def test_a_boundary_that_has_passed_is_refused(trainers):
     (donor,) = trainers(1)
-    follower = Guest(engine(1), KEY, 0, "a test", [donor.place], at=1)
+    follower = Guest(engine(1), KEY, 0, "a test", [donor.place])
+    follower.ask(at=1)
     with pytest.raises(Gone):
         follower.await_state(never)
 
@@ -161,7 +164,8 @@ def test_without_memory_for_the_state_the_attempt_ends(trainers, monkeypatch, er
 
 def test_a_donor_that_sends_nothing_is_given_up(trainers):
     (donor,) = trainers(1)
-    one = Guest(engine(1), KEY, 0, "a test", [donor.place], 5, patience_s=0.2)
+    one = Guest(engine(1), KEY, 0, "a test", [donor.place], patience_s=0.2)
+    one.ask(at=5)
     deadline = time.monotonic() + 60
     with pytest.raises(Gone, match="timed out"):
         one.await_state(lambda: time.monotonic() > deadline)
@@ -239,6 +243,21 @@ def following(store: Store, epoch: int = 0) -> joiner.Following:
     return joiner.Following(rank, env, store)
 
 
+@pytest.mark.parametrize("lasting_s", [0.0, 1e9, 1e-6])
+def test_the_state_of_a_step_is_asked_for_that_donors_have_not_begun_when_they_hear_of_it(trainers, lasting_s):
+    """The last step that they have begun is step 1. Of short steps they begin some more while they answer a call."""
+    donors = trainers(2)
+    donors[0].donor._step_s = lasting_s
+    follower = following(Store([trainer.place for trainer in donors]))
+    for margin in (0, 4):
+        assert follower.begin([(0, 0), (1, 0)], margin, epoch=7) == joiner.DONE
+        at = follower._guest.at - margin
+        assert at > 2 if lasting_s == 1e-6 else at == 2
+    follower.end()
+    donors[1].donor.close()
+    assert follower.begin([(0, 0), (1, 0)], 0, epoch=7) == joiner.ASTRAY and follower.astray
+
+
 @pytest.mark.parametrize("seat", [False, True])
 def test_a_donor_that_the_others_have_gone_on_without_is_not_waited_for(trainers, seat):
     """Its host is cut off: no connection ends, and no process there can report that it is dead. The rank finds this
@@ -246,7 +265,7 @@ def test_a_donor_that_the_others_have_gone_on_without_is_not_waited_for(trainers
     donors = trainers(2)
     store = Store([trainer.place for trainer in donors])
     follower = following(store)
-    assert follower.begin([(0, 0), (1, 0)], at=3, epoch=7) == joiner.DONE
+    assert follower.begin([(0, 0), (1, 0)], margin=1, epoch=7) == joiner.DONE
     donors[0].train(3)
     without = View(8, (0, 2), "group 1 is cut off")
     if seat:
@@ -264,7 +283,7 @@ def follow_in_view(donors: list[Trainer], live: tuple[int, ...]) -> joiner.Follo
     store.views[7] = View(7, live, "")
     follower = following(store)
     names = [(number, 0) for number in range(len(donors))]
-    assert follower.begin(names, at=3, epoch=7) == joiner.DONE
+    assert follower.begin(names, margin=1, epoch=7) == joiner.DONE
     for donor in donors:
         while not donor.donor._followers:
             threading.Event().wait(0.001)

@@ -35,12 +35,15 @@ if TYPE_CHECKING:
 
 DONE, INTERRUPTED, ASTRAY = 2, 1, 0
 """A rank's answers to the order to follow; the worst answer counts."""
+_NEVER = -(2**62)
+"""What a rank gives for the step it can be given the state of when it cannot reach its donors."""
 _MOST_DONORS = 4
 _POLL_S, _AGAIN_S = 0.002, 0.1
 _ALONE_S = 10.0
 """Seconds for which a group that finds one donor, although several groups live, looks for a second one."""
-_MARGIN = (1, 256)
-"""Number of boundaries ahead for which the state is asked; doubled after each time that was too late."""
+_MARGIN = (0, 256)
+"""The number of steps by which the state is asked for later than is expected to be soon enough: at first, and at most
+after it was too late repeatedly."""
 
 
 def address_key(group: int, position: int) -> str:
@@ -90,8 +93,12 @@ class Following:
         """The result of the last step, if one was made."""
         return given(self._guest).result
 
-    def begin(self, donors: Sequence[tuple[int, int]], at: int, epoch: int) -> int:
-        """Connect to donors, (group, incarnation), in that epoch, and ask for the state of step ``at``."""
+    def begin(self, donors: Sequence[tuple[int, int]], margin: int, epoch: int) -> int:
+        """Connect to donors, (group, incarnation), in that epoch, and ask for the state of the soonest step that the
+        donors of all ranks can give, or of one that is ``margin`` steps later.
+
+        The step is chosen once the connections are there: steps may be shorter than a connection takes.
+        """
         self.end()
         self.astray, self.view = "", None
         self.donors = dict(donors)
@@ -100,13 +107,16 @@ class Following:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
             patience_s = env.config.fault_tolerance.detector.collective_timeout_s
-            guest = self._guest = Guest(self._rank.engine, env.key, env.position, who, found, at, patience_s)
-            arguments = (guest, epoch, self.agreement.clone())
-            VitalThread(self._look_for_seat, "megatron_ft-seat", arguments).start()
-            self._rank.points.reach("follow", at)
+            guest = self._guest = Guest(self._rank.engine, env.key, env.position, who, found, patience_s)
         except Gone as gone:
-            self.astray = str(gone)
-        return self._together(ASTRAY if self.astray else DONE)
+            guest, self.astray = None, str(gone)
+        at = -self._together(_NEVER if guest is None else -guest.soonest) + margin
+        if guest is None or at >= -_NEVER:
+            return ASTRAY
+        guest.ask(at)
+        VitalThread(self._look_for_seat, "megatron_ft-seat", (guest, epoch, self.agreement.clone())).start()
+        self._rank.points.reach("follow", at)
+        return DONE
 
     def has_seat(self, view: View) -> bool:
         env = self.env
@@ -232,7 +242,8 @@ class Return:
             if view is not None:
                 return view
             self._look_for_end()
-            time.sleep(_AGAIN_S)
+            if not donors:
+                time.sleep(_AGAIN_S)
 
     def _find_donors(self) -> list[Donor]:
         """Return a few live groups at the same step, or nearly; each try begins with other groups."""
@@ -275,10 +286,10 @@ class Return:
 
     def _follow(self, donors: list[Donor]) -> View | None:
         """Get a state, follow, and ask for a seat; None if another attempt has to be made."""
-        at = max(donor.step for donor in donors) + self._margin
         names = [(donor.group, donor.incarnation) for donor in donors]
-        if self._crew.follow(names, at, given(donors[0].epoch)) != DONE or self._crew.take_state() != DONE:
-            self._margin, self._tries = min(2 * self._margin, _MARGIN[1]), self._tries + 1
+        follows = self._crew.follow(names, self._margin, given(donors[0].epoch))
+        if follows != DONE or self._crew.take_state() != DONE:
+            self._margin, self._tries = min(max(1, 2 * self._margin), _MARGIN[1]), self._tries + 1
             return None
         asked = False
         while True:

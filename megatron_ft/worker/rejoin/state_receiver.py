@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ class Gone(Exception):
 
 
 class Donor(NamedTuple):
-    """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands."""
+    """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands;
+    ``ahead``: the number of steps that it makes while it answers a call."""
 
     group: int
     incarnation: int
@@ -43,16 +45,18 @@ class Donor(NamedTuple):
     port: int
     step: int = -1
     epoch: int | None = None
+    ahead: int = 0
 
 
 def look_up(donor: Donor, key: Key, position: int, who: str) -> tuple[Donor, socket.socket] | None:
     """Connect to a donor and read where it stands; None if it does not answer. ``key``: the run's."""
-    end = None
+    end, began = None, time.monotonic()
     try:
         end = framing.call(donor.address, donor.port, key.of(DONOR), {"position": position, "who": who})
         said = framing.hear(end, LONGEST_HELLO)
         if said["incarnation"] == donor.incarnation:
-            return donor._replace(step=said["step"], epoch=said["epoch"]), end
+            ahead = int((time.monotonic() - began) / step_s) if (step_s := said["step_s"]) > 0 else 0
+            return donor._replace(step=said["step"], epoch=said["epoch"], ahead=ahead), end
     except (OSError, ValueError, KeyError, TypeError):
         pass
     if end is not None:
@@ -71,8 +75,9 @@ class _Stream:
 
 
 class Guest:
-    """One attempt to follow ``donors`` from the state of step ``at``. ``stands`` is the step whose state the engine has,
-    ``received`` how many bytes have come; ``patience_s``: seconds after which a donor that sends nothing is given up.
+    """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
+    whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step whose state all donors
+    can be expected to give; ``patience_s``: seconds after which a donor that sends nothing is given up.
 
     Raises :class:`Gone`."""
 
@@ -83,11 +88,11 @@ class Guest:
         position: int,
         who: str,
         donors: Sequence[Donor],
-        at: int,
         patience_s: float = 1800.0,
     ) -> None:
-        self._engine, self.stands, self.at = engine, -1, at
-        self.received = 0
+        self._engine, self._patience_s = engine, patience_s
+        self.stands = self.at = -1
+        self.received = self.soonest = 0
         self.carried: Mapping[str, Any] = {}
         self.result: StepResult | None = None
         self._changed = threading.Condition()
@@ -99,15 +104,19 @@ class Guest:
             if found is None:
                 self.close()
                 raise Gone(f"group {donor.group} cannot be reached")
-            stream = _Stream(donor.group, found[1], part, len(donors))
-            self._streams.append(stream)
-            try:
-                framing.say(stream.end, {"at": at, "part": part, "parts": len(donors)})
-                stream.end.settimeout(patience_s)
-            except OSError as error:
-                self.close()
-                raise Gone(f"group {donor.group}: {error}") from None
+            self._streams.append(_Stream(donor.group, found[1], part, len(donors)))
+            self.soonest = max(self.soonest, found[0].step + 1 + found[0].ahead)
+
+    def ask(self, at: int) -> None:
+        """Ask all donors for the state of step ``at``, each for its share."""
+        self.at = at
         for stream in self._streams:
+            try:
+                framing.say(stream.end, {"at": at, "part": stream.part, "parts": stream.parts})
+                stream.end.settimeout(self._patience_s)
+            except OSError as error:
+                self._fail(stream, f"group {stream.group}: {error}")
+                continue
             threading.Thread(target=self._receive, args=(stream,), name="megatron_ft-guest", daemon=True).start()
 
     # --- receiving, a thread for each donor ---------------------------------------------------------------------------

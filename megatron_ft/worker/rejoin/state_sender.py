@@ -223,7 +223,8 @@ class Donor:
             if hello.get("position") != self._env.position:
                 end.close()
                 return
-            framing.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
+            stands = {"step": self._step, "step_s": self._step_s, "epoch": self._epoch()}
+            framing.say(end, {"incarnation": self._env.incarnation, **stands})
             asked = framing.hear(end, LONGEST_HELLO)
             end.settimeout(_SEND_S)
             part, parts, at = int(asked["part"]), int(asked["parts"]), int(asked["at"])
