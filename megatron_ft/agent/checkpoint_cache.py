@@ -24,6 +24,8 @@ from megatron_ft.checkpoint.memory_copies import GB, Shelf
 from megatron_ft.checkpoint.peer_copies import COPIES, Address, receive_into
 from megatron_ft.collectives import framing
 from megatron_ft.config.schema import RunConfig
+from megatron_ft.utils.console import say
+from megatron_ft.utils.vital_thread import described
 
 _LOOK_S = 1.0
 _TIMEOUT_S = 60.0
@@ -71,15 +73,25 @@ class Copies:
     # --- passing on ---------------------------------------------------------------------------------------------------
 
     def _mirror(self) -> None:
+        told = ""
         while not self._stop.wait(_LOOK_S):
-            partner = self.partner()
-            here = {path.name: path for path in self._shelf.listed()}
-            self._passed = {digest: where for digest, where in self._passed.items() if digest in here}
-            for digest, path in here.items():
-                if partner is not None and digest not in self._received and self._passed.get(digest) != partner:
-                    with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):
-                        self._give(path, digest, partner)
-                        self._passed[digest] = partner
+            try:
+                self._pass_on()
+            except Exception as error:  # of a bug, too: no other copy would be made
+                if (why := described(error)) != told:
+                    told = why
+                    say(f"passing on copies of checkpoints {why}; it is tried again")
+
+    def _pass_on(self) -> None:
+        """Give the partner each copy here that it has not got, unless that came from another host itself."""
+        partner = self.partner()
+        here = {path.name: path for path in self._shelf.listed()}
+        self._passed = {digest: where for digest, where in self._passed.items() if digest in here}
+        for digest, path in here.items():
+            if partner is not None and digest not in self._received and self._passed.get(digest) != partner:
+                with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):
+                    self._give(path, digest, partner)
+                    self._passed[digest] = partner
 
     def _give(self, path: Path, digest: str, partner: Address) -> None:
         size = path.stat().st_size

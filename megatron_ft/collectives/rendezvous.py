@@ -18,6 +18,7 @@ from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import Agreement, digest
 from megatron_ft.errors import StoreError
 from megatron_ft.types import View, given
+from megatron_ft.utils.vital_thread import VitalThread
 
 _POLL_S = (0.001, 0.01)
 
@@ -102,7 +103,7 @@ class Build:
         self._made: Communicator | None = None
         self._error: Exception | None = None
         make = partial(Communicator, me=me, members=members, epoch=epoch, timeout_s=timeout_s, address=env.address)
-        self._thread = threading.Thread(target=self._run, args=(make,), name="megatron_ft-connect", daemon=True)
+        self._thread = VitalThread(self._run, "megatron_ft-connect", (make,))
         self._thread.start()
 
     def _run(self, make: Callable[[Any], Communicator]) -> None:
@@ -112,7 +113,7 @@ class Build:
             else:
                 self._build_by = time.monotonic() + BUILD_TIMEOUT_S
                 self._keep(make(self._agreement.rendezvous(self._name)))
-        except (RuntimeError, StoreError) as error:
+        except (RuntimeError, OSError, StoreError) as error:
             self._error = error.with_traceback(None)
 
     def _keep(self, made: Communicator) -> None:

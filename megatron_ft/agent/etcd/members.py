@@ -38,6 +38,7 @@ from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given, host_name
 from megatron_ft.utils import net
 from megatron_ft.utils.console import say
+from megatron_ft.utils.vital_thread import described
 
 FIRST = tuple(range(etcd_membership.SIZE))
 """The hosts of the first members, where no others have been chosen."""
@@ -259,7 +260,8 @@ class Members:
             try:
                 pause_s = self._look_at_members()
             except Exception as error:  # of a bug, too: this host would replace no lost member any more
-                self._say(f"this host cannot become a member of the control store yet: {error}")
+                why = str(error) if isinstance(error, StoreError | LaunchError | OSError) else f"it {described(error)}"
+                self._say(f"this host cannot become a member of the control store yet: {why}")
                 pause_s = _LOOK_S
 
     def _look_at_members(self) -> float:
