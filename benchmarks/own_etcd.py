@@ -140,10 +140,10 @@ class Lab:
 
 def host(rank: int, run_dir: Path, store: str) -> None:
     """Act as an agent does for its member, until its input ends; the input names the lost hosts."""
-    from megatron_ft.agent.etcd.members import Members
+    from megatron_ft.agent.etcd.members import EtcdCluster
 
     own = f"10.97.0.{rank + 1}"
-    members = Members(rank, MEMBERS, own, run_dir, PATIENCE_S, None if store == "-" else store)
+    members = EtcdCluster(rank, MEMBERS, own, run_dir, PATIENCE_S, None if store == "-" else store)
     silent: dict[int, float] = {}
     over = threading.Event()
 

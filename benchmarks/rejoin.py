@@ -104,7 +104,7 @@ def ours(directory: Path, megabytes: int, victim: int, without: int) -> dict:
     settings["fault_tolerance"] = {"rejoin": {"enabled": True}}
     settings["fault_tolerance"]["detector"] = {"stopped_timeout_s": 600.0, "straggler_factor": 0}
     config.write_text(json.dumps(settings))
-    os.environ.update(injection_points.to_env([injection_points.Hold(victim, None, "warm", incarnation=1)]))
+    os.environ.update(injection_points.to_env([injection_points.Breakpoint(victim, None, "warm", incarnation=1)]))
     agents = recovery_ours.launch(run_dir, config, [__file__, "--", "train", str(megabytes)])
     try:
         recovery_ours._await(run_dir, agents[0], lambda lines: len(_steps(lines)) >= 3)

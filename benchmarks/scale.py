@@ -35,7 +35,7 @@ sys.path.insert(0, str(common.ROOT))
 from megatron_ft.agent.heartbeat import BEAT_S
 from megatron_ft.config.schema import RunConfig, placement_of
 from megatron_ft.coordination import watcher
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.detection import link_detector
 from megatron_ft.core.protocol import machine, signals
@@ -43,7 +43,7 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Exit, View
-from megatron_ft.worker.group_leader import Leader
+from megatron_ft.worker.group_leader import GroupLeader
 
 ASKED = {"groups": 2048, "view_change_s": 2.0, "messages_per_group_and_second": 1.0}
 PATIENCE_S, STEP = 120.0, 5
@@ -128,8 +128,8 @@ class Real:
 
     def __init__(self, me: int, config: RunConfig, store: ControlStore, directory: Path, view: View) -> None:
         rank = MagicMock(group=me, incarnation=0, size=1, inner=None, num_buckets=8, lost_because="")
-        agreement = Agreement(store.clone(), me, PATIENCE_S)
-        self.leader = Leader(rank, config, agreement, History(directory), placement_of(config), view)
+        agreement = CoordinationClient(store.clone(), me, PATIENCE_S)
+        self.leader = GroupLeader(rank, config, agreement, History(directory), placement_of(config), view)
         self.leader.enter(total=10**6, comes_back=False)
         self.had: dict[int, float] = {}
         watcher.Watcher(store.clone(), self.leader.hear, lambda error: None).start()
@@ -164,7 +164,7 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
             victim, before = groups - 1 - trial, store.cpu_s()
             struck = time.time()
             exit_ = Exit(victim, 0, 1, f"host{victim}", "SIGKILL", None)
-            watcher.announce(store.client, signals.Ended(exit_))
+            watcher.announce(store.client, signals.RankExited(exit_))
             said = crowd.line()
             _await(lambda epoch=trial + 1: all(epoch in real.had for real in reals))
             times = [at - struck for at in (*said["times"], *(real.had[trial + 1] for real in reals))]
@@ -187,7 +187,7 @@ def fan_out(listeners: int, trials: int) -> dict[str, Any]:
     crowds = [StandIns(store, view, listeners=part) for part in _parts(listeners, 8192)]
     for trial in range(trials):
         struck = time.time()
-        watcher.announce(store.client, signals.Agreed(trial + 1))
+        watcher.announce(store.client, signals.ViewAgreed(trial + 1))
         found.append(max(max(crowd.line()["times"]) for crowd in crowds) - struck)
     for crowd in crowds:
         crowd.close()

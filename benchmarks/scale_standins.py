@@ -126,10 +126,10 @@ class Group:
 
     def hear(self, signal: signals.Signal) -> None:
         match signal:
-            case signals.Ended(exit=exit_):
+            case signals.RankExited(exit=exit_):
                 self._dead |= exit_.group == self._me
                 self._broken = True
-            case signals.Agreed(epoch=epoch):
+            case signals.ViewAgreed(epoch=epoch):
                 self._agreed = epoch
         if not self._dead:
             self.leader.poke()
@@ -159,7 +159,7 @@ class Agent:
 
     def hear(self, signal: signals.Signal) -> None:
         self._stirred = True
-        self._agreed |= isinstance(signal, signals.Agreed)
+        self._agreed |= isinstance(signal, signals.ViewAgreed)
         self.voice.poke()
 
     def script(self) -> Script:

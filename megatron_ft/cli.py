@@ -542,7 +542,7 @@ def _supervise(options: argparse.Namespace) -> int:
         limits = job_array.limits(
             run.fault_tolerance, job_array.place(os.environ), asked.spare_hosts, options.failures_per_node
         )
-        return job_array.Element(
+        return job_array.ArrayTask(
             asked.words, asked.run_dir.resolve(), asked.spare_hosts, limits, job_array.place(os.environ)
         ).run()
     return supervisor.Supervisor(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import common
 from megatron_ft.data import prepare
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import invariants
 from tests import support
 
@@ -58,7 +58,7 @@ class Case:
     stages: int
     slices: int
     moment: str
-    holds: tuple[Hold, ...]
+    holds: tuple[Breakpoint, ...]
 
     @property
     def name(self) -> str:
@@ -77,17 +77,17 @@ def cases() -> list[Case]:
         for number, (moment, what) in enumerate(MOMENTS.items()):
             for stage in range(stages):
                 position = stage * slices + (number + stage) % slices
-                found.append(Case(groups, stages, slices, moment, (Hold(1, STEP, position=position, **what),)))
-    first = Hold(1, STEP, "backward")
+                found.append(Case(groups, stages, slices, moment, (Breakpoint(1, STEP, position=position, **what),)))
+    first = Breakpoint(1, STEP, "backward")
     for moment, point in TWICE.items():
-        found.append(Case(3, 2, 1, moment, (replace(first, position=1), Hold(2, STEP, point))))
+        found.append(Case(3, 2, 1, moment, (replace(first, position=1), Breakpoint(2, STEP, point))))
     return found
 
 
 def start(
     directory: Path,
     data_dir: Path,
-    holds: Sequence[Hold] = (),
+    holds: Sequence[Breakpoint] = (),
     *,
     stages: int = 2,
     slices: int = 1,

@@ -30,12 +30,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ft.agent.checkpoint_cache import Copies
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, Beats
+from megatron_ft.agent.checkpoint_cache import CheckpointCache
+from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService
 from megatron_ft.auth import handshake
 from megatron_ft.auth.handshake import Door
 from megatron_ft.auth.secret import Key, Secret
-from megatron_ft.checkpoint.memory_copies import Shelf
+from megatron_ft.checkpoint.memory_copies import ReplicaCache
 from megatron_ft.checkpoint.peer_copies import COPIES
 from megatron_ft.collectives import framing
 from megatron_ft.config.rank_env import RankEnvironment
@@ -48,7 +48,7 @@ from megatron_ft.doctor.hosts_check import Hub
 from megatron_ft.doctor.meeting import MEET, Meeting
 from megatron_ft.utils import heap
 from megatron_ft.worker.rejoin import state_receiver
-from megatron_ft.worker.rejoin.state_sender import Donor
+from megatron_ft.worker.rejoin.state_sender import StateSender
 
 SECRET = Secret("0123456789abcdef" * 4)
 KEY = SECRET.of("run")
@@ -211,12 +211,12 @@ class _Engine:
 def _donor(member: bool) -> Iterator[Target]:
     places: queue.SimpleQueue = queue.SimpleQueue()
     env = RankEnvironment("run", 0, 0, "", HERE, Path(), RunConfig(groups=2), secret=SECRET)
-    donor = Donor(env, _Engine(), None, lambda: 7, places.put)
+    donor = StateSender(env, _Engine(), None, lambda: 7, places.put)
     address = tuple(places.get()[:2])
     asked = {"at": -5, "part": 0, "parts": 1}
 
     def serves() -> bool:
-        found = state_receiver.look_up(state_receiver.Donor(0, 0, *address), KEY, 0, "a member")
+        found = state_receiver.look_up(state_receiver.Peer(0, 0, *address), KEY, 0, "a member")
         if found is None:
             return False
         found[1].close()
@@ -236,8 +236,8 @@ def _donor(member: bool) -> Iterator[Target]:
 def _copies(member: bool) -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "memory").mkdir()
-        shelf = Shelf(Path(directory) / "ckpt", 1e6, Path(directory) / "memory")
-        made = Copies(shelf, HERE, KEY)
+        shelf = ReplicaCache(Path(directory) / "ckpt", 1e6, Path(directory) / "memory")
+        made = CheckpointCache(shelf, HERE, KEY)
         address = (HERE, made.port)
 
         def serves() -> bool:
@@ -282,7 +282,7 @@ def _bandwidth() -> Iterator[Target]:
 
 @contextlib.contextmanager
 def _beats() -> Iterator[Target]:
-    hosts = [Beats(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(2)]
+    hosts = [HeartbeatService(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(2)]
     for number, host in enumerate(hosts):
         host.add({1 - number: (f"127.0.0.{2 - number}", hosts[1 - number].port)})
 

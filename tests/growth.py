@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ft.coordination import watcher
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.key_sweeper import Sweeper
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
@@ -24,7 +24,7 @@ class Changes:
         store.begin()
         store.set("view/0", FIRST.to_wire())
         self.view = FIRST
-        self.group = Agreement(store, 0, 60.0)
+        self.group = CoordinationClient(store, 0, 60.0)
         self.group.adopted(FIRST)
         self.sweeper = Sweeper(store.clone(), lambda group: group == 0, FIRST)
         self._start = 0
@@ -36,16 +36,16 @@ class Changes:
             self.sweeper.sweep()
 
     def _lose(self) -> None:
-        died = signals.Ended(Exit(1, 0, 4242, "node7", "SIGKILL", None), self._start)
+        died = signals.RankExited(Exit(1, 0, 4242, "node7", "SIGKILL", None), self._start)
         watcher.announce(self.store, died)
-        self.group.announce(signals.Reset(self.view.epoch, 0, "Connection reset by peer"))
+        self.group.announce(signals.EpochAborted(self.view.epoch, "Connection reset by peer", by=0))
         self._stand(View(self.view.epoch + 1, (0,), str(died.exit), step=self.view.step, lost={1: "killed"}))
 
     def _come_back(self) -> None:
         self._start += 1
         self.store.set(f"start/1.{self._start}/0", 0)
         self.store.set(f"line/1.{self._start}/0", ["node7", 1])
-        watcher.announce(self.store, signals.Asking(1, self._start, ((0, 0),), self.view.step))
+        watcher.announce(self.store, signals.JoinRequested(1, self._start, ((0, 0),), self.view.step))
         self._stand(View(self.view.epoch + 1, (0, 1), "asks", step=self.view.step + 1, joined=(1,)))
 
     def _stand(self, view: View) -> None:
@@ -53,7 +53,7 @@ class Changes:
         self.group.publish(Report(self.view.epoch, 0, view.step))
         self.view, own = self.group.propose(view)
         assert own
-        self.group.announce(signals.Agreed(view.epoch))
+        self.group.announce(signals.ViewAgreed(view.epoch))
         self.group.adopted(view)
         for group in view.live:
             self.group.say(f"ready/{view.epoch}/{group}.0", True)

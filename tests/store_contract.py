@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_ft.coordination import watcher
 from megatron_ft.coordination.store import ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Broke
+from megatron_ft.core.protocol.messages import EpochAborted
 from megatron_ft.types import Exit
 from tests.stores import DEADLINE_S, await_
 
@@ -198,13 +198,13 @@ class StoreContract:
         heard: list[signals.Verdict] = []
         listening = watcher.Watcher(served.clone(), heard.append, lambda error: None)
         listening.start()
-        died = signals.Ended(Exit(2, 0, 4242, "node7", "SIGKILL", None))
+        died = signals.RankExited(Exit(2, 0, 4242, "node7", "SIGKILL", None))
         watcher.announce(served, died, by="once")
-        watcher.announce(served, signals.Reset(3, 1, "a connection broke"))
+        watcher.announce(served, signals.EpochAborted(3, "a connection broke", by=1))
         await_(lambda: len(heard) == 2, "both notices are heard")
         listening.stop()
         assert heard[0].group == 2 and "rank 0 on node7 (pid 4242) ended with SIGKILL" in heard[0].reason
-        assert heard[1] == Broke(3, "group 1 reports: a connection broke")
+        assert heard[1] == EpochAborted(3, "a connection broke", by=1)
 
     def test_a_key_that_is_deleted_while_it_is_read_is_there_or_not(self, served: ControlStore):
         """A late reader asks for a notice at the moment at which it is removed."""

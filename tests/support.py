@@ -65,10 +65,10 @@ class Run:
     process: subprocess.Popen
     groups: int = GROUPS
 
-    def strike(self, *holds: injection_points.Hold) -> list[float]:
+    def strike(self, *holds: injection_points.Breakpoint) -> list[float]:
         return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
 
-    def strike_in_step(self, *holds: injection_points.Hold) -> list[float]:
+    def strike_in_step(self, *holds: injection_points.Breakpoint) -> list[float]:
         """Strike as :meth:`strike` does, once all groups have got to the step of the first hold. The frozen group may
         be the first there: the others could lose it in the step before, and make that step without it."""
         await_held(self, holds[0].group, holds[0].position)
@@ -113,7 +113,7 @@ def write_config(path: Path, engine: Mapping[str, object] | None = None, **chang
 def start(
     directory: Path,
     data: Path,
-    holds: Sequence[injection_points.Hold] = (),
+    holds: Sequence[injection_points.Breakpoint] = (),
     steps: int = STEPS,
     extra: Sequence[str] = (),
     preexec_fn: Callable[[], None] | None = None,

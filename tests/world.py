@@ -137,7 +137,7 @@ class World:
         self.views: dict[int, View] = {0: first_view(job.shards)}
         self.reports: dict[int, dict[int, Report]] = {}
         self.notices: list[machine.Event] = []
-        self.places = group_locations.Places()
+        self.places = group_locations.GroupLocations()
         self.seekers: dict[int, Following] = {}  # warm groups without a seat
         self.entries: Counter[str] = Counter()  # how the joins ended, counted
         self.starts: dict[int, int] = {}  # group -> its newest incarnation
@@ -167,20 +167,20 @@ class World:
         self.ended[me] = self.alive.pop(me)
         self.abandon(self.ended[me])
         self.notices.append(
-            machine.Died(me, f"group {me} ended with {how}", self.ended[me].state.incarnation, computing)
+            machine.GroupFailed(me, f"group {me} ended with {how}", self.ended[me].state.incarnation, computing)
         )
 
     def accuse(self, me: int) -> None:
         """An agent writes a notice that the group is dead, although it lives."""
         self.say(f"{me} is taken for dead")
-        self.notices.append(machine.Died(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
+        self.notices.append(machine.GroupFailed(me, f"group {me} is taken for dead", self.alive[me].state.incarnation))
 
     def leave(self, me: int) -> None:
         """The group is told to leave after its present step; the other groups read the notice at any time."""
         state = self.alive[me].state
         self.say(f"{me} leaves after step {state.step}")
         why = f"group {me} leaves after step {state.step}"
-        said = machine.Leaves(me, state.step, why, state.incarnation)
+        said = machine.LeaveAnnounced(me, state.step, why, state.incarnation)
         self.notices.append(said)
         self.feed(me, said)
 
@@ -252,7 +252,7 @@ class World:
         following = self.seekers[me]
         following.asked = True
         self.say(f"{me} asks for a seat after step {following.newest}")
-        self.tell(signals.Asking(me, following.incarnation, following.donors, following.newest))
+        self.tell(signals.JoinRequested(me, following.incarnation, following.donors, following.newest))
 
     def back(self, me: int, *donors: int) -> None:
         """A new incarnation comes, receives the donors' state and asks to join."""
@@ -294,7 +294,7 @@ class World:
         following = self.seekers.pop(me)
         following.gone = True
         self.say(f"{me} dies waiting for its seat")
-        self.notices.append(machine.Died(me, f"group {me} ended with SIGKILL", following.incarnation))
+        self.notices.append(machine.GroupFailed(me, f"group {me} ended with SIGKILL", following.incarnation))
 
     def seat(self, me: int, view: View) -> None:
         """The joining group reads the view that lets it in, unless it has died meanwhile."""
@@ -325,12 +325,12 @@ class World:
             following.gone = True
             self.entries["followed"] += 1
             self.say(f"{me} has the state of its donors, which stands before step {action.step}")
-            self.feed(me, machine.Followed(following.model.speeds))
+            self.feed(me, machine.CaughtUp(following.model.speeds))
             return True
         if following.lost and not following.mail:
             self.entries["strayed"] += 1
             names = " and ".join(str(group) for group, _ in sorted(following.lost))
-            self.feed(me, machine.Strayed(f"group {names} is lost and has not handed over its part"))
+            self.feed(me, machine.CatchUpFailed(f"group {names} is lost and has not handed over its part"))
             return True
         return heard or self.erratic and bool(following.mail)
 
@@ -363,24 +363,24 @@ class World:
         """A connection of the group fails; no group is dead, and none is accused."""
         self.say(f"{me} sees a connection reset")
         epoch = self.alive[me].state.view.epoch
-        self.notices.append(machine.Broke(epoch, f"group {me} reports: a connection broke"))
+        self.notices.append(machine.EpochAborted(epoch, "a connection broke", by=me))
 
     def miss(self, by: tuple[int, ...], about: tuple[int, ...], heard: bool = False) -> None:
         """The agent of host ``by`` hears nothing of host ``about``, or hears it again, and says so; a host is its groups."""
         by_name, about_name = ("+".join(map(str, unit)) for unit in (by, about))
         what = f"host {about_name} again" if heard else f"nothing of host {about_name}"
         self.say(f"host {by_name} hears {what}")
-        self.tell(signals.Silent(by_name, about_name, by, about, 1.0, heard))
+        self.tell(signals.HostSilent(by_name, about_name, by, about, 1.0, heard))
 
     def move(self, me: int) -> None:
         """Another host takes the group over, with its next start."""
         self.say(f"another host takes {me} over")
-        self.tell(signals.Housed(9, "spare", "", 0, 0, ((me, 0),), self.starts.get(me, 0) + 1))
+        self.tell(signals.HostAssigned(9, "spare", "", 0, 0, ((me, 0),), self.starts.get(me, 0) + 1))
 
     def tell(self, signal: signals.Signal) -> None:
         """Append a signal to the log, as the verdict that every reader of the log derives from it."""
         self.places, verdicts = group_locations.hear(self.places, signal)
-        self.notices += [verdict for verdict in verdicts if not isinstance(verdict, signals.Housed)]
+        self.notices += [verdict for verdict in verdicts if not isinstance(verdict, signals.HostAssigned)]
 
     def store_away(self) -> None:
         """No notice, report or view can be written or read."""
@@ -420,7 +420,7 @@ class World:
             self.say(f"{me} stops: {group.state.stopped}")
             self.abandon(group)
             if "outside view" not in group.state.stopped:  # it has a seat, so its agent is heard
-                self.notices.append(machine.Died(me, f"group {me} ended by itself", group.state.incarnation))
+                self.notices.append(machine.GroupFailed(me, f"group {me} ended by itself", group.state.incarnation))
             if "has to start over" in group.state.stopped:
                 self.ended[me] = self.alive.pop(me)
                 return
@@ -432,7 +432,7 @@ class World:
                 why = group.state.closed_by
                 self.say(f"{me} reports step {action.report.step} have {list(action.report.have)} because {why}")
             elif isinstance(action, machine.Announce):
-                self.notices.append(machine.Broke(action.epoch, action.reason, action.after))
+                self.notices.append(machine.EpochAborted(action.epoch, action.reason, action.after))
             elif isinstance(action, machine.Propose):
                 self.propose(me, action.view)
                 return
@@ -507,8 +507,8 @@ class World:
             return False
         epoch = group.state.view.epoch
         reason = f"group {me} reports: aborted by a notice"
-        self.notices.append(machine.Broke(epoch, reason))
-        self.feed(me, machine.Broke(epoch, reason))
+        self.notices.append(machine.EpochAborted(epoch, reason))
+        self.feed(me, machine.EpochAborted(epoch, reason))
         return True
 
     def _transfer(self, me: int, group: Group, action: machine.Transfer) -> bool:
@@ -731,7 +731,7 @@ class World:
         """A connection resets although no group died; rare, and only one per epoch."""
         me = self.rng.choice(sorted(self.alive))
         epoch = self.alive[me].state.view.epoch
-        broken = {event.epoch for event in self.notices if isinstance(event, machine.Broke)}
+        broken = {event.epoch for event in self.notices if isinstance(event, machine.EpochAborted)}
         if self.rng.random() < 0.1 and epoch not in broken:
             self.reset(me)
 

@@ -63,7 +63,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("engines/deepspeed/pipeline.py", "Neighbours._receive", "wait"): _INSIDE,
     ("engines/deepspeed/pipeline.py", "Neighbours.settle", "wait"): _INSIDE,
     ("utils/net.py", "local_address", "connect"): _NEVER_BLOCKS + "a datagram socket",
-    ("launchers/slurm/job_array.py", "Element.run", "while True"): _COMMAND,
+    ("launchers/slurm/job_array.py", "ArrayTask.run", "while True"): _COMMAND,
     ("agent/etcd/member_keeper.py", "main", "waitpid"): _KILLED,
     ("launchers/ssh/launcher.py", "SshLauncher._exit_code", "result"): _NEVER_BLOCKS + "the request is done",
     ("launchers/ssh/launcher.py", "SshLauncher._end", "result"): "one request over ssh, which has a limit",
@@ -84,11 +84,11 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "recv",
     ): "the rest of a request that the agent sends at once; it ends with the agent",
     ("agent/forkserver.py", "serve", "recv_fds"): "the server waits for requests, and ends with the agent",
-    ("agent/heartbeat.py", "Beats._receive", "recv"): _NEVER_BLOCKS + "the socket is non-blocking",
-    ("agent/heartbeat.py", "Beats.changes", "get"): _NEVER_BLOCKS + _ENTRY,
-    ("agent/heartbeat.py", "Beats.close", "join"): "the thread looks at its stop every BEAT_S",
-    ("agent/store_keeper.py", "Keeper._end", "waitpid"): _KILLED,
-    ("agent/store_keeper.py", "Keeper.serve", "waitpid"): "the process has ended: nothing reads from its pipe",
+    ("agent/heartbeat.py", "HeartbeatService._receive", "recv"): _NEVER_BLOCKS + "the socket is non-blocking",
+    ("agent/heartbeat.py", "HeartbeatService.changes", "get"): _NEVER_BLOCKS + _ENTRY,
+    ("agent/heartbeat.py", "HeartbeatService.close", "join"): "the thread looks at its stop every BEAT_S",
+    ("agent/store_keeper.py", "StoreSupervisor._end", "waitpid"): _KILLED,
+    ("agent/store_keeper.py", "StoreSupervisor.serve", "waitpid"): "the process has ended: nothing reads from its pipe",
     ("agent/process_keeper.py", "await_end", "waitpid"): _KILLED,
     (
         "agent/process_keeper.py",
@@ -100,15 +100,15 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("launchers/slurm/supervisor.py", "Supervisor.run", "while True"): _COMMAND,
     ("agent/tracker_process.py", "Tracking.end", "wait"): _KILLED,
     ("report/follow.py", "follow", "while True"): _COMMAND,
-    ("worker/rejoin/joiner.py", "Return._follow", "while True"): "a donor that is lost or sends nothing for "
+    ("worker/rejoin/joiner.py", "RejoinCoordinator._follow", "while True"): "a donor that is lost or sends nothing for "
     "`detector.collective_timeout_s` ends the attempt",
     (
         "worker/rejoin/joiner.py",
-        "Return.seat",
+        "RejoinCoordinator.seat",
         "while True",
     ): "a group without a seat ends with the run, or its agent ends it when no group is left",
     ("collectives/rendezvous.py", "Connector.connect", "result"): _NEVER_BLOCKS + "the build is over",
-    ("worker/rejoin/state_sender.py", "Donor._watch", "readable"): _SERVICE,
+    ("worker/rejoin/state_sender.py", "StateSender._watch", "readable"): _SERVICE,
     ("worker/rejoin/state_sender.py", "_Follower.serve", "get"): "a thread of its own; dropping the follower wakes it",
     ("auth/handshake.py", "Door._accept", "accept"): _NEVER_BLOCKS + "the listener is readable, and does not block",
     ("auth/handshake.py", "Door._read", "recv"): _NEVER_BLOCKS + "the connection is readable, and does not block",
@@ -117,13 +117,13 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "_receive",
         "recv",
     ): "the socket's timeout is what is left of TIMEOUT_S for all of a handshake",
-    ("collectives/intra_group.py", "Inner._carry_out", "wait"): _INSIDE,
+    ("collectives/intra_group.py", "IntraGroup._carry_out", "wait"): _INSIDE,
     ("collectives/intra_group.py", "_meet", "result"): _NEVER_BLOCKS + "the build is over, or it is given up",
-    ("worker/group_leader.py", "Leader._drain_verdicts", "get"): _NEVER_BLOCKS + _ENTRY,
-    ("collectives/p2p_channel.py", "Lines._receive", "recv"): _INSIDE,
-    ("collectives/p2p_channel.py", "Lines.build", "settimeout(None)"): _INSIDE,
-    ("worker/rank_executor.py", "Rank._exchange", "wait"): _ABORTED,
-    ("worker/rank_executor.py", "Rank._receive_bucket", "wait"): _ABORTED,
+    ("worker/group_leader.py", "GroupLeader._drain_verdicts", "get"): _NEVER_BLOCKS + _ENTRY,
+    ("collectives/p2p_channel.py", "P2PChannels._receive", "recv"): _INSIDE,
+    ("collectives/p2p_channel.py", "P2PChannels.build", "settimeout(None)"): _INSIDE,
+    ("worker/rank_executor.py", "RankExecutor._exchange", "wait"): _ABORTED,
+    ("worker/rank_executor.py", "RankExecutor._receive_bucket", "wait"): _ABORTED,
     ("collectives/bucket_allreduce.py", "Reduction._finish", "wait"): _ABORTED,
     ("coordination/store/etcd_http.py", "Gateway._ask", "connect"): "the connection has a timeout, the attempt's",
     ("coordination/store/etcd_http.py", "Gateway._refused_certificate", "recv"): "the socket has a timeout of a second",
@@ -146,10 +146,10 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "recv_into",
     ): "the socket has a timeout: CALL_TIMEOUT_S, _TIMEOUT_S for copies, "
     "`detector.collective_timeout_s` for a group that follows",
-    ("agent/checkpoint_cache.py", "Copies._mirror", "while not self._stop.wait(_LOOK_S)"): _THREAD,
-    ("agent/etcd/members.py", "Members._watch", "while not self._over.wait(pause_s)"): _THREAD,
+    ("agent/checkpoint_cache.py", "CheckpointCache._mirror", "while not self._stop.wait(_LOOK_S)"): _THREAD,
+    ("agent/etcd/members.py", "EtcdCluster._watch", "while not self._over.wait(pause_s)"): _THREAD,
     ("agent/forkserver.py", "_fork", "while os.getppid() == middle"): "the process between forks once and ends",
-    ("agent/heartbeat.py", "Beats._run_on", "while not self._stop.is_set()"): _THREAD,
+    ("agent/heartbeat.py", "HeartbeatService._run_on", "while not self._stop.is_set()"): _THREAD,
     (
         "agent/node_agent.py",
         "Agent._stay_for_others",
@@ -170,7 +170,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "_serve",
         "while server is not None",
     ): "the store's process has nothing else to do, and ends with its keeper",
-    ("agent/store_takeover.py", "Succession._run", "while not self._stop.wait(BEAT_S)"): _THREAD,
+    ("agent/store_takeover.py", "StoreTakeover._run", "while not self._stop.wait(BEAT_S)"): _THREAD,
     ("auth/handshake.py", "Door._serve", "while not self._closed"): _SERVICE,
     (
         "checkpoint/directory_lock.py",
@@ -194,7 +194,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ): _STARTS,
     ("collectives/intra_group.py", "_meet.wait", "wait_for(condition, interrupted)"): _STARTS,
     ("collectives/nccl_watchdog.py", "Watchdog._run", "while not self._stop.wait(self._poll_s)"): _THREAD,
-    ("collectives/p2p_channel.py", "Lines.heard", "while len(received) < _MESSAGE.size"): _NEVER_BLOCKS
+    ("collectives/p2p_channel.py", "P2PChannels.heard", "while len(received) < _MESSAGE.size"): _NEVER_BLOCKS
     + "it reads what is there",
     ("collectives/p2p_channel.py", "_call", "wait_for(lambda: agreement.get(name) is not None, interrupted)"): _STARTS,
     (
@@ -230,12 +230,12 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("utils/file_descriptors.py", "readable", "poll"): "each use of `readable` is listed by itself, with its timeout",
     (
         "worker/checkpointing/coordinator.py",
-        "Checkpoints._stop",
+        "CheckpointCoordinator._stop",
         "while reason is None",
     ): "the attempt to save has a limit, the end of the epoch ends it, and agents kill ranks 25 s after a stop",
     (
         "worker/group_leader.py",
-        "Leader._finish",
+        "GroupLeader._finish",
         "while not self._is_over()",
     ): "after `detector.collective_timeout_s` the epoch ends, and groups that are not done are left out",
     (
@@ -245,17 +245,17 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ): "each turn is news of one loss; without any it ends after _CULPRIT_S",
     (
         "worker/progress_counters.py",
-        "Pulse._beat_on",
+        "ProgressCounters._beat_on",
         "while not pause.wait(BEAT_S)",
     ): "the thread that beats, until the process ends",
     (
         "worker/rejoin/joiner.py",
-        "Following._look_for_seat",
+        "RejoinClient._look_for_seat",
         "while guest is self._guest",
     ): "a thread beside one attempt to come back, and ends with that",
     (
         "worker/rejoin/state_receiver.py",
-        "Guest._await",
+        "StateReceiver._await",
         "while not all(map(there, self._streams))",
     ): "a stream without data for `detector.collective_timeout_s` is an error; news interrupt it",
 }

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold, to_env
+from megatron_ft.faults.injection_points import Breakpoint, to_env
 from megatron_ft.report import run_plots, run_tables
 from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import RunRecord
@@ -39,7 +39,7 @@ def main() -> int:
     if options.steps < 10:
         console.print("demo: --steps must be at least 10, so that both failures find their step")
         return 2
-    holds = [Hold(2, options.steps // 4, "reduce", bucket=1), Hold(1, options.steps * 3 // 5, "backward")]
+    holds = [Breakpoint(2, options.steps // 4, "reduce", bucket=1), Breakpoint(1, options.steps * 3 // 5, "backward")]
 
     run_dir, reference_dir = options.run_dir, options.run_dir / "reference"
     console.rule("failure-free reference")
@@ -52,7 +52,7 @@ def main() -> int:
     return judge(console, RunRecord.load(run_dir), RunRecord.load(reference_dir))
 
 
-def launch(options: argparse.Namespace, run_dir: Path, holds: list[Hold]) -> int:
+def launch(options: argparse.Namespace, run_dir: Path, holds: list[Breakpoint]) -> int:
     """Run ``megatron-ft launch``; kill each held group when it has got to its point."""
     command = [sys.executable, "-m", "megatron_ft.cli", "launch", "--groups", str(GROUPS), "--overwrite"]
     command += ["--config", str(HERE / "ds_config.json"), "--run-dir", str(run_dir), str(HERE / "train.py"), "--"]
@@ -67,7 +67,7 @@ def launch(options: argparse.Namespace, run_dir: Path, holds: list[Hold]) -> int
         return 130
 
 
-def strike(run_dir: Path, holds: list[Hold], process: subprocess.Popen) -> None:
+def strike(run_dir: Path, holds: list[Breakpoint], process: subprocess.Popen) -> None:
     try:
         kill.strike(run_dir, holds, 600.0, lambda: process.poll() is None)
     except (LaunchError, TimeoutError) as error:

@@ -38,7 +38,7 @@ _GAP = 16
 Answer = TypeVar("Answer")
 
 
-class Voice:
+class AgentClient:
     """One agent's client, on a connection of its own. ``own``: keys that this agent alone writes; it puts them back."""
 
     def __init__(self, store: ControlStore, own: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Voice:
 
     def _hear(self, verdict: signals.Verdict) -> None:
         self._also(verdict)
-        questions = {signals.Agreed: (_NEWS, _VIEW), signals.Over: (_NEWS, _ENDED)}
+        questions = {signals.ViewAgreed: (_NEWS, _VIEW), signals.RunFinished: (_NEWS, _ENDED)}
         self._stirred |= dict.fromkeys(questions.get(type(verdict), (_NEWS,)), time.monotonic())
 
     def _deafen(self, error: BaseException) -> None:

@@ -20,7 +20,7 @@ import torch
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.auth.handshake import Door, Hello
 from megatron_ft.auth.secret import Key
-from megatron_ft.checkpoint.memory_copies import GB, Shelf
+from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache
 from megatron_ft.checkpoint.peer_copies import COPIES, Address, receive_into
 from megatron_ft.collectives import framing
 from megatron_ft.config.schema import RunConfig
@@ -31,10 +31,10 @@ _LOOK_S = 1.0
 _TIMEOUT_S = 60.0
 
 
-class Copies:
+class CheckpointCache:
     """The copies of one host. ``partner``: returns where to pass copies on now, or None; ``key``: the run's."""
 
-    def __init__(self, shelf: Shelf, address: str, key: Key) -> None:
+    def __init__(self, shelf: ReplicaCache, address: str, key: Key) -> None:
         self._shelf, self._key = shelf, key.of(COPIES)
         listener = framing.listen(address)
         self.port = listener.getsockname()[1]
@@ -102,12 +102,12 @@ class Copies:
                 framing.send(end, [_content(path, size)], lambda _: None)
 
 
-def prepare(config: RunConfig, hosts: Hosts) -> Copies | None:
+def prepare(config: RunConfig, hosts: Hosts) -> CheckpointCache | None:
     """Return the copies of this host, or None if the run wants none."""
     settings = config.fault_tolerance.checkpoint
     if not settings.directory or not settings.memory_gb:
         return None
-    made = Copies(Shelf(settings.directory, settings.memory_gb * GB), hosts.place.address, hosts.key)
+    made = CheckpointCache(ReplicaCache(settings.directory, settings.memory_gb * GB), hosts.place.address, hosts.key)
     hosts.copies_port, made.partner = made.port, hosts.copies_partner
     return made
 

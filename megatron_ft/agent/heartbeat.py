@@ -52,7 +52,7 @@ class Change:
     heard: bool
 
 
-class Beats:
+class HeartbeatService:
     """This host's side of the beats. ``address``: the one by which the other hosts reach it; it beats from the first
     :meth:`add` on.
 

@@ -123,7 +123,7 @@ class Directory:
     def _choose(self, run: RunConfig, place: Path, mode: str) -> Origin | None:
         from megatron_ft import checkpoint
         from megatron_ft.checkpoint import restore
-        from megatron_ft.checkpoint.memory_copies import GB, Shelf, nowhere
+        from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache, nowhere
 
         if mode == NEVER and any(found.complete for found in checkpoint.find(place)):
             raise CheckpointError(
@@ -131,7 +131,7 @@ class Directory:
                 f"is what a later start goes on from; name another directory, or move its step-* directories away"
             )
         memory_gb = run.fault_tolerance.checkpoint.memory_gb
-        found = checkpoint.newest(place, say, Shelf(place, memory_gb * GB).find if memory_gb else nowhere)
+        found = checkpoint.newest(place, say, ReplicaCache(place, memory_gb * GB).find if memory_gb else nowhere)
         if found is None:
             return None
         _check(run, found)

@@ -44,7 +44,7 @@ from megatron_ft.core.lifecycle import spare_policy
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.core.protocol.messages import Died, Missed
+from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
 from megatron_ft.errors import NOT_SAVED, GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
@@ -159,7 +159,7 @@ class Agent:
         self._store = store.ControlStore(self._hosts.store, self._run_id, _STORE_TIMEOUT_S, secret=own)
         self._store.when_forged(lambda key: self._note("forged", key=key, **self._hosts.who))
         self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
-        self._voice = agent_client.Voice(self._store, self._first)
+        self._voice = agent_client.AgentClient(self._store, self._first)
         self._returns = self._prepare_returns()
         self._sweeper = key_sweeper.Sweeper(
             self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._returns.seats.view
@@ -183,7 +183,7 @@ class Agent:
         self._closing_due: float | None = None
         self._history, self._look_again = history.Watched(self._run_dir), 0.0
         self._last_step: float | None = None  # read from the record when the store was first found away
-        self._succession: store_takeover.Succession | None = None
+        self._succession: store_takeover.StoreTakeover | None = None
 
     def _prepare_record(self) -> Path:
         if not self._leads:
@@ -274,7 +274,7 @@ class Agent:
                 self._voice.knows(key, value)
         for rank, card in self._hosts.partners.items():  # a lost host cannot put its card back, and later hosts need it
             self._voice.knows(host_key(rank), card)
-        self._succession = store_takeover.Succession(
+        self._succession = store_takeover.StoreTakeover(
             self._hosts,
             given(self._hosts.locator),
             self._run_dir,
@@ -372,7 +372,7 @@ class Agent:
             rank, where = living[watched.pid], self._hosts.who
             self._stuck[rank.group, rank.position] = rank
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, **where}
-            self._tell(signals.GivenUp(**fields, why=watched.given_up, incarnation=rank.incarnation))
+            self._tell(signals.RankUnresponsive(**fields, why=watched.given_up, incarnation=rank.incarnation))
             detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
             self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
         self._stalls.look(self._living())
@@ -403,12 +403,12 @@ class Agent:
             silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
             if not self._ended():
                 verdict = signals.judge(silent)
-                assert isinstance(verdict, Died | Missed)
+                assert isinstance(verdict, GroupFailed | LinkDown)
                 say(verdict.reason)
                 self._tell(silent)
                 self._note("silence", **vars(silent))
 
-    def _known_starts(self, silent: signals.Silent) -> signals.Silent:
+    def _known_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
         """Return the signal with the newest known starts of groups that were started again."""
         newest = {group: self._returns.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
         return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
@@ -434,7 +434,7 @@ class Agent:
         if code and self._is_failure_after(rank):
             self._failed_after.append((rank.log, death, self._signalled))
         if not rank.dropped and not self._ended():
-            self._tell(signals.Ended(death, rank.incarnation))
+            self._tell(signals.RankExited(death, rank.incarnation))
             if not self._exits or self._returns.seated(rank.group, rank.incarnation):
                 place = rank.group, rank.position  # a newcomer without a seat is not why the run ends
                 self._exits.pop(place, None)  # keeps the dict in the order of the exits
@@ -520,10 +520,10 @@ class Agent:
 
     # --- lost groups that come back -----------------------------------------------------------------------------------
 
-    def _prepare_returns(self) -> restarter.Returns:
+    def _prepare_returns(self) -> restarter.RestartManager:
         settings = self._config.fault_tolerance
         here = {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks}
-        return restarter.Returns(
+        return restarter.RestartManager(
             self._voice,
             settings,
             here,
@@ -552,7 +552,7 @@ class Agent:
                 self._start_again(start)
         for refusal in self._returns.refusals():
             self._note("given_up", **vars(refusal))
-            self._tell(signals.Refused(self._hosts.place.rank, refusal.group, refusal.incarnation))
+            self._tell(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._returns.hopeless:
             for rank in self._living():
                 if not self._returns.seated(rank.group, rank.incarnation):
@@ -576,7 +576,7 @@ class Agent:
             except OSError as error:  # no process, memory or file available: that start counts as died
                 why = f"could not be started: {error}"
                 gone = {"group": start.group, "position": position, "pid": 0, **where}
-                self._tell(signals.GivenUp(**gone, why=why, incarnation=start.incarnation))
+                self._tell(signals.RankUnresponsive(**gone, why=why, incarnation=start.incarnation))
                 break
         self._ranks += new
         self._write_ranks()
@@ -599,7 +599,7 @@ class Agent:
         me = self._hosts.place.rank
         corrections = self._hosts.move(me, new, last + 1)
         self._starter.house(self._hosts.ranks)
-        self._tell(signals.Housed(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
+        self._tell(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
         for correction in corrections:
             self._tell(self._known_starts(correction))
         shared = self._hosts.shared()
@@ -610,7 +610,7 @@ class Agent:
         self._spare.hear(signal_)
         if isinstance(signal_, Stops) and not self._config.fault_tolerance.checkpoint.directory:
             signal.raise_signal(signal.SIGTERM)  # without checkpoints, act as if each agent had been signalled itself
-        if not isinstance(signal_, signals.Housed) or signal_.host == self._hosts.place.rank:
+        if not isinstance(signal_, signals.HostAssigned) or signal_.host == self._hosts.place.rank:
             return
         before = self._hosts.ranks
         for correction in self._hosts.hear(signal_):

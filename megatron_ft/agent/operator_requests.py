@@ -45,7 +45,7 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
         raise LaunchError(f"group {group} is not in the run; its groups are: {there}")
     tail = history.Tail(run_dir)
     _leaves(tail, group)
-    watcher.announce(_store(run_dir), signals.Dismissed(group, why))
+    watcher.announce(_store(run_dir), signals.LeaveRequested(group, why))
     deadline = time.monotonic() + patience_s
     while not (said := _leaves(tail, group)):
         if time.monotonic() > deadline:

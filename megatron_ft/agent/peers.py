@@ -7,7 +7,8 @@ there, compares the settings, and writes its own address and groups. No rank is 
 after all have done so they stay in that store, or found an etcd and continue in it (:meth:`Hosts.settle`).
 
 Hosts may come later (``agent.join``); their numbers follow those of the first hosts. Such a host announces to all
-agents its card and its ranks (``core.protocol.signals.Housed``); a rank moves from one host to another in the same way.
+agents its card and its ranks (``core.protocol.signals.HostAssigned``); a rank moves from one host to another in the same
+way.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.agent.etcd import binary, founding, members
-from megatron_ft.agent.heartbeat import Beats, Change
+from megatron_ft.agent.heartbeat import Change, HeartbeatService
 from megatron_ft.agent.operator_requests import STORE_KEY
-from megatron_ft.agent.store_keeper import Keeper
+from megatron_ft.agent.store_keeper import StoreSupervisor
 from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Key, Secret
 from megatron_ft.config.schema import AUTO, EMBEDDED, OWN_ETCD, RunConfig
@@ -206,16 +207,16 @@ class Hosts:
         self.place, self._config, self._least_s = where, config, least_s
         self.secret = secret or secrets.here()
         self._run_dir = run_dir
-        self.keeper: Keeper | None = None
+        self.keeper: StoreSupervisor | None = None
         self.locator: store.Locator | None = None
         self.succeeds = False
         """True if another host takes over the embedded store if its host is lost; known after :meth:`meet`."""
-        self._members: members.Members | None = None
+        self._members: members.EtcdCluster | None = None
         self._because = ""
         self._said_left = False
         self._away_since: float | None = None
         if config.fault_tolerance.store == OWN_ETCD:
-            self._members = members.Members(
+            self._members = members.EtcdCluster(
                 rank=where.rank,
                 hosts=where.hosts,
                 address=where.address,
@@ -224,9 +225,9 @@ class Hosts:
                 store=where.store if where.late else None,
             )
         elif where.rank == 0 and not is_etcd(where.store):
-            self.keeper = Keeper(where.address, int(where.store.rpartition(":")[2]), run_dir)
+            self.keeper = StoreSupervisor(where.address, int(where.store.rpartition(":")[2]), run_dir)
         elif not is_etcd(where.store):
-            self.keeper = Keeper(where.address, 0, run_dir, serves=False)
+            self.keeper = StoreSupervisor(where.address, 0, run_dir, serves=False)
         self._boot = self._boot_store(MEET_TIMEOUT_S)
         if where.rank == 0:
             self.run_id = run_id or uuid.uuid4().hex[:12]
@@ -243,7 +244,7 @@ class Hosts:
         self.room = len(self._ranks.setdefault(where.rank, ())) or max(map(len, self._ranks.values()))
         """The number of ranks this host can have: its number at the start; for a spare, the largest of the first hosts."""
         self.copies_port = 0
-        self.beats = Beats(where.address, where.rank, self.key, least_s)
+        self.beats = HeartbeatService(where.address, where.rank, self.key, least_s)
 
     @property
     def key(self) -> Key:
@@ -389,7 +390,7 @@ class Hosts:
         store = OWN_ETCD if founders else EMBEDDED
         self._config = replace(self._config, fault_tolerance=replace(self._config.fault_tolerance, store=store))
         if founders:
-            self._members = members.Members(
+            self._members = members.EtcdCluster(
                 rank=where.rank,
                 hosts=where.hosts,
                 address=where.address,
@@ -477,13 +478,13 @@ class Hosts:
         self._know({**cards, self.place.rank: self.card})
         self._prepare_succession(shared=True)
 
-    def hear(self, housed: signals.Housed) -> list[signals.Silent]:
+    def hear(self, housed: signals.HostAssigned) -> list[signals.HostSilent]:
         """Take in a later host's card and ranks. Return the corrections of :meth:`move`."""
         card = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
         self._know({housed.host: card})
         return self.move(housed.host, housed.ranks, housed.incarnation)
 
-    def move(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> list[signals.Silent]:
+    def move(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> list[signals.HostSilent]:
         """Do :meth:`take`. Return signals that correct earlier ones of this host: its own groups, and those of hosts that
         it does not hear, may have changed."""
         silences = self.beats.silences()
@@ -536,7 +537,7 @@ class Hosts:
                 lambda: {rank: card["address"] for rank, card in self._cards.items()},
             )
 
-    def signal(self, change: Change, incarnation: int = 0) -> signals.Silent:
+    def signal(self, change: Change, incarnation: int = 0) -> signals.HostSilent:
         """Return a change of the beats as a signal. ``incarnation``: of a group of which this host has a part."""
         mine, other = self.place.rank, change.rank
         named = self.groups(mine) | self.groups(other)
@@ -544,7 +545,7 @@ class Hosts:
         for (group, _), start in self._since.items():
             if group in named:
                 since[group] = max(start, since.get(group, 0))
-        return signals.Silent(
+        return signals.HostSilent(
             by=self._names[mine],
             about=self._names[other],
             groups_by=tuple(sorted(self.groups(mine))),

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ft.agent.agent_client import Voice
+from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import FaultToleranceConfig
 from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Died, Leaves
+from megatron_ft.core.protocol.messages import GroupFailed, LeaveAnnounced
 from megatron_ft.errors import RunStopped
 from megatron_ft.types import GroupId, View
 
@@ -49,7 +49,7 @@ class Refusal:
     reason: str
 
 
-class Returns:
+class RestartManager:
     """The returns of lost groups of one host.
 
     Args:
@@ -63,7 +63,7 @@ class Returns:
 
     def __init__(
         self,
-        voice: Voice,
+        voice: AgentClient,
         settings: FaultToleranceConfig,
         here: Mapping[GroupId, bool],
         shared: Collection[GroupId],
@@ -94,7 +94,7 @@ class Returns:
         if self._off:
             self._bury(signals.judge(signal))
             return
-        stopped = isinstance(signal, signals.Ended) and signal.exit.code == RunStopped.exit_code
+        stopped = isinstance(signal, signals.RankExited) and signal.exit.code == RunStopped.exit_code
         if stopped:  # the newest view decides whether all stop, or go on without this group
             self._unjudged.append(signal)
         else:
@@ -200,9 +200,9 @@ class Returns:
 
     def _take(self, signal: signals.Signal) -> None:
         verdict = signals.judge(signal)
-        if isinstance(verdict, Leaves):
+        if isinstance(verdict, LeaveAnnounced):
             self._leaves(verdict)
-        if not isinstance(verdict, Died):
+        if not isinstance(verdict, GroupFailed):
             return
         known = self._groups.get(verdict.group)
         if known is not None and _concerns(verdict, known):
@@ -210,16 +210,16 @@ class Returns:
         self._bury(verdict)
 
     def _bury(self, verdict: signals.Verdict) -> None:
-        if isinstance(verdict, Died):
+        if isinstance(verdict, GroupFailed):
             self._seats = self._seats.without(verdict.group, verdict.incarnation)
 
-    def _leaves(self, verdict: Leaves) -> None:
+    def _leaves(self, verdict: LeaveAnnounced) -> None:
         known = self._groups.get(verdict.group)
         if known is not None and known.incarnation == verdict.incarnation:
             self._groups[verdict.group] = restart_policy.never(known, verdict.reason)
 
-    def _loss(self, signal: signals.Signal, verdict: Died) -> restart_policy.Loss:
-        if not isinstance(signal, signals.Ended):
+    def _loss(self, signal: signals.Signal, verdict: GroupFailed) -> restart_policy.Loss:
+        if not isinstance(signal, signals.RankExited):
             return restart_policy.Loss(verdict.incarnation, "died", verdict.reason)
         exit_ = signal.exit
         kind = restart_policy.kind_of(exit_, verdict.incarnation, self._seats)
@@ -262,5 +262,5 @@ class Returns:
                 self._groups[number] = replace(group, incarnation=incarnation - 1, due=self._clock())
 
 
-def _concerns(verdict: Died, known: restart_policy.Group) -> bool:
+def _concerns(verdict: GroupFailed, known: restart_policy.Group) -> bool:
     return verdict.incarnation > known.incarnation or (verdict.incarnation == known.incarnation and not known.down)

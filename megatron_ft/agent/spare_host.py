@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_ft.agent.agent_client import Voice
+from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.agent.peers import Hosts
-from megatron_ft.agent.restarter import Returns
+from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.config.rank_env import seat
 from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.lifecycle import restart_policy, spare_policy
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Leaves
+from megatron_ft.core.protocol.messages import LeaveAnnounced
 from megatron_ft.types import GroupId
 
 _WITNESSES = 2
@@ -31,24 +31,24 @@ def start_key(group: GroupId, incarnation: int, position: int) -> str:
 class Spare:
     """One host as a spare. It hears all news from the beginning; after it has given up a group, it takes none."""
 
-    def __init__(self, hosts: Hosts, voice: Voice, returns: Returns) -> None:
+    def __init__(self, hosts: Hosts, voice: AgentClient, returns: RestartManager) -> None:
         self._hosts, self._voice, self._returns = hosts, voice, returns
         self._refused: set[tuple[int, GroupId]] = set()
         self._unwanted: set[GroupId] = set()
-        self._ended: list[signals.Ended] = []
-        self._silences: dict[tuple[Unit, Unit], signals.Silent] = {}
+        self._ended: list[signals.RankExited] = []
+        self._silences: dict[tuple[Unit, Unit], signals.HostSilent] = {}
 
     def hear(self, signal: signals.Signal) -> None:
         match signal:
-            case signals.Refused(host=host, group=group):
+            case signals.RestartRefused(host=host, group=group):
                 self._refused.add((host, group))
-            case signals.Silent(heard=True):
+            case signals.HostSilent(heard=True):
                 self._silences.pop(signal.units, None)
-            case signals.Silent():
+            case signals.HostSilent():
                 self._silences[signal.units] = signal
-            case signals.Ended():
+            case signals.RankExited():
                 self._ended.append(signal)
-            case _ if isinstance(verdict := signals.judge(signal), Leaves):
+            case _ if isinstance(verdict := signals.judge(signal), LeaveAnnounced):
                 self._unwanted.add(verdict.group)
 
     def look(self) -> list[tuple[spare_policy.Part, int]]:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from megatron_ft.agent import rank_monitor
-from megatron_ft.agent.agent_client import Voice
+from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.agent.rank_process import Rank
-from megatron_ft.agent.restarter import Returns
+from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection import group_stalls, rank_health
 from megatron_ft.utils.console import say
@@ -35,7 +35,12 @@ class Stalls:
     """The stalls of one run as one agent sees them. ``note`` writes a line of the run record."""
 
     def __init__(
-        self, voice: Voice, hosts: Hosts, returns: Returns, settings: DetectorConfig, note: Callable[..., None]
+        self,
+        voice: AgentClient,
+        hosts: Hosts,
+        returns: RestartManager,
+        settings: DetectorConfig,
+        note: Callable[..., None],
     ) -> None:
         self._voice, self._hosts, self._returns, self._note = voice, hosts, returns, note
         self._limits, self._notice_s = rank_monitor.limits(settings), settings.stall_notice_s

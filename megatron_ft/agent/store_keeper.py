@@ -36,7 +36,7 @@ from megatron_ft.utils import atomic_file, lifeline, net
 from megatron_ft.utils.console import say
 
 
-class Keeper:
+class StoreSupervisor:
     """The agent's side. ``address``: where the store answers; ``port`` 0 takes a free one. ``serves``: whether there is
     to be a store. Any thread may call its methods.
 

@@ -44,7 +44,7 @@ _LOOK_S = 1.0
 """Seconds between two reads of the log without a hint, while the store's host is not heard."""
 
 
-class Succession:
+class StoreTakeover:
     """The succession of the store as one agent follows it.
 
     Args:

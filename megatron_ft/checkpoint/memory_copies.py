@@ -29,7 +29,7 @@ Locate = Callable[[str, int], Path | None]
 """A function from sha256 and length to the path of a copy, or None."""
 
 
-class Shelf:
+class ReplicaCache:
     """This host's copies of the files in one checkpoint directory, at most ``budget`` bytes. The oldest are replaced
     first."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_ft.auth.secret import Key
-from megatron_ft.checkpoint.memory_copies import GB, Locate, Shelf, nowhere
+from megatron_ft.checkpoint.memory_copies import GB, Locate, ReplicaCache, nowhere
 from megatron_ft.collectives import framing
 from megatron_ft.config.rank_env import RankEnvironment
 
@@ -28,11 +28,11 @@ def of(env: RankEnvironment) -> Locate:
     settings = env.config.fault_tolerance.checkpoint
     if not settings.memory_gb:
         return nowhere
-    shelf = Shelf(settings.directory, settings.memory_gb * GB)
+    shelf = ReplicaCache(settings.directory, settings.memory_gb * GB)
     return partial(fetch, shelf, env.copies, env.key)
 
 
-def fetch(shelf: Shelf, others: Sequence[Address], key: Key, digest: str, size: int) -> Path | None:
+def fetch(shelf: ReplicaCache, others: Sequence[Address], key: Key, digest: str, size: int) -> Path | None:
     """Return the path of a copy in this host's memory, fetched from another host if need be; None if there is none."""
     for address, port in others if shelf.find(digest, size) is None else ():
         if _ask(address, port, shelf, key, digest, size):
@@ -40,7 +40,7 @@ def fetch(shelf: Shelf, others: Sequence[Address], key: Key, digest: str, size: 
     return shelf.find(digest, size)
 
 
-def _ask(address: str, port: int, shelf: Shelf, key: Key, digest: str, size: int) -> bool:
+def _ask(address: str, port: int, shelf: ReplicaCache, key: Key, digest: str, size: int) -> bool:
     try:
         with framing.call(address, port, key.of(COPIES), {"what": "want", "sha256": digest, "bytes": size}) as end:
             return framing.hear(end)["there"] and receive_into(end, shelf, digest, size)
@@ -48,7 +48,7 @@ def _ask(address: str, port: int, shelf: Shelf, key: Key, digest: str, size: int
         return False
 
 
-def receive_into(end: socket.socket, shelf: Shelf, digest: str, size: int) -> bool:
+def receive_into(end: socket.socket, shelf: ReplicaCache, digest: str, size: int) -> bool:
     """Receive ``size`` bytes, and store them as a copy. Returns whether they have the sha256 ``digest``."""
     content = torch.empty(size, dtype=torch.uint8)
     framing.receive(end, [content])

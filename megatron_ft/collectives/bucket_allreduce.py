@@ -33,7 +33,7 @@ import torch
 
 from megatron_ft.collectives.communicator import Broken, Communicator, Left, Work
 from megatron_ft.engines.port import Gradients, Ready
-from megatron_ft.faults.injection_points import Points
+from megatron_ft.faults.injection_points import InjectionPoints
 from megatron_ft.types import Bucket
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +49,9 @@ class Reduction:
         overlap: if False, :meth:`ahead` sends nothing.
     """
 
-    def __init__(self, engine: Gradients, points: Points, *, dtype: str = "fp32", overlap: bool = True) -> None:
+    def __init__(
+        self, engine: Gradients, points: InjectionPoints, *, dtype: str = "fp32", overlap: bool = True
+    ) -> None:
         self._engine, self._points, self._overlap = engine, points, overlap
         self._dtype = DTYPES[dtype]
         self._wires: dict[Bucket, torch.Tensor] = {}

@@ -25,7 +25,7 @@ from megatron_ft.collectives import gloo_sockets
 from megatron_ft.collectives.intra_group import ENDLESS_S, Lost
 from megatron_ft.collectives.rendezvous import wait_for
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import listen, serve_on
 from megatron_ft.errors import EngineError
 from megatron_ft.types import given
@@ -44,7 +44,7 @@ class World:
 
     @classmethod
     def join(
-        cls, env: RankEnvironment, agreement: Agreement, backend: str | None, interrupted: Callable[[], bool]
+        cls, env: RankEnvironment, agreement: CoordinationClient, backend: str | None, interrupted: Callable[[], bool]
     ) -> World:
         """Meet the other ranks of the group. Raises ``Lost`` if ``interrupted`` became true first.
 
@@ -72,7 +72,9 @@ class World:
             )
         return world
 
-    def _meet(self, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> dist.TCPStore:
+    def _meet(
+        self, env: RankEnvironment, agreement: CoordinationClient, interrupted: Callable[[], bool]
+    ) -> dist.TCPStore:
         """Return the group's store, through which its process groups are built."""
         name = f"world/{env.seat}"
         if env.position == 0:

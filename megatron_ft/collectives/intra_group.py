@@ -5,7 +5,7 @@ rank does anything outside of the group without the leader's knowledge: an order
 answer that all ranks receive.
 
 Failures it assumes: any rank of the group may vanish, stop or be cut off at any time. The group cannot go on then, and
-every operation here ends with :class:`Lost`, pending ones within milliseconds after a call of :meth:`Inner.abort`.
+every operation here ends with :class:`Lost`, pending ones within milliseconds after a call of :meth:`IntraGroup.abort`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megatron_ft.collectives.communicator import Broken, Communicator
 from megatron_ft.collectives.rendezvous import Build, wait_for
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.types import given
 
 ENDLESS_S = 30 * 86400.0
@@ -38,7 +38,7 @@ class Lost(Exception):
 
 
 def _meet(
-    env: RankEnvironment, agreement: Agreement, name: str, interrupted: Callable[[], bool]
+    env: RankEnvironment, agreement: CoordinationClient, name: str, interrupted: Callable[[], bool]
 ) -> tuple[Communicator | None, list[str]]:
     """Make one attempt. Return this rank's end, if it has one, and the failure that each rank reports, if any."""
     positions = range(env.config.ranks_per_group)
@@ -69,7 +69,7 @@ def _meet(
     return communicator, reasons
 
 
-class Inner:
+class IntraGroup:
     """One rank's end of the group's communicator. Its methods, except :meth:`abort`, belong to the training thread."""
 
     def __init__(self, communicator: Communicator, position: int) -> None:
@@ -77,7 +77,7 @@ class Inner:
         self.position, self.size = position, len(communicator.members)
 
     @classmethod
-    def build(cls, env: RankEnvironment, agreement: Agreement, interrupted: Callable[[], bool]) -> Inner:
+    def build(cls, env: RankEnvironment, agreement: CoordinationClient, interrupted: Callable[[], bool]) -> IntraGroup:
         """Meet the other ranks of the group. Raises :class:`Lost` if ``interrupted`` became true, or if it cannot be
         done.
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron_ft.collectives.intra_group import Inner
+from megatron_ft.collectives.intra_group import IntraGroup
 from megatron_ft.engines.port import Engine
 from megatron_ft.types import Bucket
 
@@ -22,7 +22,7 @@ from megatron_ft.types import Bucket
 class SharedGradients:
     """The buckets as ``collectives.bucket_allreduce`` uses them; ``local`` is the sum over the group's ranks."""
 
-    def __init__(self, engine: Engine, inner: Inner) -> None:
+    def __init__(self, engine: Engine, inner: IntraGroup) -> None:
         self._engine, self._inner, self.slots = engine, inner, engine.slots
         self.num_buckets = engine.num_buckets
         self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
@@ -62,7 +62,7 @@ class OwnGradients:
     """The buckets of ranks that compute together (pipeline, tensor parallelism). Each rank has its own parameters and
     buckets, numbered one rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
 
-    def __init__(self, engine: Engine, inner: Inner) -> None:
+    def __init__(self, engine: Engine, inner: IntraGroup) -> None:
         self._engine, self.slots = engine, engine.slots
         counts = torch.zeros(inner.size, dtype=torch.int64)
         counts[inner.position] = engine.num_buckets

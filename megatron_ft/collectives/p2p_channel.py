@@ -4,7 +4,7 @@ The next pass of a stage depends on the pass that the stage before it has begun,
 groups (``core.scheduling.pipeline_1f1b``). The messages about it use this channel, beside the tensors, so that a stage
 can check for one without waiting. They are a few numbers each; sockets buffer them, and sending one never blocks.
 
-Failures it assumes: the other end may vanish or stop at any time; :meth:`Lines.abort` ends every wait with ``Lost``.
+Failures it assumes: the other end may vanish or stop at any time; :meth:`P2PChannels.abort` ends every wait with ``Lost``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ft.collectives import framing
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.collectives.rendezvous import wait_for
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.types import given
 from megatron_ft.utils import file_descriptors
 
@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT_S = 30.0
 _LOOK_S = 0.05
 
 
-class Lines:
+class P2PChannels:
     """One rank's ends of all its lines. Only the training thread calls its methods, except for :meth:`abort`."""
 
     def __init__(self, ends: dict[int, socket.socket]) -> None:
@@ -42,8 +42,8 @@ class Lines:
 
     @classmethod
     def build(
-        cls, env: RankEnvironment, agreement: Agreement, peers: Iterable[int], interrupted: Callable[[], bool]
-    ) -> Lines:
+        cls, env: RankEnvironment, agreement: CoordinationClient, peers: Iterable[int], interrupted: Callable[[], bool]
+    ) -> P2PChannels:
         """Connect to ``peers``, positions of this group that name this one as well. All ranks of the group call it.
 
         Raises ``Lost`` if ``interrupted`` became true first, or if a peer could not be reached.
@@ -119,7 +119,9 @@ class Lines:
         return message
 
 
-def _call(agreement: Agreement, env: RankEnvironment, peer: int, interrupted: Callable[[], bool]) -> socket.socket:
+def _call(
+    agreement: CoordinationClient, env: RankEnvironment, peer: int, interrupted: Callable[[], bool]
+) -> socket.socket:
     """Connect to a rank that has published its address."""
     name = f"line/{env.seat}/{peer}"
     if not wait_for(lambda: agreement.get(name) is not None, interrupted):

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ft.collectives.communicator import BUILD_TIMEOUT_S, Broken, Communicator, broken
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement, digest
+from megatron_ft.coordination.client import CoordinationClient, digest
 from megatron_ft.errors import StoreError
 from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
@@ -26,19 +26,19 @@ _POLL_S = (0.001, 0.01)
 class Connector:
     """One rank's side of building communicators. It keeps an unfinished build, so that the next call continues it."""
 
-    def __init__(self, env: RankEnvironment, agreement: Agreement) -> None:
+    def __init__(self, env: RankEnvironment, agreement: CoordinationClient) -> None:
         self._env, self._agreement = env, agreement
         self._elsewhere = agreement.clone()
         self._build: Build | None = None
         self._lock = threading.Lock()
 
-    def begin(self, view: View, agreement: Agreement | None = None) -> None:
+    def begin(self, view: View, agreement: CoordinationClient | None = None) -> None:
         """Build the communicator of ``view`` at this position in the background. ``agreement``: that of the calling
         thread, if it is not the training thread."""
         with self._lock:
             self._begin(view, agreement or self._agreement)
 
-    def _begin(self, view: View, agreement: Agreement) -> None:
+    def _begin(self, view: View, agreement: CoordinationClient) -> None:
         if self._build is not None and self._build.epoch == view.epoch:
             return
         if self._build is not None:
@@ -86,7 +86,7 @@ class Build:
     def __init__(
         self,
         env: RankEnvironment,
-        agreement: Agreement,
+        agreement: CoordinationClient,
         name: str,
         me: int,
         members: Sequence[int],

@@ -28,7 +28,7 @@ _SHOWN = 4
 """Number of collectives in the reason; the rank's log has all that are known."""
 
 
-class Inside:
+class UserProcessGroups:
     """One rank's process groups. ``patience_s``: how long an absent store is retried; ``incarnation``: the group's."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Inside:
         last = "; ".join(event.collectives[-_SHOWN:])
         why = f"reports a broken process group ({event.kind}): {event.message}" + (f" [last: {last}]" if last else "")
         _log.info("\n  ".join([f"group {self._group}: rank {self._position} {why}", *event.collectives]))
-        said = signals.GivenUp(
+        said = signals.RankUnresponsive(
             group=self._group,
             position=self._position,
             pid=os.getpid(),

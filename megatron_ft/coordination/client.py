@@ -3,7 +3,7 @@
 Fault-free steps do not use it. In a recovery nothing can be decided without the store, so a call is repeated until the
 store answers. No group commits meanwhile, the run cannot split, and training resumes with the store (hard case 16).
 
-Failures it assumes: the store is gone or silent, or comes back empty (:meth:`Agreement.restore`, hard case 17).
+Failures it assumes: the store is gone or silent, or comes back empty (:meth:`CoordinationClient.restore`, hard case 17).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Claimant:
     host: int
 
 
-class Agreement:
+class CoordinationClient:
     """One group's client, used by its training thread.
 
     Args:
@@ -84,10 +84,12 @@ class Agreement:
     def run_id(self) -> str:
         return self._store.run_id
 
-    def clone(self, patience_s: float | None = None) -> Agreement:
+    def clone(self, patience_s: float | None = None) -> CoordinationClient:
         """Return a client on its own connection, for another thread or patience. Its writes are not restored."""
         patience_s = patience_s or self._patience_s
-        return Agreement(self._store.clone(), self._group, patience_s, remembers=False, claimant=self._claimant)
+        return CoordinationClient(
+            self._store.clone(), self._group, patience_s, remembers=False, claimant=self._claimant
+        )
 
     @property
     def memory(self) -> str | None:
@@ -249,7 +251,7 @@ class Agreement:
     def announce(self, signal: signals.Signal) -> None:
         """Tell every group once, however often the call has to be repeated."""
         by = uuid.uuid4().hex
-        if self._remembers and not isinstance(signal, signals.Agreed):  # its view is read again, not told
+        if self._remembers and not isinstance(signal, signals.ViewAgreed):  # its view is read again, not told
             self._said.append((signal, by))
         self._ask(lambda: watcher.announce(self._store, signal, by))
 

@@ -92,7 +92,7 @@ class Sweeper:
     def hear(self, verdict: signals.Verdict) -> None:
         """Take in any notice, and return at once. To be called by one thread."""
         self._notices_heard += 1
-        if isinstance(verdict, signals.Agreed) or self._notices_heard >= MANY:
+        if isinstance(verdict, signals.ViewAgreed) or self._notices_heard >= MANY:
             self._notices_heard = 0
             self._stirred.set()
 

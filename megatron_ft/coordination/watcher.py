@@ -62,7 +62,7 @@ class Watcher:
         self._away = False
         self._index, self._memory = 0, store.memory
         self._quiet = False
-        self._places = group_locations.Places()
+        self._places = group_locations.GroupLocations()
         self._thread = VitalThread(self._listen, "megatron_ft-watcher", failed=failed)
 
     def start(self) -> None:

@@ -66,7 +66,7 @@ LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True)
-class Hold:
+class Breakpoint:
     """Freezes a rank at a point.
 
     Attributes:
@@ -92,13 +92,13 @@ class Hold:
             raise ConfigError(f"fault point {self.point!r} is not known; choose from {', '.join(POINTS)}")
 
 
-def to_env(holds: list[Hold]) -> dict[str, str]:
+def to_env(holds: list[Breakpoint]) -> dict[str, str]:
     """Returns the environment that arms these holds in the ranks of a launch."""
     return {VARIABLE: json.dumps([asdict(hold) for hold in holds])}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class FaultCommand:
     """A fault that a rank carries out once, when it reaches ``point``.
 
     Attributes: fault: name in the record; "" for a hold of the environment. action: ``hold``, or one of
@@ -153,7 +153,7 @@ def reached_file(run_dir: Path, group: int, position: int) -> Path:
     return run_dir / DIRECTORY / f"g{group}.p{position}.reached"
 
 
-def post(run_dir: Path, group: int, position: int, process: tuple[int, int], orders: Sequence[Order]) -> None:
+def post(run_dir: Path, group: int, position: int, process: tuple[int, int], orders: Sequence[FaultCommand]) -> None:
     """Replace the orders for a rank, in the injector's process. ``process`` is the rank's pid and :func:`start_of`.
 
     Raises ``OSError``.
@@ -166,14 +166,16 @@ def post(run_dir: Path, group: int, position: int, process: tuple[int, int], ord
 # --- the rank's side --------------------------------------------------------------------------------------------------
 
 
-class Points:
+class InjectionPoints:
     """The points of one rank. Only the training thread calls its methods."""
 
-    def __init__(self, group: int, holds: list[Hold], *, position: int = 0, run_dir: Path | None = None) -> None:
+    def __init__(self, group: int, holds: list[Breakpoint], *, position: int = 0, run_dir: Path | None = None) -> None:
         self._group, self._position, self._run_dir = group, position, run_dir
         mine = [hold for hold in holds if (hold.group, hold.position) == (group, position)]
         self._orders = [
-            Order(fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket, after=hold.after)
+            FaultCommand(
+                fault="", action="hold", point=hold.point, step=hold.step, bucket=hold.bucket, after=hold.after
+            )
             for hold in mine
         ]
         self._mailbox = None if run_dir is None else os.fspath(mailbox(run_dir, group, position))
@@ -184,7 +186,7 @@ class Points:
         self._armed = bool(self._orders)
 
     @classmethod
-    def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> Points:
+    def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> InjectionPoints:
         """Reads missing arguments from the environment of the rank (``config.rank_env``)."""
         raw, own = os.environ.get(VARIABLE), os.environ.get("MEGATRON_FT_RUN_DIR")
         if run_dir is None and own:
@@ -192,7 +194,7 @@ class Points:
         if position is None:
             position = int(os.environ.get("MEGATRON_FT_POSITION", "0"))
         incarnation = int(os.environ.get("MEGATRON_FT_INCARNATION", "0"))
-        holds = [Hold(**hold) for hold in json.loads(raw)] if raw else []
+        holds = [Breakpoint(**hold) for hold in json.loads(raw)] if raw else []
         holds = [hold for hold in holds if hold.incarnation == incarnation]
         return cls(group, holds, position=position, run_dir=run_dir)
 
@@ -251,7 +253,7 @@ class Points:
         self._orders = [order for order in self._orders if not order.fault] + posted
         self._armed = bool(self._orders) or self._slow is not None
 
-    def _read(self) -> list[Order]:
+    def _read(self) -> list[FaultCommand]:
         try:
             with open(given(self._mailbox), encoding="utf-8") as file:
                 # Write permission for the directory must not suffice to give orders to another user's run.
@@ -261,12 +263,12 @@ class Points:
                 value = json.load(file)
             if tuple(value["process"]) != (os.getpid(), start_of(os.getpid())):
                 return []
-            return [Order(**order) for order in value["orders"]]
+            return [FaultCommand(**order) for order in value["orders"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             _log.warning(f"fault orders in {self._mailbox} ignored: {error}")
             return []
 
-    def _still_stands(self, order: Order) -> bool:
+    def _still_stands(self, order: FaultCommand) -> bool:
         """Returns False for an order that was withdrawn or carried out before."""
         if order.fault:
             self._look()
@@ -276,7 +278,7 @@ class Points:
         self._orders.remove(order)
         return True
 
-    def _carry_out(self, order: Order, step: int, bucket: int | None) -> None:
+    def _carry_out(self, order: FaultCommand, step: int, bucket: int | None) -> None:
         if order.action == "hold":
             self._freeze(order, step, bucket)
             return
@@ -295,7 +297,7 @@ class Points:
             case "slow":
                 self._slow = _Slow(step + order.steps, order.factor)
 
-    def _freeze(self, order: Order, step: int, bucket: int | None) -> None:
+    def _freeze(self, order: FaultCommand, step: int, bucket: int | None) -> None:
         """Writes the reason, reads the mailbox a last time, then freezes: a withdrawal is seen by one of both sides."""
         if order.fault:
             value = {"fault": order.fault, "process": [os.getpid(), start_of(os.getpid())]}
@@ -309,7 +311,7 @@ class Points:
         if self._still_stands(order):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _record(self, order: Order, where: str) -> bool:
+    def _record(self, order: FaultCommand, where: str) -> bool:
         try:
             history.append(
                 given(self._run_dir),
@@ -327,7 +329,7 @@ class Points:
         return True
 
 
-def _fits(order: Order, step: int, bucket: int | None) -> bool:
+def _fits(order: FaultCommand, step: int, bucket: int | None) -> bool:
     anywhere = order.bucket is None or order.action in _CORRUPTIONS
     return order.step in (None, step) and (anywhere or order.bucket == bucket)
 
@@ -371,7 +373,7 @@ class _Slow:
 class _NaN:
     """Sets one element of a gradient to NaN, or all values that a loss of NaN would affect."""
 
-    def __init__(self, order: Order, gradients: Sequence[torch.Tensor]) -> None:
+    def __init__(self, order: FaultCommand, gradients: Sequence[torch.Tensor]) -> None:
         self._whole, self._gradients = order.what == "loss", gradients
         self._bucket, self._element = _draw(order, gradients, random.Random(order.seed))
 
@@ -389,7 +391,7 @@ class _NaN:
 class _Bitflip:
     """Flips a bit of a gradient or of the state. Raises ``InjectedError`` when there is no such tensor."""
 
-    def __init__(self, order: Order, engine: Corruptible) -> None:
+    def __init__(self, order: FaultCommand, engine: Corruptible) -> None:
         rng = random.Random(order.seed)
         begins = _NAMED.get(order.what)
         # Of ``data`` torch counts no writes: memory that fails tells nobody.
@@ -418,7 +420,7 @@ class _Bitflip:
         self._tensor.view(kind)[self._element] ^= value
 
 
-def _draw(order: Order, gradients: Sequence[torch.Tensor], rng: random.Random) -> tuple[int, int]:
+def _draw(order: FaultCommand, gradients: Sequence[torch.Tensor], rng: random.Random) -> tuple[int, int]:
     bucket = rng.randrange(len(gradients))
     if order.bucket is not None:
         bucket = order.bucket % len(gradients)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import host_faults, injection_points, process_lookup
-from megatron_ft.faults.injection_points import Order
+from megatron_ft.faults.injection_points import FaultCommand
 from megatron_ft.faults.process_lookup import Process, Rank
 from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
 from megatron_ft.runlog import history
@@ -92,7 +92,7 @@ class Injector:
         self._agent: Process | None = None
         self._struck: set[int] = set()
         self._undos: list[_Undo] = []
-        self._posted: dict[tuple[int, int], tuple[Rank, tuple[Order, ...]]] = {}
+        self._posted: dict[tuple[int, int], tuple[Rank, tuple[FaultCommand, ...]]] = {}
 
     def run(self) -> list[Case]:
         """Returns when every fault is injected and undone, or the run is over.
@@ -251,7 +251,7 @@ class Injector:
 
     def _post(self) -> None:
         """Writes the mailboxes that have changed."""
-        wanted: dict[tuple[int, int], tuple[Rank, list[Order]]] = {
+        wanted: dict[tuple[int, int], tuple[Rank, list[FaultCommand]]] = {
             target: (rank, []) for target, (rank, orders) in self._posted.items() if orders
         }
         for case in self.cases:
@@ -463,12 +463,12 @@ def _cases(schedule: Schedule) -> list[Case]:
     return [Case(i + 1, fault, schedule.key(i), schedule.seed_of(i)) for i, fault in enumerate(schedule.faults)]
 
 
-def _order(case: Case) -> Order:
+def _order(case: Case) -> FaultCommand:
     fault = case.fault
     optional = {
         name: getattr(fault, name) for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit")
     }
-    return Order(
+    return FaultCommand(
         fault=case.key,
         action=fault.kind if fault.kind in IN_PROCESS else "hold",
         point=fault.order_point,

@@ -1,6 +1,6 @@
 """Kills ranks of a running job from another process, and records it.
 
-A planned fault is a :class:`~megatron_ft.faults.injection_points.Hold`: the rank freezes itself at that point, and
+A planned fault is a :class:`~megatron_ft.faults.injection_points.Breakpoint`: the rank freezes itself at that point, and
 :func:`strike` sends the signal to the frozen process. A kill in the middle of an all-reduce is therefore exact and
 repeatable.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import injection_points, process_lookup
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
 from megatron_ft.utils import process_status
 
@@ -48,7 +48,7 @@ def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.
     return sent
 
 
-def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lambda: True) -> list[float]:
+def strike(run_dir: Path, holds: list[Breakpoint], timeout_s: float, still_running=lambda: True) -> list[float]:
     """Waits for each held rank to freeze, and kills it there. Returns the times of the signals.
 
     Raises ``TimeoutError`` when a rank does not reach its point in time, and ``LaunchError`` when the run ends before.
@@ -71,6 +71,6 @@ def strike(run_dir: Path, holds: list[Hold], timeout_s: float, still_running=lam
     return sent
 
 
-def describe(hold: Hold) -> str:
+def describe(hold: Breakpoint) -> str:
     """Describes a hold for records and messages."""
     return injection_points.describe(hold.point, hold.bucket) + ("" if hold.step is None else f", step {hold.step}")

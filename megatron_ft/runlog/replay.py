@@ -203,7 +203,7 @@ def _obey(action: messages.Action, past: _Past, have: Collection | None = None) 
         case messages.Transfer(view=view):
             return messages.Transferred(view.epoch, past.speeds(view.step))
         case messages.Follow(step=step):
-            return messages.Followed(past.speeds(step))
+            return messages.CaughtUp(past.speeds(step))
         case messages.Reduce(buckets=buckets):
             wanted = [bucket for bucket in buckets if have is None or bucket in have]
             return messages.Reduced(wanted[0]) if wanted else None
@@ -422,13 +422,15 @@ class _Run:
 def _heard(old: View, new: View) -> list[messages.Event]:
     """Return the event that ended the epoch, then all others that the proposer of the view must have received."""
     seats = old.incarnations
-    died = [messages.Died(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
+    died = [messages.GroupFailed(g, why, seats.get(g, 0)) for g, why in new.lost.items() if _SILENT not in why]
     # A view does not name the donors of the groups that enter: they are members of it, or the groups had not entered.
     donors = tuple((group, seats.get(group, 0)) for group in new.live if group not in new.joined)
-    asked = [messages.Asked(group, new.incarnations.get(group, 0), donors, new.step - 1) for group in new.joined]
+    asked = [
+        messages.JoinRequested(group, new.incarnations.get(group, 0), donors, new.step - 1) for group in new.joined
+    ]
     if died and not new.noticed:
         return [*died, *asked]
-    return [messages.Broke(old.epoch, new.noticed or new.reason), *died, *asked]
+    return [messages.EpochAborted(old.epoch, new.noticed or new.reason), *died, *asked]
 
 
 def _writer(view: View) -> GroupId:

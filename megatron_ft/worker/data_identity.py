@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.errors import DataError
@@ -78,7 +78,7 @@ class Identities:
     """One rank's side. ``agreed`` are the values that this rank and all others have."""
 
     def __init__(
-        self, agreement: Agreement, group: int, position: int, begins: bool, host_rank: int | None = None
+        self, agreement: CoordinationClient, group: int, position: int, begins: bool, host_rank: int | None = None
     ) -> None:
         """``begins``: True if this group is in the run from its start or checkpoint; False if it comes back."""
         self._agreement, self._begins = agreement, begins

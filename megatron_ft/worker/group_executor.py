@@ -1,6 +1,6 @@
 """The ranks of one group from the leader's side: all of them, itself included, carry out each operation that it calls.
 
-With one rank per group every method is just a call of :class:`~megatron_ft.worker.rank_executor.Rank`.
+With one rank per group every method is just a call of :class:`~megatron_ft.worker.rank_executor.RankExecutor`.
 With several, the ranks share the group's microbatches: each computes whole ones, as many at a time as there are ranks;
 or they compute all of them together (``engines.port.JointEngine``).
 
@@ -19,16 +19,16 @@ from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Listed, Ready, StepResult
 from megatron_ft.errors import RunStopped
 from megatron_ft.types import Bucket, Microbatch, View, given
-from megatron_ft.worker.rank_executor import Needs, Rank
+from megatron_ft.worker.rank_executor import Needs, RankExecutor
 
 BUILT, INTERRUPTED, BROKEN = 2, 1, 0
 """A rank's answers to the order to connect; the worst answer counts."""
 
 
-class Crew:
+class GroupExecutor:
     """The ranks of one group. ``width`` microbatches are computed at a time."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankExecutor) -> None:
         self.rank = rank
         self.width = rank.size
         self._deferred: list[tuple[str, dict[str, Any]]] | None = None
@@ -149,7 +149,7 @@ class Crew:
             self.rank.nonfinite.name(nonfinite, self.rank.engine)
 
 
-def connect_together(rank: Rank, view: View, step: int, interrupted: Callable[[], bool]) -> int:
+def connect_together(rank: RankExecutor, view: View, step: int, interrupted: Callable[[], bool]) -> int:
     """Connect as one rank of a group. Return the worst answer of all its ranks."""
     try:
         answer = BUILT if rank.connect(view, step, interrupted) else INTERRUPTED

@@ -21,14 +21,14 @@ from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import ConfigError
 from megatron_ft.types import Microbatch, View, given
 from megatron_ft.worker.group_executor import connect_together
-from megatron_ft.worker.rank_executor import Needs, Rank
+from megatron_ft.worker.rank_executor import Needs, RankExecutor
 from megatron_ft.worker.recovery_metrics import note_patch
 
 
-class Follower:
+class GroupFollower:
     """One following rank. ``step`` is the next one the script has to train."""
 
-    def __init__(self, rank: Rank, step: int) -> None:
+    def __init__(self, rank: RankExecutor, step: int) -> None:
         self.step = step
         self._rank = rank
         self._dataset: Dataset | None = None
@@ -57,11 +57,11 @@ class Follower:
         """Note that this rank was told that its group leaves; the leader says after which step."""
         if not self._said_leaving:
             self._said_leaving = True
-            self._rank.agreement.announce(signals.Dismissed(self._rank.group, why))
+            self._rank.agreement.announce(signals.LeaveRequested(self._rank.group, why))
 
     def hear(self, verdict: signals.Verdict) -> None:
         """Watcher thread: note a request to leave; the rank handles all other verdicts."""
-        if isinstance(verdict, signals.Dismissed):
+        if isinstance(verdict, signals.LeaveRequested):
             self._said_leaving = True
 
     def _obey(self, refuse: str) -> str:

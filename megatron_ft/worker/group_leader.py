@@ -19,7 +19,7 @@ from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.communicator import Broken
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config.schema import RunConfig, job_of
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import Fenced
 from megatron_ft.core.detection import stragglers
 from megatron_ft.core.detection.stragglers import Speeds
@@ -33,12 +33,12 @@ from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch, View, given
 from megatron_ft.worker import data_identity
-from megatron_ft.worker.checkpointing.coordinator import Checkpoints
-from megatron_ft.worker.group_executor import Crew
-from megatron_ft.worker.rank_executor import Needs, Rank
-from megatron_ft.worker.recovery_metrics import Interruptions
-from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, Return
-from megatron_ft.worker.step_timer import Pace
+from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
+from megatron_ft.worker.group_executor import GroupExecutor
+from megatron_ft.worker.rank_executor import Needs, RankExecutor
+from megatron_ft.worker.recovery_metrics import RecoveryMetrics
+from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordinator
+from megatron_ft.worker.step_timer import StepTimer
 
 _POLL_S = 0.001
 _FAR_S = 0.25
@@ -46,27 +46,27 @@ _SPARING = 4.0
 """After a look, the next waits for this multiple of its duration: a store of thousands of groups is busy."""
 
 
-class Leader:
+class GroupLeader:
     """One group's part in the protocol. ``first_view`` is the run's first view; None for a group that comes back."""
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankExecutor,
         config: RunConfig,
-        agreement: Agreement,
+        agreement: CoordinationClient,
         history: History,
         placement: Placement,
         first_view: View | None,
     ) -> None:
         self.group, self._incarnation = rank.group, rank.incarnation
-        self._rank, self._crew = rank, Crew(rank)
+        self._rank, self._crew = rank, GroupExecutor(rank)
         self._config, self._agreement, self._history = config, agreement, history
         self._placement = placement
         self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
-        self._pace = Pace(rank.size)
+        self._pace = StepTimer(rank.size)
         self._measured: Mapping[str, Any] = {"measured": {}}
-        self._interruptions = Interruptions(history, rank.group, placement)
-        self._checkpoints = Checkpoints(rank, self._crew, config, agreement, history)
+        self._interruptions = RecoveryMetrics(history, rank.group, placement)
+        self._checkpoints = CheckpointCoordinator(rank, self._crew, config, agreement, history)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
         self._agreed, self._over, self._looked = 0, False, 0.0
@@ -115,7 +115,7 @@ class Leader:
         self._warm = time.monotonic()
         self._pulse.enter("waiting")
         self._points.reach("warm", 0)
-        view = Return(self._rank.following, self._crew, self._hear_before).seat()
+        view = RejoinCoordinator(self._rank.following, self._crew, self._hear_before).seat()
         self._agreement.adopted(view)
         self._first_view = self._committed_under = view
         self._begin_with(view, job)
@@ -191,7 +191,7 @@ class Leader:
         """Watcher thread: queue a verdict for the training thread."""
         if isinstance(verdict, Saves | Stops):
             self._checkpoints.hear(verdict)
-        elif isinstance(verdict, signals.Dismissed):
+        elif isinstance(verdict, signals.LeaveRequested):
             self.leave(verdict.why)
         else:
             self._verdicts.put(verdict)
@@ -218,7 +218,7 @@ class Leader:
         saved: dict[str, Any] = self._checkpoints.newest(self._state.step)
         self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self.group])
         self._agreement.say("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
-        self._agreement.announce(signals.Over())
+        self._agreement.announce(signals.RunFinished())
         return True
 
     def _is_over(self) -> bool:
@@ -232,7 +232,7 @@ class Leader:
     # -----------------------------------------------------------------------------------------------------------
 
     def _say_leaving(self) -> None:
-        said = signals.Leaving(self.group, self._state.step, self._leaving, self._incarnation)
+        said = signals.LeaveAnnounced(self.group, self._state.step, self._leaving, self._incarnation)
         self._said_leaving = True
         self._agreement.announce(said)
         self._history.note("leave", group=self.group, after=said.after, reason=said.why)
@@ -245,13 +245,13 @@ class Leader:
             self._say_leaving()
         while not self._verdicts.empty():
             match verdict := self._verdicts.get():
-                case signals.Agreed(epoch=epoch):
+                case signals.ViewAgreed(epoch=epoch):
                     self._agreed = max(epoch, self._agreed)
                     continue
-                case signals.Over():
+                case signals.RunFinished():
                     self._over = True
                     continue
-                case machine.Died() if self._rank.lost_because:
+                case machine.GroupFailed() if self._rank.lost_because:
                     raise Lost(self._rank.lost_because)
             self._feed(cast(machine.Event, verdict))  # other objects receive the other verdicts
 
@@ -295,7 +295,7 @@ class Leader:
             return
         standing, own = answer
         if own:
-            self._agreement.announce(signals.Agreed(standing.epoch))
+            self._agreement.announce(signals.ViewAgreed(standing.epoch))
         self._adopt(standing)
 
     def _follow_store(self) -> bool:
@@ -453,10 +453,10 @@ class Leader:
             if answer == INTERRUPTED:
                 return
             if answer == ASTRAY:
-                self._feed(machine.Strayed(following.astray))
+                self._feed(machine.CatchUpFailed(following.astray))
                 return
         if following.stands > step:
-            self._feed(machine.Strayed(f"it has made step {step}, which is made again"))
+            self._feed(machine.CatchUpFailed(f"it has made step {step}, which is made again"))
             return
         carried, self._rank.result = following.carried, following.result or self._rank.result
         self._crew.arrive()
@@ -466,7 +466,7 @@ class Leader:
         took = {**{name: round(value, 6) for name, value in times.items()}, "received_bytes": following.bytes}
         who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
-        self._feed(machine.Followed(Speeds.from_json(carried["speeds"])))
+        self._feed(machine.CaughtUp(Speeds.from_json(carried["speeds"])))
 
     def _take_line(self, line: Mapping[str, Any]) -> None:
         """Take the record's line of the last step before this group: its successors as writer may need it."""

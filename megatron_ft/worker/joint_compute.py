@@ -19,7 +19,7 @@ from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.rank_executor import Rank
+    from megatron_ft.worker.rank_executor import RankExecutor
 
 
 class JointWork:
@@ -27,7 +27,7 @@ class JointWork:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: RankExecutor,
         seed: int,
         listed: Callable[[], Sequence[Listed]],
         finished: Callable[[Microbatch, bool], None],

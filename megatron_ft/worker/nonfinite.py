@@ -16,7 +16,7 @@ import logging
 from contextlib import suppress
 from math import isfinite
 
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.errors import RunStopped, StoreError
 from megatron_ft.runlog.history import History
@@ -36,7 +36,7 @@ class NonFinite:
     """One rank's account of steps without a finite gradient. ``policy``: skip (the step counts, the update is omitted),
     recompute (elsewhere, then skip) or stop."""
 
-    def __init__(self, policy: str, group: int, history: History, agreement: Agreement) -> None:
+    def __init__(self, policy: str, group: int, history: History, agreement: CoordinationClient) -> None:
         self._policy, self._group, self._history, self._agreement = policy, group, history, agreement
         self._in_a_row = self._own_in_a_row = 0
         self._kept: int | None = None

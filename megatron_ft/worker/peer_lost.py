@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Asked, Died, Halted, Leaves, Missed
+from megatron_ft.core.protocol.messages import GroupFailed, JoinRequested, LeaveAnnounced, LinkDown, RunHalted
 from megatron_ft.errors import InvariantBroken, RunStopped, StoreError
-from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.rank_executor import RankExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _CULPRIT_S = 2.0
 """Seconds that an agent has to name the missing rank, before this rank reports that the group has come apart."""
 
 
-class Census:
+class LivenessTracker:
     """The groups that may still be alive, according to the verdicts. The watcher's thread writes, the training thread
     reads.
 
@@ -44,14 +44,14 @@ class Census:
 
     def hear(self, verdict: signals.Verdict) -> None:
         match verdict:
-            case Missed(by=by, about=about, heard=heard):
+            case LinkDown(by=by, about=about, heard=heard):
                 (self._silent.discard if heard else self._silent.add)((by, about))
-            case Died(group=group, incarnation=number) | Leaves(group=group, incarnation=number):
+            case GroupFailed(group=group, incarnation=number) | LeaveAnnounced(group=group, incarnation=number):
                 self._gone[group] = max(number, self._gone.get(group, 0))
-            case Asked(group=group, incarnation=number) if number > self._gone.get(group, -1):
+            case JoinRequested(group=group, incarnation=number) if number > self._gone.get(group, -1):
                 self._groups.add(group)
                 self._gone.pop(group, None)
-            case Halted(reason=reason):
+            case RunHalted(why=reason):
                 self.halted = self.halted or reason
         self.changed.set()
 
@@ -62,7 +62,12 @@ class Census:
 
 
 def wait_for_return(
-    rank: Rank, store: ControlStore, census: Census, why: str, leaving: Callable[[], str], patience_s: float
+    rank: RankExecutor,
+    store: ControlStore,
+    census: LivenessTracker,
+    why: str,
+    leaving: Callable[[], str],
+    patience_s: float,
 ) -> None:
     """Wait until the run has ended, or no group is left, or this rank is told to leave.
 
@@ -79,7 +84,7 @@ def wait_for_return(
     while not (rank.lost_because or census.halted) and census.changed.wait(_CULPRIT_S):
         census.changed.clear()
     if not (rank.lost_because or census.halted):
-        given_up = signals.GivenUp(
+        given_up = signals.RankUnresponsive(
             group=rank.group,
             position=rank.position,
             pid=os.getpid(),

@@ -28,7 +28,7 @@ _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
 _NAME = "megatron_ft-pulses-"
 
 
-class Pulse:
+class ProgressCounters:
     """One rank's counters. The rank constructs it from the file that its agent made."""
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Pulse:
         self._beats = self._progress = self._dataset = 0
 
     @classmethod
-    def from_env(cls) -> Pulse:
+    def from_env(cls) -> ProgressCounters:
         """Return the pulse that the launcher made."""
         return cls(Path(os.environ[VARIABLE]))
 

@@ -1,9 +1,9 @@
 """The operations of one rank on its engine and its communicators. It makes no decisions.
 
 The leader of a group (``worker.group_leader``) and its followers (``worker.group_follower``) both drive one. The
-training thread calls everything here except :meth:`Rank.hear` and :meth:`Rank.lose`, which the watcher's thread calls:
-they abort the communicators that a verdict concerns, so a training thread that waits in a collective returns within
-milliseconds.
+training thread calls everything here except :meth:`RankExecutor.hear` and :meth:`RankExecutor.lose`, which the
+watcher's thread calls: they abort the communicators that a verdict concerns, so a training thread that waits in a
+collective returns within milliseconds.
 
 Failures it assumes: any operation between groups may fail (``Broken``: the epoch is over) or, inside the group, end the
 group (``Lost``). Verdicts may arrive before their view: they are kept until that view's communicator stands.
@@ -25,30 +25,30 @@ import torch
 from megatron_ft.collectives import state_transfer
 from megatron_ft.collectives.bucket_allreduce import Reduction
 from megatron_ft.collectives.communicator import Broken, Communicator, sweep
-from megatron_ft.collectives.intra_group import Inner, Lost
+from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
-from megatron_ft.collectives.p2p_channel import Lines
+from megatron_ft.collectives.p2p_channel import P2PChannels
 from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Broke
+from megatron_ft.core.protocol.messages import EpochAborted
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.port import Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
 from megatron_ft.errors import EngineError, FTError, StartOver
-from megatron_ft.faults.injection_points import Corruptible, Points
+from megatron_ft.faults.injection_points import Corruptible, InjectionPoints
 from megatron_ft.runlog.history import History
 from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.utils import heap
-from megatron_ft.worker.checkpointing.participant import Saving
+from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.joint_compute import JointWork, broken_inside, lost_inside
 from megatron_ft.worker.nonfinite import NonFinite
-from megatron_ft.worker.progress_counters import Pulse
-from megatron_ft.worker.rejoin.joiner import Following, address_key
-from megatron_ft.worker.rejoin.state_sender import Donor
+from megatron_ft.worker.progress_counters import ProgressCounters
+from megatron_ft.worker.rejoin.joiner import RejoinClient, address_key
+from megatron_ft.worker.rejoin.state_sender import StateSender
 from megatron_ft.worker.state_checksum import StateCheck
 from megatron_ft.worker.state_guard import StateGuard
 from megatron_ft.worker.step_timer import Slots
@@ -74,7 +74,7 @@ class Needs(NamedTuple):
     following: Sequence[Microbatch]
 
 
-class Rank:
+class RankExecutor:
     """One of the ``size`` ranks of a group, at ``position``.
 
     ``result`` is that of the last step committed here. ``carried`` are the values that its leader sends with the model,
@@ -82,22 +82,22 @@ class Rank:
     time at which the group's ranks had last summed up their results.
     """
 
-    def __init__(self, env: RankEnvironment, agreement: Agreement, history: History) -> None:
+    def __init__(self, env: RankEnvironment, agreement: CoordinationClient, history: History) -> None:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
         self.incarnation, self.host_rank = env.incarnation, env.host_rank
         self.agreement, self.history = agreement, history
-        self.points = Points.from_env(env.group, env.position, env.run_dir)
-        self.pulse = Pulse.from_env()
+        self.points = InjectionPoints.from_env(env.group, env.position, env.run_dir)
+        self.pulse = ProgressCounters.from_env()
         self.timeline = Timeline(env.run_dir, env.group, env.position)
-        self.inner: Inner | None = None
+        self.inner: IntraGroup | None = None
         self.result: StepResult | None = None
         self.carried: Mapping[str, Any] = {}
         begins = env.incarnation == 0
         self.identities = Identities(agreement, env.group, env.position, begins, env.host_rank)
         self.carry: Callable[[], Mapping[str, Any]] = dict
         self.epoch: Callable[[], int | None] = lambda: None
-        self.following = Following(self, env, agreement)
-        self.saving = Saving(env, agreement, lambda: self.lost_because)
+        self.following = RejoinClient(self, env, agreement)
+        self.saving = CheckpointParticipant(env, agreement, lambda: self.lost_because)
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""
@@ -112,12 +112,12 @@ class Rank:
         self.guard: StateGuard
         self._reduction: Reduction
         self._shared: SharedGradients | OwnGradients | None = None
-        self._lines: Lines | None = None
+        self._lines: P2PChannels | None = None
         self.joint = False
         self._outer: Communicator | None = None
         self._view: View | None = None
         self._step = -1
-        self._donor: Donor | None = None
+        self._donor: StateSender | None = None
         self._updated: StepResult | None = None
         self._heard: tuple[signals.Verdict, ...] = ()
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class Rank:
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
         self._swept = False  # whether the last sweep destroyed a process group
 
-    def join(self, inner: Inner) -> None:
+    def join(self, inner: IntraGroup) -> None:
         """Take the group's communicator: its ranks have met."""
         self.inner = inner
         if self.lost_because:  # a rank was lost before that line
@@ -147,7 +147,7 @@ class Rank:
                     'has complete ones only after a flush: use "skip" or "stop"'
                 )
             peers = self._joint_engine.peers
-            lines = Lines.build(self._env, self.agreement, peers, lambda: bool(self.lost_because))
+            lines = P2PChannels.build(self._env, self.agreement, peers, lambda: bool(self.lost_because))
             self._lines = lines
             if self.lost_because:
                 lines.abort()
@@ -155,7 +155,7 @@ class Rank:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         if settings.rejoin.enabled:
             where = lambda place: self.agreement.say(address_key(self.group, self.position), place)  # noqa: E731
-            self._donor = Donor(self._env, engine, self.states, self._epoch_of_state, where)
+            self._donor = StateSender(self._env, engine, self.states, self._epoch_of_state, where)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
@@ -190,7 +190,7 @@ class Rank:
         view = self._view
         return None if view is None else view.epoch
 
-    def publish_checksums(self, asked: signals.Differs) -> None:
+    def publish_checksums(self, asked: signals.ChecksumsRequested) -> None:
         """Publish this rank's checksum of each tensor, if its group is asked and it has one for that state."""
         if self.group in asked.groups and self._guarded:
             self.guard.publish(asked.step)
@@ -222,12 +222,12 @@ class Rank:
         with self._lock:
             return any(signals.ends(verdict, view, self._step if step is None else step) for verdict in self._heard)
 
-    def tell_broken(self, epoch: int, reason: str, after: int = -1, detail: str = "") -> signals.Reset:
+    def tell_broken(self, epoch: int, reason: str, after: int = -1, detail: str = "") -> signals.EpochAborted:
         """Tell all groups, once, that ``epoch`` is over for groups in a step later than ``after``. Return the message.
 
         ``detail``, the text of a library, goes to this rank's log only.
         """
-        said = signals.Reset(epoch, self.group, reason, after)
+        said = signals.EpochAborted(epoch, reason, after, self.group)
         if epoch > self._told:
             self._told = epoch
             self.agreement.announce(said)
@@ -318,7 +318,7 @@ class Rank:
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
-    def take_seat(self, view: View, agreement: Agreement) -> None:
+    def take_seat(self, view: View, agreement: CoordinationClient) -> None:
         """Begin to connect: another thread has found this group's seat in ``view``, and other groups wait for it."""
         self._connector.begin(view, agreement)
 
@@ -572,4 +572,4 @@ class Rank:
 
 def _is_over(verdict: signals.Verdict, view: View) -> bool:
     """Return True if the verdict concerns neither this view nor a later one."""
-    return isinstance(verdict, Broke) and verdict.epoch < view.epoch
+    return isinstance(verdict, EpochAborted) and verdict.epoch < view.epoch

@@ -22,7 +22,7 @@ class _Interruption:
     view: View | None = None
 
 
-class Interruptions:
+class RecoveryMetrics:
     """One group's account of its interruptions, kept by its training thread."""
 
     def __init__(self, history: History, group: int, placement: Placement) -> None:

@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 
 from megatron_ft.checkpoint import peer_copies, restore
 from megatron_ft.collectives.group_world import World
-from megatron_ft.collectives.intra_group import Inner, Lost
+from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.nccl_watchdog import Watchdog
-from megatron_ft.collectives.user_process_groups import Inside
+from megatron_ft.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.config import parallelism
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement, Claimant, report_collection
+from megatron_ft.coordination.client import Claimant, CoordinationClient, report_collection
 from megatron_ft.coordination.store import (
     ControlStore,
     Fenced,
@@ -47,7 +47,7 @@ from megatron_ft.coordination.store.claim_log import TOLD
 from megatron_ft.coordination.watcher import Watcher
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Engine, StepResult
@@ -57,10 +57,10 @@ from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View
 from megatron_ft.worker import data_identity, progress_counters
-from megatron_ft.worker.group_follower import Follower
-from megatron_ft.worker.group_leader import Leader
-from megatron_ft.worker.peer_lost import Census, wait_for_return
-from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.group_follower import GroupFollower
+from megatron_ft.worker.group_leader import GroupLeader
+from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
+from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ class Session:
         self._settings = env.config.fault_tolerance
         patience_s = self._settings.detector.collective_timeout_s
         store_patience_s = self._settings.store_patience_s
-        agreement = self._agreement = Agreement(self._store, env.group, store_patience_s, claimant=self._claimant)
+        agreement = self._agreement = CoordinationClient(
+            self._store, env.group, store_patience_s, claimant=self._claimant
+        )
         self._engine: Engine | None = None
         self._origin: restore.Origin | None = None
         self._dataset: Dataset | None = None
@@ -138,15 +140,19 @@ class Session:
         self._identified = False
         first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
-        self._rank = Rank(env, agreement, record)
+        self._rank = RankExecutor(env, agreement, record)
         self._copies = peer_copies.of(env)
-        self._census = Census(env.config.groups)
-        self._inside = Inside(env.group, env.position, self._store.clone(), patience_s, env.incarnation, env.host_rank)
+        self._census = LivenessTracker(env.config.groups)
+        self._inside = UserProcessGroups(
+            env.group, env.position, self._store.clone(), patience_s, env.incarnation, env.host_rank
+        )
         if env.position == 0:
             placement = config_module.placement_of(env.config)
-            self._part: Leader | Follower = Leader(self._rank, env.config, agreement, record, placement, first)
+            self._part: GroupLeader | GroupFollower = GroupLeader(
+                self._rank, env.config, agreement, record, placement, first
+            )
         else:
-            self._part = Follower(self._rank, 0 if first is None else first.step)
+            self._part = GroupFollower(self._rank, 0 if first is None else first.step)
         Watcher(self._store.clone(), self._hear, self._store_is, self._store_is, agreement.restore).start()
         self._rank.pulse.start()
         if self._claimant is not None:
@@ -157,7 +163,7 @@ class Session:
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
             with self._until_lost():
-                self._rank.join(Inner.build(env, agreement, lambda: bool(self._rank.lost_because)))
+                self._rank.join(IntraGroup.build(env, agreement, lambda: bool(self._rank.lost_because)))
 
     # --- public methods -----------------------------------------------------------------------------------------------
 
@@ -359,7 +365,7 @@ class Session:
             why: the reason, for the log and the run record. The reason of the first call counts.
         """
         self._leaving = self._leaving or why
-        if isinstance(self._part, Leader):
+        if isinstance(self._part, GroupLeader):
             self._part.leave(why)
 
     def watch(self, groups: Mapping[str, Any], timeout_s: float | None = None) -> Watchdog:
@@ -411,28 +417,28 @@ class Session:
         except Fenced as error:
             _log.info(f"{error}; this group stops")
             self._rank.leave_epoch()
-            if isinstance(self._part, Leader):
+            if isinstance(self._part, GroupLeader):
                 self._part.claims_changed()
 
     def _hear(self, verdict: signals.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
-        if isinstance(verdict, signals.Housed | signals.Refused):
+        if isinstance(verdict, signals.HostAssigned | signals.RestartRefused):
             return  # only agents use these
-        if isinstance(verdict, signals.Dismissed):
+        if isinstance(verdict, signals.LeaveRequested):
             if verdict.group == self.group and not self._leaving:
                 self._part.hear(verdict)
                 self._leaving = verdict.why
                 _log.info(f"group {self.group} is asked to leave: {verdict.why}")
             return
-        if isinstance(verdict, Saves | Stops | signals.Agreed | signals.Over):  # steps do not wait for these
+        if isinstance(verdict, Saves | Stops | signals.ViewAgreed | signals.RunFinished):  # steps do not wait for these
             self._part.hear(verdict)
             return
-        if isinstance(verdict, signals.Differs):
+        if isinstance(verdict, signals.ChecksumsRequested):
             self._rank.publish_checksums(verdict)
             return
         self._census.hear(verdict)
         if (
-            isinstance(verdict, Died)
+            isinstance(verdict, GroupFailed)
             and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
             and self._rank.size > 1
         ):

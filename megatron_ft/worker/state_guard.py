@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import InvariantBroken, StartOver, StoreError
@@ -51,7 +51,7 @@ class StateGuard:
         slots: Slots,
         states: StateCheck,
         nonfinite: NonFinite,
-        agreement: Agreement,
+        agreement: CoordinationClient,
         history: History,
     ) -> None:
         self._env, self._slots, self._states = env, slots, states
@@ -145,7 +145,7 @@ class StateGuard:
             one, other = min(found.tied[0]), min(found.tied[1])
             self._record(step, **self._what(step, states, incarnations, one, other), tied=found.tied)
             if everyone:
-                self._agreement.announce(signals.Halts(step, _tie(when, found)))
+                self._agreement.announce(signals.RunHalted(step, _tie(when, found)))
         others = state_divergence.words((tuple(group for group in sorted(states) if group not in found.minority),))
         for group in found.minority:
             start = (group, incarnations.get(group, 0))
@@ -155,7 +155,7 @@ class StateGuard:
                 named = self._what(step, states, incarnations, group, right)
                 self._record(step, **named, group=group, incarnation=start[1])
                 self._agreement.announce(
-                    signals.Diverged(group, f"its state {when} was not that of {others}", start[1])
+                    signals.StateDiverged(group, f"its state {when} was not that of {others}", start[1])
                 )
         return found.minority
 
@@ -172,7 +172,7 @@ class StateGuard:
         agreement = self._agreement.clone(_NAMING_S)
         deadline = time.monotonic() + _NAMING_S
         with suppress(StoreError):
-            agreement.announce(signals.Differs(step, (one, other)))
+            agreement.announce(signals.ChecksumsRequested(step, (one, other)))
             for position in range(self._env.config.ranks_per_group):
                 keys = [_whole_key(step, position, group, incarnations.get(group, 0)) for group in (one, other)]
                 mine, theirs = (_await(partial(agreement.get, key), deadline) for key in keys)
@@ -200,7 +200,7 @@ class StateGuard:
     def halt(self, step: int, why: str) -> NoReturn:
         """End the run in every group; said before this group ends, so that no group takes it for a lost one."""
         with suppress(StoreError):
-            self._agreement.announce(signals.Halts(step, why))
+            self._agreement.announce(signals.RunHalted(step, why))
         raise InvariantBroken(why)
 
 

@@ -19,7 +19,7 @@ _HALF = (1 << _HALF_BITS) - 1
 """The largest number that a slot carries; fp32 holds whole numbers up to 2^24 exactly."""
 
 
-class Pace:
+class StepTimer:
     """The time per microbatch of a group, measured by its leader.
 
     With several ranks per group a microbatch takes the time of the group's slowest rank, which shows when they sum up

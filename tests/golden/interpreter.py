@@ -168,7 +168,7 @@ class StepProtocol:
         words = [str(other) for other in others]
         self.log.append(f"{group} hears nothing of {', '.join(words[:-1])} and {words[-1]} and takes them for dead")
         for other in others:
-            self._world.feed(group, machine.Died(other, f"no heartbeat from group {other}"))
+            self._world.feed(group, machine.GroupFailed(other, f"no heartbeat from group {other}"))
 
     def leave(self, group: int) -> None:
         """leave GROUP: the group is told to leave after its present step."""
@@ -205,7 +205,7 @@ class StepProtocol:
     def disconnect(self, group: int, *more: int) -> None:
         """disconnect GROUP...: the connections of the groups break; no report is written."""
         for me, member in self._groups((group, *more)):
-            self._world.feed(me, machine.Broke(member.state.view.epoch, "connection reset"))
+            self._world.feed(me, machine.EpochAborted(member.state.view.epoch, "connection reset"))
 
     def store(self, state: str) -> None:
         """store down|up: the control store is unreachable, or reachable again."""

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ft import checkpoint
-from megatron_ft.checkpoint.memory_copies import Shelf
+from megatron_ft.checkpoint.memory_copies import ReplicaCache
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT
 from megatron_ft.faults import kill, process_lookup
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import invariants
 from tests import checkpoint_kills, support
 from tests.integration.test_hosts import Agents
@@ -98,7 +98,7 @@ def test_another_number_of_groups_trains_the_same_batches(tmp_path, data_dir, re
 def test_a_group_that_dies_after_a_start_from_a_checkpoint_is_recovered_from(tmp_path, data_dir, reference, saved):
     """Group 0 dies at the first barrier: every group has read the checkpoint, so no group needs group 0 for the
     model."""
-    hold = Hold(0, 4, "connect")
+    hold = Breakpoint(0, 4, "connect")
     run = start(tmp_path / "run", data_dir, saved, holds=[hold])
     run.strike(hold)
     went_well(run)
@@ -142,7 +142,7 @@ def test_what_is_in_memory_need_not_be_read_from_disk(tmp_path, data_dir):
     run.process.send_signal(signal.SIGTERM)
     run.finish()
     (step,) = complete(saved)
-    shelf = Shelf(saved, 1e9)
+    shelf = ReplicaCache(saved, 1e9)
     assert shelf.listed()
     for part in Path(checkpoint.find(saved)[0].path).glob("position-*/*.safetensors"):
         with part.open("r+b") as file:
@@ -388,8 +388,8 @@ LATE = """
 import time
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.coordination import watcher
-from megatron_ft.worker.checkpointing.coordinator import Checkpoints
-announce, boundary, at = watcher.announce, Checkpoints.boundary, [0]
+from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
+announce, boundary, at = watcher.announce, CheckpointCoordinator.boundary, [0]
 def announce_late(store, signal, by=None):
     said = at[0]
     while isinstance(signal, Saves) and not signal.last and at[0] < said + 6:
@@ -398,7 +398,7 @@ def announce_late(store, signal, by=None):
 def begin(self, state, step_s):
     at[0] = state.step
     boundary(self, state, step_s)
-watcher.announce, Checkpoints.boundary = announce_late, begin
+watcher.announce, CheckpointCoordinator.boundary = announce_late, begin
 """
 
 
@@ -419,8 +419,8 @@ def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path
 MISSED = """
 import os, time
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
-from megatron_ft.worker.checkpointing.coordinator import Checkpoints
-hear, boundary, ask, missed, left = Checkpoints.hear, Checkpoints.boundary, Checkpoints._ask, [], [-1]
+from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator as Coordinator
+hear, boundary, ask, missed, left = Coordinator.hear, Coordinator.boundary, Coordinator._ask, [], [-1]
 group = os.environ["MEGATRON_FT_GROUP"]
 def hear_late(self, word):
     misses = isinstance(word, Saves) and word.last and not missed and group == "2"
@@ -440,7 +440,7 @@ def ask_in_time(self, *arguments):
     ask(self, *arguments)
     while not all((HERE / f"{self._heard.attempt}-{other}").exists() for other in (1, 2)):
         time.sleep(0.001)
-Checkpoints.hear, Checkpoints.boundary, Checkpoints._ask = hear_late, leave, ask_in_time
+Coordinator.hear, Coordinator.boundary, Coordinator._ask = hear_late, leave, ask_in_time
 """
 """No other group can give this order, or give it again: the group that gives an order waits until the order is stored,
 before its next step."""
@@ -478,7 +478,7 @@ def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
     """Group 0 comes back: the others save without it meanwhile, and the lock of the directory moves there and back."""
     saved = tmp_path / "saved"
     options = {"steps": 100_000, "groups": 2, "rejoin": {"enabled": True}}
-    run = start(tmp_path / "run", data_dir, saved, 0.2, holds=[Hold(0, None, "warm", incarnation=1)], **options)
+    run = start(tmp_path / "run", data_dir, saved, 0.2, holds=[Breakpoint(0, None, "warm", incarnation=1)], **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     os.kill(kill.pid_of(run.directory, 0), signal.SIGKILL)
     frozen = support.await_held(run, 0)

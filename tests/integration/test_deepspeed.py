@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ft.data.dataset import PackedDataset
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.types import Microbatch
 from tests import support
 from tests.deepspeed_kills import MODEL, SCRIPT, cases, flushes, kinds, patch_violations, play, start
@@ -53,16 +53,16 @@ def test_a_rank_that_dies_in_a_flush_costs_no_step(tmp_path, data_dir, alone, na
 
 
 FLIP = """
-from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.rank_executor import RankExecutor
 
-update = Rank.update
+update = RankExecutor.update
 def flipped(self, step, *args):
     result = update(self, step, *args)
     if (self.group, self.position, self.incarnation, step) == (1, 1, 0, 3):
         name, moment = next((name, of) for name, of in self.engine.state_tensors() if " exp_avg " in name)
         moment.data.view(-1).numpy().view("int32")[0] ^= 1 << 22
     return result
-Rank.update = flipped
+RankExecutor.update = flipped
 """
 
 
@@ -84,24 +84,24 @@ def test_a_group_whose_last_stage_holds_another_state_leaves_and_comes_back(tmp_
 
 
 SAYS_WHAT_IT_HEARS = """
-from megatron_ft.core.protocol.messages import Died
-from megatron_ft.worker.group_leader import Leader
+from megatron_ft.core.protocol.messages import GroupFailed
+from megatron_ft.worker.group_leader import GroupLeader
 
-hear = Leader.hear
+hear = GroupLeader.hear
 
 def says(self, verdict):
     hear(self, verdict)
-    if isinstance(verdict, Died):
+    if isinstance(verdict, GroupFailed):
         print(f"group {self.group} has heard of the death of group {verdict.group}", flush=True)
 
-Leader.hear = says
+GroupLeader.hear = says
 """
 
 
 def test_microbatches_that_are_taken_over_join_the_running_flush(tmp_path, data_dir, alone):
     """Group 0's last stage is frozen in the middle of a flush, and the first stage waits for it; meanwhile group 1 is
     lost."""
-    holds = [Hold(0, 2, "forward", position=1), Hold(1, 2, "forward", position=1)]
+    holds = [Breakpoint(0, 2, "forward", position=1), Breakpoint(1, 2, "forward", position=1)]
     script = support.changed_script(tmp_path / "train.py", SAYS_WHAT_IT_HEARS, SCRIPT)
     run = start(tmp_path / "run", data_dir, holds, script=script)
     frozen, victim = support.await_held(run, 0, 1), support.await_held(run, 1, 1)
@@ -222,7 +222,7 @@ def native(tmp_path_factory, data_dir) -> support.Run:
 def plain(tmp_path, data_dir, ranks: int, engine: dict) -> support.Run:
     """The same job with a ``DeepSpeedEngine``; a rank of group 1 is killed."""
     script = support.changed_script(tmp_path / "train.py", PLAIN)
-    holds = [Hold(1, 3, "backward", position=ranks - 1)]
+    holds = [Breakpoint(1, 3, "backward", position=ranks - 1)]
     extra = ["--ranks-per-group", ranks, "--preload", "deepspeed"]
     run = support.start(tmp_path / "run", data_dir, holds, script=script, groups=2, extra=extra, engine=engine)
     run.strike(*holds)
@@ -272,7 +272,7 @@ def test_other_models_and_numbers_keep_the_step_too(tmp_path, data_dir, options)
         pytest.importorskip("transformers", reason="transformers is not installed")
     alone = start(tmp_path / "alone", data_dir, **options)
     alone.check()
-    holds = [Hold(1, 2, "backward", position=1)]
+    holds = [Breakpoint(1, 2, "backward", position=1)]
     run = start(tmp_path / "run", data_dir, holds, **options)
     run.strike(*holds)
     run.check(alone)

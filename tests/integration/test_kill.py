@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 from tests.support import GROUPS, STEPS
 
@@ -15,27 +15,31 @@ LAST_BUCKET = 6
 
 STORIES = {
     "in a forward; in a backward; in the last all-reduce": [
-        Hold(1, 1, "forward"),
-        Hold(2, 3, "backward"),
-        Hold(3, 5, "reduce", LAST_BUCKET),
+        Breakpoint(1, 1, "forward"),
+        Breakpoint(2, 3, "backward"),
+        Breakpoint(3, 5, "reduce", LAST_BUCKET),
     ],
     "before anything of the step; between two buckets; after the last bucket": [
-        Hold(3, 1, "begin"),
-        Hold(1, 3, "bucket", 0),
-        Hold(2, 5, "gate"),
+        Breakpoint(3, 1, "begin"),
+        Breakpoint(1, 3, "bucket", 0),
+        Breakpoint(2, 5, "gate"),
     ],
-    "in the first all-reduce; during the update": [Hold(2, 1, "reduce", 0), Hold(3, 3, "update")],
+    "in the first all-reduce; during the update": [Breakpoint(2, 1, "reduce", 0), Breakpoint(3, 3, "update")],
     "the group that writes the history: in an all-reduce; during the update": [
-        Hold(0, 2, "reduce", 1),
-        Hold(1, 5, "update"),
+        Breakpoint(0, 2, "reduce", 1),
+        Breakpoint(1, 5, "update"),
     ],
-    "two groups at once": [Hold(1, 3, "backward"), Hold(3, 3, "backward")],
-    "a second one after its report on the first": [Hold(2, 3, "reduce", 1), Hold(0, 3, "recover")],
-    "a second one while it patches for the first": [Hold(2, 3, "backward"), Hold(1, 3, "patch")],
-    "a second one while the new communicator is built": [Hold(2, 3, "reduce", 0), Hold(3, 3, "connect")],
-    "all but one, one after the other": [Hold(0, 1, "backward"), Hold(1, 3, "reduce", 0), Hold(3, 5, "gate")],
-    "in the first step, before the models are equal": [Hold(0, 0, "connect")],
-    "after the last step": [Hold(0, STEPS, "finish")],
+    "two groups at once": [Breakpoint(1, 3, "backward"), Breakpoint(3, 3, "backward")],
+    "a second one after its report on the first": [Breakpoint(2, 3, "reduce", 1), Breakpoint(0, 3, "recover")],
+    "a second one while it patches for the first": [Breakpoint(2, 3, "backward"), Breakpoint(1, 3, "patch")],
+    "a second one while the new communicator is built": [Breakpoint(2, 3, "reduce", 0), Breakpoint(3, 3, "connect")],
+    "all but one, one after the other": [
+        Breakpoint(0, 1, "backward"),
+        Breakpoint(1, 3, "reduce", 0),
+        Breakpoint(3, 5, "gate"),
+    ],
+    "in the first step, before the models are equal": [Breakpoint(0, 0, "connect")],
+    "after the last step": [Breakpoint(0, STEPS, "finish")],
 }
 IN_CI = (
     "in a forward; in a backward; in the last all-reduce",
@@ -65,7 +69,7 @@ def test_a_killed_group_costs_no_step(tmp_path, data_dir, reference, holds):
 def test_lost_microbatches_are_taken_over_by_the_survivors(tmp_path, data_dir, reference):
     """The survivors notice a broken connection before they hear of the death: the agent is stopped meanwhile. The
     view's reason is the death all the same, and the message of gloo is in a rank's log only."""
-    hold = Hold(2, 3, "backward")
+    hold = Breakpoint(2, 3, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.await_held(run, hold.group)
     run.process.send_signal(signal.SIGSTOP)

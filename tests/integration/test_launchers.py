@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.faults import injection_points, kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history, invariants
 from tests import support
 
@@ -28,7 +28,7 @@ def test_a_stock_launcher_does_not_end_the_job_when_a_rank_dies(tmp_path, data_d
     if not (BIN / command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
     config = support.write_config(tmp_path / "ds.json", detector={"stopped_timeout_s": support.TIMEOUT_S})
-    hold = Hold(2, 2, "backward")
+    hold = Breakpoint(2, 2, "backward")
     shim = ["megatron_ft.launchers.launcher_shim", "--run-dir", tmp_path / "run", support.SCRIPT]
     own = ["--data", data_dir, "--steps", "4", "--layers", "2", "--width", "64", "--seq-len", "32"]
     process = subprocess.Popen(

@@ -10,14 +10,14 @@ import subprocess
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 
 
 def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, reference):
     """The signal comes in the middle of a backward pass; the group's microbatches of that step all count, none is
     patched in it."""
-    hold = Hold(2, 3, "backward")
+    hold = Breakpoint(2, 3, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
     pid = support.await_held(run, 2)
     os.kill(pid, signal.SIGTERM)
@@ -47,7 +47,7 @@ def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
     """The request goes through the control store, from any host that reaches it; both ranks of the group leave, and it
     does not come back."""
     options = {"steps": 20, "groups": 3, "extra": ["--ranks-per-group", 2], "rejoin": {"enabled": True}}
-    run = support.start(tmp_path / "run", data_dir, [Hold(0, 3, "forward")], **options)
+    run = support.start(tmp_path / "run", data_dir, [Breakpoint(0, 3, "forward")], **options)
     frozen = support.await_held(run, 0)
     command = support.command("leave", run.directory, 1, "--why", "its fan is to be changed")
     asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=support.ROOT)

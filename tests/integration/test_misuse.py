@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
 from tests import support
 from tests.support import ft
@@ -205,7 +205,7 @@ def test_a_script_started_without_the_launcher(tmp_path):
 
 
 def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
-    holds = [Hold(1, 2, "backward"), Hold(2, 4, "backward")]
+    holds = [Breakpoint(1, 2, "backward"), Breakpoint(2, 4, "backward")]
     run = support.start(tmp_path / "run", data_dir, holds, min_groups=3)
     run.strike(holds[0])
     support.wait_for_step(

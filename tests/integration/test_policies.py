@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history, invariants
 from tests import support
 
@@ -20,14 +20,14 @@ WHOLE = support.GROUPS * support.PER_GROUP
 @pytest.mark.parametrize(
     "hold",
     [
-        pytest.param(Hold(2, 3, "backward"), id="compute", marks=pytest.mark.long),
-        pytest.param(Hold(2, 3, "bucket", bucket=0), id="reduce"),
+        pytest.param(Breakpoint(2, 3, "backward"), id="compute", marks=pytest.mark.long),
+        pytest.param(Breakpoint(2, 3, "bucket", bucket=0), id="reduce"),
     ],
 )
 def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_dir, hold):
     """The batch shrinks in the step of the loss, too, even when a bucket with the lost group's part had been reduced
     already."""
-    others = [Hold(group, 3, "forward") for group in range(support.GROUPS) if group != hold.group]
+    others = [Breakpoint(group, 3, "forward") for group in range(support.GROUPS) if group != hold.group]
     run = support.start(tmp_path / "run", data_dir, [hold, *others], own=OWN, policy="drop")
     # A group in step 3 has committed step 2: otherwise that step would be made again, without the lost group.
     for frozen in [support.await_held(run, other.group) for other in others]:

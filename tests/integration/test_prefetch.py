@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 from tests.support import GROUPS, PER_GROUP
 
@@ -83,7 +83,7 @@ def patched(run: support.Run) -> tuple[dict[int, list[str]], dict[int, list[str]
 
 def struck(tmp_path, data_dir, script, *dead: int, **changes) -> support.Run:
     """Start a run whose groups ``dead`` are killed together, in an all-reduce of the step."""
-    holds = [Hold(group, STEP, "reduce", 3) for group in dead]
+    holds = [Breakpoint(group, STEP, "reduce", 3) for group in dead]
     run = support.start(tmp_path / "run", data_dir, holds, script=script, **changes)
     wait_for_the_stacks(run, set(range(GROUPS)) - set(dead))
     # Otherwise a group that has not come so far would live to take over a part of the other.

@@ -12,7 +12,7 @@ import signal
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 
 GROUPS, RANKS = 3, 2
@@ -30,18 +30,18 @@ def alone(tmp_path_factory, data_dir) -> support.Run:
     return run
 
 
-def follower(group: int, point: str, bucket: int | None = None, step: int = 3) -> Hold:
-    return Hold(group, step, point, bucket, position=1)
+def follower(group: int, point: str, bucket: int | None = None, step: int = 3) -> Breakpoint:
+    return Breakpoint(group, step, point, bucket, position=1)
 
 
 STORIES = {
     "a follower, in the all-reduce of the first bucket it owns": [follower(2, "reduce", 1)],
     "a follower of the group that writes the history, during the update": [follower(0, "update")],
-    "a leader before anything is connected, and the others compute its part": [Hold(0, 0, "begin")],
-    "a leader, in the all-reduce of the last bucket": [Hold(2, 3, "reduce", 6)],
-    "a follower while it patches for another group": [Hold(2, 3, "backward"), follower(1, "patch")],
+    "a leader before anything is connected, and the others compute its part": [Breakpoint(0, 0, "begin")],
+    "a leader, in the all-reduce of the last bucket": [Breakpoint(2, 3, "reduce", 6)],
+    "a follower while it patches for another group": [Breakpoint(2, 3, "backward"), follower(1, "patch")],
     "a follower while the new communicators are built": [follower(2, "reduce", 1), follower(1, "connect")],
-    "after the last step": [follower(1, "update", step=support.STEPS - 1), Hold(0, support.STEPS, "finish")],
+    "after the last step": [follower(1, "update", step=support.STEPS - 1), Breakpoint(0, support.STEPS, "finish")],
 }
 IN_CI = (
     "a follower, in the all-reduce of the first bucket it owns",

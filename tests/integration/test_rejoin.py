@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import RunRecord
 from tests import deepspeed_kills, support
@@ -59,8 +59,8 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     record; two groups at once; a group that is killed while it receives; a group whose donor is killed while it
     sends, so that a recovery falls into its way back: it begins again with other donors, in the same process. One
     group is frozen on its way for many steps, and no group waits for it."""
-    holds = [Hold(1, None, "follow", incarnation=number) for number in (2, 3)] + [
-        Hold(3, None, "follow", incarnation=2)
+    holds = [Breakpoint(1, None, "follow", incarnation=number) for number in (2, 3)] + [
+        Breakpoint(3, None, "follow", incarnation=2)
     ]
     checkpoints = {"directory": str(tmp_path / "saved"), "period_s": 0.2}
     gate = support.Gate(tmp_path, slowly=STEPS)
@@ -125,7 +125,11 @@ def test_a_pipeline_comes_back(tmp_path, data_dir):
     options = {"steps": steps, "rejoin": REJOIN, "engine": {"zero_optimization": {"stage": 1}}, "own": ("--lr", 1e-4)}
     alone = deepspeed_kills.start(tmp_path / "alone", data_dir, **options)
     alone.check()
-    holds = [Hold(1, 4, "forward", position=1), Hold(0, 8, "begin"), Hold(1, None, "warm", incarnation=1)]
+    holds = [
+        Breakpoint(1, 4, "forward", position=1),
+        Breakpoint(0, 8, "begin"),
+        Breakpoint(1, None, "warm", incarnation=1),
+    ]
     gate = support.Gate(tmp_path, slowly=steps, script=deepspeed_kills.SCRIPT)
     run = deepspeed_kills.start(tmp_path / "run", data_dir, holds, script=gate.script, **options)
     run.strike(holds[0])
@@ -139,11 +143,11 @@ def test_a_pipeline_comes_back(tmp_path, data_dir):
 
 DEAF = """
 import os
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.worker.session import Session
 hear = Session._hear
 def hear_with_a_bug(self, verdict):
-    if isinstance(verdict, Died) and (self.group, self.env.incarnation) == (1, 0):
+    if isinstance(verdict, GroupFailed) and (self.group, self.env.incarnation) == (1, 0):
         raise ZeroDivisionError("of a test")
     hear(self, verdict)
 Session._hear = hear_with_a_bug

@@ -11,21 +11,24 @@ import sys
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog.protocol_trace import Record
 from megatron_ft.runlog.replay import replay
 from tests import support
 
 STORIES = {
-    "before the models are equal, then inside an all-reduce": [Hold(0, 0, "connect"), Hold(2, 3, "reduce", 3)],
-    "with three buckets final, then before the gate": [Hold(1, 2, "bucket", 2), Hold(3, 5, "gate")],
-    "the writer inside its update, then the next one": [Hold(0, 3, "update"), Hold(1, 5, "bucket", 0)],
-    "the second while it patches for the first": [Hold(2, 3, "backward"), Hold(1, 3, "patch")],
-    "the second after its report on the first": [Hold(2, 3, "reduce", 1), Hold(0, 3, "recover")],
+    "before the models are equal, then inside an all-reduce": [
+        Breakpoint(0, 0, "connect"),
+        Breakpoint(2, 3, "reduce", 3),
+    ],
+    "with three buckets final, then before the gate": [Breakpoint(1, 2, "bucket", 2), Breakpoint(3, 5, "gate")],
+    "the writer inside its update, then the next one": [Breakpoint(0, 3, "update"), Breakpoint(1, 5, "bucket", 0)],
+    "the second while it patches for the first": [Breakpoint(2, 3, "backward"), Breakpoint(1, 3, "patch")],
+    "the second after its report on the first": [Breakpoint(2, 3, "reduce", 1), Breakpoint(0, 3, "recover")],
 }
 
 
-def killed(tmp_path, data_dir, holds: list[Hold]) -> support.Run:
+def killed(tmp_path, data_dir, holds: list[Breakpoint]) -> support.Run:
     run = support.start(tmp_path / "run", data_dir, holds)
     if begun := holds[0].step:
         # Otherwise group 0 may still be in the step before when the first one dies, and the second never comes there.
@@ -56,16 +59,16 @@ def test_core_decides_a_real_run_again(tmp_path, data_dir, holds):
 
 ONE_BUCKET = """
 import time
-from megatron_ft.faults.injection_points import Points
+from megatron_ft.faults.injection_points import InjectionPoints
 
-reach = Points.reach
+reach = InjectionPoints.reach
 
 def waits(self, point, step, bucket=None):
     reach(self, point, step, bucket)
     while (self._group, point, step, bucket) == (2, "reduce", 3, 0):
         time.sleep(1)  # until it is killed
 
-Points.reach = waits
+InjectionPoints.reach = waits
 """
 """Group 2 begins to reduce bucket 0 and no other. Its training thread waits; if the thread were frozen, bucket 0 would
 not finish."""
@@ -78,7 +81,7 @@ def test_a_replayed_run_has_every_kind_of_decision(tmp_path, data_dir):
     Group 1 has seen a bucket finished, and is held until group 2 is dead: otherwise it is possible that no group has
     seen one by then. And group 2 has not begun with the others, or all buckets may be finished by then.
     """
-    first, witness = Hold(0, 0, "connect"), Hold(1, 3, "bucket", 0)
+    first, witness = Breakpoint(0, 0, "connect"), Breakpoint(1, 3, "bucket", 0)
     script = support.changed_script(tmp_path / "train.py", ONE_BUCKET)
     run = support.start(tmp_path / "run", data_dir, [first, witness], script=script)
     run.strike(first)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 from tests.integration import state_job
 
@@ -45,7 +45,7 @@ def test_a_group_that_comes_back_has_the_same_buffers_and_random_updates(tmp_pat
     """Group 1 is killed when it has computed some of its microbatches, and comes back."""
     steps = 150
     gate = support.Gate(tmp_path, slowly=steps, script=SCRIPT)
-    hold = Hold(1, 2, "backward", after=2)
+    hold = Breakpoint(1, 2, "backward", after=2)
     rejoin = {"enabled": True, "restarts_per_hour": 1}
     run = start(tmp_path, "native", [hold], gate.script, steps=steps, groups=3, engine=CLIPPING_OFF, rejoin=rejoin)
     run.strike(hold)
@@ -58,7 +58,7 @@ def test_a_group_that_comes_back_has_the_same_buffers_and_random_updates(tmp_pat
 @pytest.mark.parametrize(("kind", "moment"), [("data", "backward"), ("pipeline", "forward")])
 def test_deepspeed_merges_buffers_and_counts_tokens(tmp_path, kind, moment):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    hold = Hold(1, 2, moment, position=1, after=1)
+    hold = Breakpoint(1, 2, moment, position=1, after=1)
     options = {"steps": 5, "groups": 2, "extra": ["--preload", "deepspeed", "--ranks-per-group", 2]}
     engine = {**CLIPPING_OFF, **({"pipeline": {"stages": 2}} if kind == "pipeline" else {})}
     run = start(tmp_path, kind, [hold], engine=engine, **options)

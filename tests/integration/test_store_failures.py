@@ -306,14 +306,14 @@ def test_the_watcher_outlives_the_store_and_hears_the_new_log_from_its_beginning
     agent.begin()
     told = Told(client_of(server))
     for epoch in (1, 2):
-        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.EpochAborted(epoch, "broken", by=0))
     told.await_(1, 2)
     server.kill()
     told.await_(1, 2, "away")
     server.start()
     told.await_(1, 2, "away", "empty", "back")
     call(agent, lambda store: store.restore())
-    watcher.announce(agent, signals.Reset(4, 0, "broken"))
+    watcher.announce(agent, signals.EpochAborted(4, "broken", by=0))
     told.await_(1, 2, "away", "empty", "back", 4)
 
 
@@ -324,14 +324,14 @@ def test_the_watcher_hears_what_was_announced_before_it_found_the_new_store(serv
     agent.begin()
     told = Told(client_of(server))
     for epoch in (1, 2):
-        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.EpochAborted(epoch, "broken", by=0))
     told.await_(1, 2)
     server.kill()
     told.await_(1, 2, "away")
     server.start()
     call(agent, lambda store: store.restore(4, VIEW))
     for epoch in (4, 5, 6):
-        watcher.announce(agent, signals.Reset(epoch, 0, "broken"))
+        watcher.announce(agent, signals.EpochAborted(epoch, "broken", by=0))
     told.await_(1, 2, "away", "empty", "back", 4, 5, 6)
 
 
@@ -339,14 +339,14 @@ def test_the_watcher_goes_on_in_a_store_that_was_only_frozen(server):
     agent = client_of(server)
     agent.begin()
     told = Told(client_of(server, SILENCE_S), wait_s=0.1)
-    watcher.announce(agent, signals.Reset(1, 0, "broken"))
+    watcher.announce(agent, signals.EpochAborted(1, "broken", by=0))
     # On a busy machine the store can be silent longer than the limit more than once: each time both are told.
     await_(lambda: 1 in told.lines, "the first notice is heard")
     server.freeze()
     await_(lambda: told.lines[-1] == "away", "it is silent")
     server.thaw()
     await_(lambda: told.lines[-1] == "back", "it answers again")
-    call(agent, lambda store: watcher.announce(store, signals.Reset(2, 0, "broken"), by="once"))
+    call(agent, lambda store: watcher.announce(store, signals.EpochAborted(2, "broken", by=0), by="once"))
     await_(lambda: 2 in told.lines, "the second notice is heard")
     assert [line for line in told.lines if line not in ("away", "back")] == [1, 2], told.lines
 
@@ -355,7 +355,7 @@ def test_a_watcher_that_may_not_rebuild_waits_for_another_client_of_its_process(
     store = client_of(server)
     store.begin()
     told = Told(store.clone(), restore=False)
-    watcher.announce(store, signals.Reset(1, 0, "broken"))
+    watcher.announce(store, signals.EpochAborted(1, "broken", by=0))
     told.await_(1)
     server.kill()
     told.await_(1, "away")  # a client that still connects when the store starts again would meet the empty one first
@@ -363,7 +363,7 @@ def test_a_watcher_that_may_not_rebuild_waits_for_another_client_of_its_process(
     await_(lambda: "empty" in told.lines, "the loss is seen")
     call(store, lambda store: store.restore(4, VIEW))
     await_(lambda: told.lines[-1] == "back", "the watcher is back")
-    watcher.announce(store, signals.Reset(4, 0, "broken"))
+    watcher.announce(store, signals.EpochAborted(4, "broken", by=0))
     await_(lambda: told.lines[-1] == 4, "the new log is heard")
     assert told.lines[:2] == [1, "away"] and set(told.lines[2:-2]) == {"empty"}
 

@@ -19,7 +19,7 @@ from megatron_ft.agent import store_keeper
 from megatron_ft.agent.process_keeper import RESTARTS, STOPPED_S
 from megatron_ft.coordination.store import ControlStore, patient
 from megatron_ft.faults import kill as inject
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
 from megatron_ft.runlog.run_directory import STORE
 from tests import support
@@ -51,7 +51,7 @@ def is_gone(pid: int) -> bool:
 def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_is_exact(tmp_path, data_dir, reference):
     """The store is killed in a fault-free step, and once more; no group leaves for that. Then a rank dies in the
     middle of a reduction."""
-    hold = Hold(2, 6, "reduce", 1)
+    hold = Breakpoint(2, 6, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
     for count, step in ((1, 1), (2, 3)):
         support.wait_for_step(run, step)
@@ -66,7 +66,7 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
 
 @pytest.mark.parametrize("first", ["store", pytest.param("rank", marks=pytest.mark.long)])
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
-    hold = Hold(1, 4, "reduce", 1)
+    hold = Breakpoint(1, 4, "reduce", 1)
     gate = support.Gate(tmp_path, 6)
     run = support.start(tmp_path / "run", data_dir, [hold], script=gate.script)
     support.await_held(run, hold.group)
@@ -83,7 +83,7 @@ def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, firs
 @pytest.mark.parametrize("point", ["recover", pytest.param("connect", marks=pytest.mark.long)])
 def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, reference, point):
     """A survivor is held after it has published its report, or before it builds the new communicator."""
-    dies, waits = Hold(1, 4, "reduce", 1), Hold(2, 4, point)
+    dies, waits = Breakpoint(1, 4, "reduce", 1), Breakpoint(2, 4, point)
     run = support.start(tmp_path / "run", data_dir, [dies, waits])
     run.strike_in_step(dies)
     held = support.await_held(run, waits.group)
@@ -98,7 +98,7 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
     """Every rank is a process with its own memory of the store; then a rank dies that does not lead its group."""
     alone = support.start(tmp_path / "alone", data_dir, groups=2)
     alone.check()
-    hold = Hold(1, 4, "reduce", 1, position=1)
+    hold = Breakpoint(1, 4, "reduce", 1, position=1)
     run = support.start(tmp_path / "run", data_dir, [hold], groups=2, extra=["--ranks-per-group", 2])
     support.wait_for_step(run, 1)
     restart(run)
@@ -108,7 +108,7 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
 
 
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
-    hold = Hold(0, 4, "backward")
+    hold = Breakpoint(0, 4, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.await_held(run, hold.group)
     os.kill(store_of(run.directory), signal.SIGSTOP)
@@ -123,7 +123,7 @@ def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_pat
 
 
 def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
-    hold = Hold(3, 4, "gate")
+    hold = Breakpoint(3, 4, "gate")
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.await_held(run, hold.group)
     os.kill(store_of(run.directory), signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
 
 
 def test_a_keeper_that_is_killed_takes_its_store_along_and_another_one_is_started(tmp_path, data_dir, reference):
-    hold = Hold(2, 5, "reduce", 1)
+    hold = Breakpoint(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.await_held(run, hold.group)
     store = store_of(run.directory)
@@ -163,7 +163,7 @@ def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, dat
 def test_a_store_that_forgets_the_end_before_every_process_has_heard_of_it(tmp_path, data_dir, reference):
     """The writer has left with the store's answer; a group and the agent were frozen meanwhile. No group is lost for
     that."""
-    hold = Hold(1, support.STEPS, "finish")
+    hold = Breakpoint(1, support.STEPS, "finish")
     run = support.start(tmp_path / "run", data_dir, [hold])
     support.wait_for_step(run, 1)
     os.kill(run.process.pid, signal.SIGSTOP)
@@ -188,8 +188,8 @@ def keep(request, tmp_path):
     if request.param == "executed":
         other.start()
 
-    def start(**options) -> store_keeper.Keeper:
-        started.append(store_keeper.Keeper("127.0.0.1", 0, tmp_path, **options))
+    def start(**options) -> store_keeper.StoreSupervisor:
+        started.append(store_keeper.StoreSupervisor("127.0.0.1", 0, tmp_path, **options))
         return started[-1]
 
     yield start

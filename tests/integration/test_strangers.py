@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ft.auth import secret
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 
 STOP = {"kind": "stops", "groups": list(range(support.GROUPS)), "why": "a stranger says so"}
@@ -20,7 +20,7 @@ STOP = {"kind": "stops", "groups": list(range(support.GROUPS)), "why": "a strang
 def test_forged_notices_views_reports_and_an_end_change_nothing(tmp_path, data_dir, reference):
     """The forgeries are written while a group is frozen in the step in which it is then killed: the recovery reads all
     of them."""
-    run = support.start(tmp_path / "run", data_dir, [Hold(2, 3, "backward")], extra=["--private"])
+    run = support.start(tmp_path / "run", data_dir, [Breakpoint(2, 3, "backward")], extra=["--private"])
     pid = support.await_held(run, 2)
     config = json.loads((run.directory / "config.json").read_text())
     host, _, port = config["store_address"].rpartition(":")
@@ -38,7 +38,7 @@ def test_forged_notices_views_reports_and_an_end_change_nothing(tmp_path, data_d
     own = secret.load(run.directory, environ={}).text
     shown = b"".join(Path(f"/proc/{each}/cmdline").read_bytes() for each in (pid, run.process.pid))
     assert own.encode() not in shown
-    run.strike(Hold(2, 3, "backward"))
+    run.strike(Breakpoint(2, 3, "backward"))
     run.check(reference)
     forged = {line["key"] for line in run.events("forged")}
     assert forged >= {f"notice/{last}", f"notice/{last + 1}", "view/1"}, forged

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.faults import kill
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 from tests.stores import parent_of, store_of
 from tools import proc
 
 
 @pytest.mark.parametrize(
-    "hold", [Hold(2, 3, "reduce", 1), Hold(0, 3, "update")], ids=["in an all-reduce", "the writer, before it wrote"]
+    "hold",
+    [Breakpoint(2, 3, "reduce", 1), Breakpoint(0, 3, "update")],
+    ids=["in an all-reduce", "the writer, before it wrote"],
 )
 def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir, reference, hold):
     """The agent of the group sees it stopped; no other group waits for a timeout of a collective or a report (hard
@@ -39,7 +41,7 @@ def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir,
 
 def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
     """Record, logs and timeline all hit the limit; the run reaches its end with a death on the way."""
-    hold = Hold(1, 5, "backward")
+    hold = Breakpoint(1, 5, "backward")
 
     def small_files() -> None:  # room for the config, whose paths are of any length, and for half of the rest
         resource.setrlimit(resource.RLIMIT_FSIZE, (1800, 1800))

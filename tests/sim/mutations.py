@@ -160,7 +160,7 @@ def _(patch):
 @mutation("a joining group keeps its own model in place of the donors'")
 def _(patch):
     def follow(self, step):
-        yield from self._feed(machine.Followed(self.state.speeds))
+        yield from self._feed(machine.CaughtUp(self.state.speeds))
 
     patch.setattr(Group, "_follow", follow)
 
@@ -177,7 +177,7 @@ def _(patch):
 @mutation("a joining group does not learn the speeds")
 def _(patch):
     def progress(state, event):
-        return PROGRESS(state, machine.Followed(Speeds()) if isinstance(event, machine.Followed) else event)
+        return PROGRESS(state, machine.CaughtUp(Speeds()) if isinstance(event, machine.CaughtUp) else event)
 
     patch.setattr(machine, "_progress", progress)
 
@@ -316,7 +316,7 @@ def _(patch):
 def _(patch):
     def progress(state, event):
         new = PROGRESS(state, event)
-        return replace(new, plan=state.plan) if isinstance(event, machine.Followed) else new
+        return replace(new, plan=state.plan) if isinstance(event, machine.CaughtUp) else new
 
     patch.setattr(machine, "_progress", progress)
 

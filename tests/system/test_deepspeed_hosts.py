@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import invariants
 from tests import listening, netlab, support
 from tests.deepspeed_kills import MODEL, SCRIPT, start
@@ -93,7 +93,7 @@ def job(tmp_path, data_dir):
         process.wait()
 
 
-HOLD = Hold(1, 2, "backward", position=1)
+HOLD = Breakpoint(1, 2, "backward", position=1)
 
 
 @pytest.mark.parametrize("lab", [2], indirect=True)
@@ -138,7 +138,7 @@ def test_groups_across_hosts(lab, job, alone, tmp_path):
     group that the script's PipelineModule has made (DeepSpeed sums the norm in it before the optimizer's step).
 
     Until then every socket on which a process of the run listens is bound to its host's address on the hosts' network."""
-    hold, pause = Hold(1, 1, "update", position=1), Hold(0, 2, "begin")
+    hold, pause = Breakpoint(1, 1, "update", position=1), Breakpoint(0, 2, "begin")
     (tmp_path / "hosts").write_text("".join(f"{lab.address(host)} slots=1\n" for host in lab.hosts))
     options = ["--groups", GROUPS, "--config", job.config, "--run-dir", tmp_path / "run"]
     for host in lab.hosts:

@@ -18,7 +18,7 @@ from megatron_ft.coordination import watcher
 from megatron_ft.coordination.store import AWAY, ControlStore, patient
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import StoreError
-from megatron_ft.faults.injection_points import Hold
+from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog.run_directory import STORE
 from tests import support
 from tests.growth import Changes
@@ -154,7 +154,7 @@ def test_without_a_majority_calls_fail_in_time_and_the_watcher_reports_it(cluste
     )
     listening.start()
     served.begin()
-    watcher.announce(served, signals.Reset(1, 0, "broken"))
+    watcher.announce(served, signals.EpochAborted(1, "broken", by=0))
     await_(lambda: lines == [1], "the notice is heard")
     nodes = cluster.nodes[:2]
     for node in nodes:
@@ -165,7 +165,7 @@ def test_without_a_majority_calls_fail_in_time_and_the_watcher_reports_it(cluste
     for node in nodes:
         node.start()
     await_(lambda: lines == [1, "lost", "back"], "the return is told")
-    patient(lambda: watcher.announce(served, signals.Reset(2, 0, "broken"), by="once"), patience_s=DEADLINE_S)
+    patient(lambda: watcher.announce(served, signals.EpochAborted(2, "broken", by=0), by="once"), patience_s=DEADLINE_S)
     await_(lambda: lines[-1] == 2, "the log goes on where it was")
     assert lines == [1, "lost", "back", 2], "each change is told once"
     listening.stop()
@@ -219,7 +219,7 @@ def test_an_addition_through_a_lost_node_is_counted_once(cluster, served):
 
 def test_a_run_outlives_the_leader_then_another_node_and_a_group_after_each(cluster, tmp_path, data_dir, reference):
     """No step is lost or repeated, although the nodes that decide change under the run."""
-    first, second = Hold(1, 3, "reduce", 1), Hold(2, 5, "reduce", 1)
+    first, second = Breakpoint(1, 3, "reduce", 1), Breakpoint(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [first, second], store=cluster.address)
     support.wait_for_step(run, 0)
     lost = cluster.leader()

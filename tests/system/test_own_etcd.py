@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.agent.etcd import member_keeper
-from megatron_ft.agent.etcd.members import Members
+from megatron_ft.agent.etcd.members import EtcdCluster
 from megatron_ft.config.store_address import EtcdAddress
 from megatron_ft.coordination.store import ControlStore, patient
 from megatron_ft.coordination.store.etcd_access import Access, Refused
@@ -35,7 +35,7 @@ class Host:
 
     def __init__(self, rank: int, run_dir: Path, silent: dict[int, float], store: str | None = None) -> None:
         self.rank, self.address = rank, f"127.0.0.{rank + 1}"
-        self.members = Members(rank, etcd_membership.SIZE, self.address, run_dir, DEADLINE_S, store)
+        self.members = EtcdCluster(rank, etcd_membership.SIZE, self.address, run_dir, DEADLINE_S, store)
         self.members.watch(lambda: dict(silent), lambda: {host: f"127.0.0.{host + 1}" for host in range(8)})
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.core.lifecycle.array_policy import Beat
-from megatron_ft.launchers.slurm.array_board import Board
+from megatron_ft.launchers.slurm.array_board import ArrayState
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 from tools import proc
@@ -35,7 +35,7 @@ class Array(Submitted):
 
     def hosts(self) -> list[int]:
         """Return the elements that have begun the run, by group; the one in reserve last. They come in any order."""
-        begun = list(Board(self.run_dir / "array" / self.id).read()[0].hosts)
+        begun = list(ArrayState(self.run_dir / "array" / self.id).read()[0].hosts)
         return [*begun, *({0, 1, 2, 3} - set(begun))]
 
     def node(self, element: int) -> str:
@@ -48,7 +48,7 @@ class Array(Submitted):
         self.lab.run(["scontrol", "update", f"jobid={self.id}_{element}", "StartTime=now+3"], check=True)
 
     def beat(self, element: int) -> Beat:
-        return Board(self.run_dir / "array" / self.id).last(element)
+        return ArrayState(self.run_dir / "array" / self.id).last(element)
 
     def kill(self, element: int, word: str) -> None:
         """Send SIGKILL to the command of this project that runs there under that name."""

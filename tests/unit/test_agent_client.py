@@ -14,7 +14,7 @@ from megatron_ft.types import View
 from tests.stores import await_
 
 FIRST = first_view(2)
-RESETS = [signals.Reset(epoch, 0, "reset") for epoch in range(2)]
+RESETS = [signals.EpochAborted(epoch, "reset", by=0) for epoch in range(2)]
 
 
 class Place:
@@ -49,7 +49,7 @@ def agent(place):
     client = place.client()
     client.begin()
     client.set("view/0", FIRST.to_json())
-    agent = agent_client.Voice(client, {"view/0": FIRST.to_json()})
+    agent = agent_client.AgentClient(client, {"view/0": FIRST.to_json()})
     yield agent
     agent.close()
 
@@ -118,10 +118,10 @@ def test_while_nothing_happens_no_question_is_asked(place, agent, monkeypatch):
     await_(lambda: look()[0] == [RESETS[0]], "it hears that")
     assert set(asked) == {"notice/0", "notice/1"}
     other.set("view/1", View(1, (0,), "").to_wire())
-    watcher.announce(other, signals.Agreed(1))
+    watcher.announce(other, signals.ViewAgreed(1))
     await_(lambda: look()[1].epoch == 1, "it knows the view")
     other.set("ended", True)
-    watcher.announce(other, signals.Over())
+    watcher.announce(other, signals.RunFinished())
     await_(lambda: look()[2], "it knows that the run has ended")
 
 

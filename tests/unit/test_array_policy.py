@@ -25,7 +25,7 @@ from megatron_ft.core.lifecycle.array_policy import (
     ended,
 )
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
-from megatron_ft.launchers.slurm.array_board import SILENT_S, Board
+from megatron_ft.launchers.slurm.array_board import SILENT_S, ArrayState
 
 LIMITS = Limits(hosts=3, whole=restart_policy.Limits(per_hour=2))
 BEGUN = Begin(0, (0, 1, 2), 0.0)
@@ -168,7 +168,7 @@ def test_every_random_history_reaches_one_end(seed):
 
 
 def test_the_first_decision_with_a_number_counts(tmp_path):
-    mine, theirs = Board(tmp_path), Board(tmp_path)
+    mine, theirs = ArrayState(tmp_path), ArrayState(tmp_path)
     requeue = Requeue(1, {0: 2, 3: 0}, "time")
     mine.write(BEGUN)
     theirs.write(replace(BEGUN, hosts=(4,)))
@@ -178,7 +178,7 @@ def test_the_first_decision_with_a_number_counts(tmp_path):
 
 def test_an_unchanged_beat_is_silent_and_the_first_other_element_decides(tmp_path):
     now = [0.0]
-    board, zero, two = (Board(tmp_path, lambda: now[0]) for _ in range(3))
+    board, zero, two = (ArrayState(tmp_path, lambda: now[0]) for _ in range(3))
     zero.beat(Beat(0))
     two.beat(Beat(2, restarts=4))
     assert board.look(range(4)) == ({}, {0: Beat(0), 2: Beat(2, restarts=4)})

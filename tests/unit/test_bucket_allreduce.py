@@ -16,7 +16,7 @@ from megatron_ft.collectives.communicator import Broken, Communicator
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
-from megatron_ft.faults.injection_points import Points
+from megatron_ft.faults.injection_points import InjectionPoints
 from megatron_ft.types import Microbatch
 
 BUCKETS = range(4)
@@ -51,7 +51,7 @@ class Group:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         self.engine = TorchNativeEngine(net, optimizer, loss_fn, bucket_mb=8 * 8 * 4 / 2**20)
         assert self.engine.num_buckets == len(BUCKETS)
-        points = Points(me, [])
+        points = InjectionPoints(me, [])
         points.reach = lambda point, step, bucket=None: self.heard.append(
             point if bucket is None else f"{point} {bucket}"
         )
@@ -171,7 +171,7 @@ def test_groups_that_send_at_different_times_agree():
     for group in three:
         group.step(0, 1)  # a whole backward pass has been seen
         group.engine.begin_step()
-    three[2].reduction = Reduction(three[2].engine, Points(2, []), overlap=False)
+    three[2].reduction = Reduction(three[2].engine, InjectionPoints(2, []), overlap=False)
     three[0].compute(1, 2)
     three[2].compute(1, 1)
     at_once(three, lambda group: group.reduce(1))

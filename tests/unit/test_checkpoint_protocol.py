@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_ft.core.lifecycle import checkpoint_protocol
-from megatron_ft.core.lifecycle.checkpoint_protocol import Rhythm, Saves, Stops
+from megatron_ft.core.lifecycle.checkpoint_protocol import CheckpointSchedule, Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.runlog import invariants
 from megatron_ft.types import View
@@ -81,7 +81,7 @@ def test_a_group_that_enters_a_stopping_job_is_told_too():
 
 
 def test_a_configured_period_is_kept_and_failures_bring_the_next_try_nearer():
-    rhythm = Rhythm(setting=600.0)
+    rhythm = CheckpointSchedule(setting=600.0)
     assert rhythm.wait_s(0.0, 10.0) == 595.0  # the boundary nearest to it
     assert rhythm.lost(late=False).wait_s(0.0, 0.0) == checkpoint_protocol.AGAIN_S
     assert rhythm.lost(late=False).lost(late=False).wait_s(0.0, 0.0) == 2 * checkpoint_protocol.AGAIN_S
@@ -93,7 +93,7 @@ def test_a_configured_period_is_kept_and_failures_bring_the_next_try_nearer():
 
 
 def test_an_automatic_period_follows_the_cost_of_a_save_and_the_uptime_of_jobs():
-    first = Rhythm()
+    first = CheckpointSchedule()
     assert first.period_s(0.0) == checkpoint_protocol.FIRST_S
     cheap, dear = first.saved(0.01, 1.0), first.saved(1.0, 1.0)
     assert cheap.period_s(0.0) < dear.period_s(0.0)
@@ -103,9 +103,9 @@ def test_an_automatic_period_follows_the_cost_of_a_save_and_the_uptime_of_jobs()
 
 
 def test_an_end_that_was_planned_is_no_failure():
-    rhythm = Rhythm(ran_s=100.0, ends=2)
+    rhythm = CheckpointSchedule(ran_s=100.0, ends=2)
     assert rhythm.to_json(50.0, planned=True) == {"ran_s": 150.0, "ends": 2}
-    assert Rhythm().resumed(rhythm.to_json(50.0, planned=False)).ends == 3
+    assert CheckpointSchedule().resumed(rhythm.to_json(50.0, planned=False)).ends == 3
 
 
 @pytest.mark.parametrize("signal", [ORDER, Stops((0, 1), "SIGTERM")])

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ft.config.rank_env import CLAIMS
-from megatron_ft.coordination.client import Agreement, Claimant
+from megatron_ft.coordination.client import Claimant, CoordinationClient
 from megatron_ft.coordination.store import (
     ControlStore,
     Fenced,
@@ -175,7 +175,7 @@ def test_a_log_that_is_asked_for_is_read_and_one_that_hangs_does_not_answer(tmp_
 
 def test_a_group_waits_no_longer_than_its_patience_for_a_log_that_does_not_answer():
     log = MagicMock()
-    agreement = Agreement(MagicMock(), 0, 0.0, claimant=Claimant(log, (0, 0), 0))
+    agreement = CoordinationClient(MagicMock(), 0, 0.0, claimant=Claimant(log, (0, 0), 0))
     log.answers.return_value = False
     assert not agreement.log_answers()
     log.answers.return_value = True
@@ -220,7 +220,7 @@ def test_a_group_takes_in_new_claims_once_and_does_nothing_after_one_that_leaves
     log, store = Locator(log_of(tmp_path), OLD), MagicMock()
     log.create(FIRST)
     claimants = [Claimant(Locator(log_of(tmp_path), OLD), (group, 0), 0) for group in (0, 1)]
-    groups = [Agreement(store, group, 0.0, claimant=claimant) for group, claimant in enumerate(claimants)]
+    groups = [CoordinationClient(store, group, 0.0, claimant=claimant) for group, claimant in enumerate(claimants)]
     assert groups[0].fence([(2, 0)], "silent") == ()
     assert [claim.number for claim in groups[1].fence([(2, 0)], "silent")] == [0, 1]
     assert groups[1].fence([(2, 0), (0, 0)], "both are silent") == ()
@@ -232,14 +232,14 @@ def test_a_group_takes_in_new_claims_once_and_does_nothing_after_one_that_leaves
     with pytest.raises(Fenced):
         groups[0].clone().get("key")
     assert not store.get.called
-    assert Agreement(store, 3, 0.0).fence([(1, 0)], "silent") == (), "a run without a log"
+    assert CoordinationClient(store, 3, 0.0).fence([(1, 0)], "silent") == (), "a run without a log"
 
 
 def test_a_view_is_not_written_to_a_store_that_has_forgotten_the_basis_of_the_decision(servers):
     """A view that was adopted meanwhile is put back before anything else."""
     store = ControlStore(servers[0].address, "run", 30.0, secret=SECRET)
     store.begin()
-    group, first = Agreement(store, 0, 60.0), first_view(3)
+    group, first = CoordinationClient(store, 0, 60.0), first_view(3)
     group.adopted(first)
     decided_in, following = group.memory, replace(first, epoch=1, live=(0, 1), reason="group 2 is lost")
     servers[0].kill()

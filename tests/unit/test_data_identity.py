@@ -14,7 +14,7 @@ from megatron_ft.worker.data_identity import Identities, difference
 
 
 class Store:
-    """The part of ``Agreement`` that these tests need, shared by all ranks."""
+    """The part of ``CoordinationClient`` that these tests need, shared by all ranks."""
 
     def __init__(self) -> None:
         self.keys = {}

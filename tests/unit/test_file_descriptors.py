@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent.heartbeat import Beats
+from megatron_ft.agent.heartbeat import HeartbeatService
 from megatron_ft.auth.secret import Secret
 from megatron_ft.collectives import p2p_channel
 from megatron_ft.utils import descriptor_limit, file_descriptors
@@ -46,7 +46,7 @@ def test_an_agent_hears_signals(crowded):
 
 def test_agents_hear_each_other(crowded):
     key = Secret.new()
-    both = [Beats("127.0.0.1", rank, key, 60.0) for rank in range(2)]
+    both = [HeartbeatService("127.0.0.1", rank, key, 60.0) for rank in range(2)]
     try:
         for rank, beats in enumerate(both):
             beats.add({1 - rank: ("127.0.0.1", both[1 - rank].port)})
@@ -59,7 +59,7 @@ def test_agents_hear_each_other(crowded):
 def test_ranks_of_a_group_hear_each_other(crowded):
     one, other = socket.socketpair()
     with contextlib.closing(one), contextlib.closing(other):
-        pair = p2p_channel.Lines({1: one}), p2p_channel.Lines({0: other})
+        pair = p2p_channel.P2PChannels({1: one}), p2p_channel.P2PChannels({0: other})
         assert one.fileno() > 1024 and pair[1].heard(0) is None
         pair[0].tell(1, [7])
         assert pair[1].heard(0)[0] == 7

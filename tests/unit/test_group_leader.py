@@ -10,7 +10,7 @@ from megatron_ft.core.protocol import machine
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Begun, View
-from megatron_ft.worker.group_leader import Leader
+from megatron_ft.worker.group_leader import GroupLeader
 
 GROUPS = 3
 
@@ -47,25 +47,27 @@ class Store:
         return ()
 
 
-def view_of_the_others(leader: Leader) -> View:
+def view_of_the_others(leader: GroupLeader) -> View:
     """Return the view that group 0 makes of the reports of all three: an epoch was broken, and no group is known to be
     gone."""
     state = machine.start(0, leader._state.job, leader._first_view)
-    state, (_, publish, *_) = machine.step(state, machine.Broke(0, "a collective failed"), 0.0)
+    state, (_, publish, *_) = machine.step(state, machine.EpochAborted(0, "a collective failed"), 0.0)
     proposed = []
     for group in range(1, GROUPS):
-        report = machine.step(machine.start(group, state.job, state.view), machine.Broke(0, "..."), 0.0)[1][1].report
+        report = machine.step(machine.start(group, state.job, state.view), machine.EpochAborted(0, "..."), 0.0)[1][
+            1
+        ].report
         state, actions = machine.step(state, machine.ReportsSeen((report,)), 0.0)
         proposed += [action.view for action in actions if isinstance(action, machine.Propose)]
     return proposed[0]
 
 
-def leader_of_group_1(tmp_path) -> Leader:
+def leader_of_group_1(tmp_path) -> GroupLeader:
     rank = MagicMock(group=1, incarnation=0, size=1, inner=None, num_buckets=2, lost_because="")
     rank.nonfinite.stopped.return_value = None
     first = View(epoch=0, live=tuple(range(GROUPS)), reason="the run starts", step=0, begun=Begun(tuple(range(GROUPS))))
     config = RunConfig(groups=GROUPS, microbatches_per_group=2)
-    leader = Leader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
+    leader = GroupLeader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
     leader.enter(total=5, comes_back=False)
     leader._memory = None
     return leader
@@ -76,12 +78,12 @@ def test_a_view_that_leaves_a_group_out_is_decided_anew_when_the_log_holds_a_new
     leader = leader_of_group_1(tmp_path)
     claims = (Claim(1, "run", 0, "a:1"), Claim(2, "run", 0, "a:1", frozenset({(2, 0)}), 0, "it is silent"))
     agreement = leader._agreement = Store(claims=claims)
-    leader._feed(machine.Broke(0, "a collective failed"))
+    leader._feed(machine.EpochAborted(0, "a collective failed"))
     report = machine.step(
-        machine.start(2, leader._state.job, leader._first_view), machine.Broke(0, "..."), 0.0
+        machine.start(2, leader._state.job, leader._first_view), machine.EpochAborted(0, "..."), 0.0
     )[1][1].report  # fmt: skip
     leader._feed(machine.ReportsSeen((report,)))
-    leader._feed(machine.Died(0, "host 0 is silent"))
+    leader._feed(machine.GroupFailed(0, "host 0 is silent"))
     assert not leader._agreement.claims and leader._state.view.live == (1,)
     assert agreement._views[1].lost.keys() == {0, 2} and sorted(agreement.fenced) == [(0, 0), (2, 0)]
 
@@ -90,7 +92,7 @@ def test_while_the_claim_log_does_not_answer_no_group_is_given_up_for_its_silenc
     """The group may not have read yet where it is to report."""
     leader = leader_of_group_1(tmp_path)
     leader._agreement, leader._pause = Store(), lambda longest_s: None
-    leader._feed(machine.Broke(0, "a collective failed"))
+    leader._feed(machine.EpochAborted(0, "a collective failed"))
     for answers in (False, True):
         leader._agreement.log_answers = lambda answers=answers: answers
         for look in (leader._glance, lambda: leader._await_view(0, (0, 2))):
@@ -104,9 +106,9 @@ def test_a_view_that_is_outdated_when_it_is_adopted_takes_nothing_from_the_next(
     record."""
     leader = leader_of_group_1(tmp_path)
     leader._agreement = Store(view_of_the_others(leader))
-    leader._feed(machine.Broke(0, "a collective failed"))
+    leader._feed(machine.EpochAborted(0, "a collective failed"))
     for group in (0, 2):
-        leader._feed(machine.Died(group, f"group {group} died"))
+        leader._feed(machine.GroupFailed(group, f"group {group} died"))
     leader._interruptions.resumed(leader._state)
 
     lines = [line for line in history.read(tmp_path) if line["event"] in ("view", "recovery")]

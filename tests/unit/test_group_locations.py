@@ -7,23 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol import key_lifetimes
-from megatron_ft.core.protocol.group_locations import Places, hear
-from megatron_ft.core.protocol.messages import Died, Missed
-from megatron_ft.core.protocol.signals import Asking, Ended, Housed, Silent, ends, remember
+from megatron_ft.core.protocol.group_locations import GroupLocations, hear
+from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
+from megatron_ft.core.protocol.signals import HostAssigned, HostSilent, JoinRequested, RankExited, ends, remember
 from megatron_ft.types import Exit, View
 
 
-def housed(host: int, group: int, start: int) -> Housed:
-    return Housed(host, f"h{host}", "", 0, 0, ((group, 0),), start)
+def housed(host: int, group: int, start: int) -> HostAssigned:
+    return HostAssigned(host, f"h{host}", "", 0, 0, ((group, 0),), start)
 
 
 def standing(notices) -> set:
     """Return what is left of all silences for the protocol, which knows pairs of groups."""
-    places, left = Places(), set()
+    places, left = GroupLocations(), set()
     for notice in notices:
         places, verdicts = hear(places, notice)
         for verdict in verdicts:
-            if isinstance(verdict, Missed):
+            if isinstance(verdict, LinkDown):
                 (left.discard if verdict.heard else left.add)((verdict.by, verdict.about))
     return {pair for pair in left if all(pair)}
 
@@ -31,7 +31,7 @@ def standing(notices) -> set:
 def test_a_host_that_was_cut_off_and_has_lost_its_group_accuses_none_when_its_link_is_healed():
     """The host says late that it heard no host, and its group is well, elsewhere (seen in a run in which a healthy
     group left for that)."""
-    late = Silent("h2", "h1", (2,), (1,), 0.9)
+    late = HostSilent("h2", "h1", (2,), (1,), 0.9)
     assert standing([late]) == {((2,), (1,))}
     assert standing([housed(3, 2, 1), late]) == set()
     assert standing([housed(3, 2, 1), late, replace(late, heard=True)]) == set()
@@ -41,8 +41,8 @@ def test_a_host_that_was_cut_off_and_has_lost_its_group_accuses_none_when_its_li
 
 def test_silences_of_a_lost_host_are_withdrawn_when_its_groups_are_started_elsewhere():
     """Silences that lost hosts have announced are withdrawn, too; those that remain true of other groups stand."""
-    silent = Silent("h0", "h1", (0,), (1, 5), 1.0)
-    healed = Silent("h7", "h1", (2,), (1, 5), 1.0)
+    silent = HostSilent("h0", "h1", (0,), (1, 5), 1.0)
+    healed = HostSilent("h7", "h1", (2,), (1, 5), 1.0)
     said = [silent, healed, replace(healed, heard=True)]
     assert standing([*said, housed(3, 1, 1)]) == {((0,), (5,))}
     assert standing([*said, housed(3, 1, 1), housed(3, 5, 1)]) == set()
@@ -51,9 +51,9 @@ def test_silences_of_a_lost_host_are_withdrawn_when_its_groups_are_started_elsew
 
 
 def test_a_group_with_ranks_on_both_hosts_has_come_apart_whatever_has_moved():
-    places, _ = hear(Places(), housed(3, 1, 4))
-    _, (verdict,) = hear(places, Silent("h2", "h1", (1,), (1,), 0.9, incarnation=4))
-    assert isinstance(verdict, Died) and verdict.incarnation == 4
+    places, _ = hear(GroupLocations(), housed(3, 1, 4))
+    _, (verdict,) = hear(places, HostSilent("h2", "h1", (1,), (1,), 0.9, incarnation=4))
+    assert isinstance(verdict, GroupFailed) and verdict.incarnation == 4
 
 
 HOSTS, GROUPS = 4, 6
@@ -76,7 +76,7 @@ def test_a_silence_stands_for_groups_that_are_where_its_hosts_believe_them_to_be
     def say(by: int, about: int, heard: bool) -> None:
         mine, theirs = (tuple(g for g, (place, _) in beliefs[by].items() if place == host) for host in (by, about))
         since = tuple((group, beliefs[by][group][1]) for group in (*mine, *theirs))
-        log.append(Silent(f"h{by}", f"h{about}", mine, theirs, 1.0, heard, since=since))
+        log.append(HostSilent(f"h{by}", f"h{about}", mine, theirs, 1.0, heard, since=since))
 
     for what, one, other in done:
         if what == "move":
@@ -100,14 +100,14 @@ def test_a_silence_stands_for_groups_that_are_where_its_hosts_believe_them_to_be
     assert standing(log) == {pair for pair in expected if all(pair)}
 
 
-def asking(group: int, start: int) -> Asking:
-    return Asking(group, start, ((0, 0),), 5)
+def asking(group: int, start: int) -> JoinRequested:
+    return JoinRequested(group, start, ((0, 0),), 5)
 
 
 def accused(notices, view: View, one_by_one: bool = True) -> bool:
     """Return whether a group that takes in the log in its order ever finds in ``view`` two hosts that do not hear each
     other."""
-    places, found = Places(), False
+    places, found = GroupLocations(), False
     remembered: tuple = ()
     for notice in notices:
         places, verdicts = hear(places, notice)
@@ -120,8 +120,8 @@ def accused(notices, view: View, one_by_one: bool = True) -> bool:
 def test_a_group_that_comes_back_on_another_host_does_not_end_its_first_epoch_for_its_old_host():
     """This was seen in three of three runs: host n3 hears nothing of n2, n1 takes group 0 over, and group 0 reads that
     anew."""
-    silent = Silent("n3", "n2", (1,), (0,), 0.9)
-    late = Silent("n2", "n3", (0,), (1,), 0.9)
+    silent = HostSilent("n3", "n2", (1,), (0,), 0.9)
+    late = HostSilent("n2", "n3", (0,), (1,), 0.9)
     moves = [silent, late, housed(1, 0, 1), asking(0, 1)]
     assert accused(moves, View(3, (0, 1), "", incarnations={0: 0}))
     assert not accused(moves, View(3, (0, 1), "", incarnations={0: 1}))
@@ -131,7 +131,7 @@ def test_a_group_that_comes_back_on_another_host_does_not_end_its_first_epoch_fo
 def test_a_group_that_is_started_again_at_home_is_concerned_by_silences_of_its_host():
     """The order of the news does not matter, nor whether the store has forgotten that the group has asked for a
     seat."""
-    silent, view = Silent("n3", "n2", (1,), (0,), 0.9), View(3, (0, 1), "", incarnations={0: 2})
+    silent, view = HostSilent("n3", "n2", (1,), (0,), 0.9), View(3, (0, 1), "", incarnations={0: 2})
     assert accused([silent, asking(0, 2)], view)
     assert accused([asking(0, 2), silent], view)
     assert accused([replace(silent, until=((0, 2),))], view)
@@ -142,13 +142,15 @@ def test_a_group_that_is_started_again_at_home_is_concerned_by_silences_of_its_h
 starts = st.integers(1, 4)
 told = st.one_of(
     st.builds(
-        lambda by, about, mine, theirs, heard, since: Silent(f"h{by}", f"h{about}", mine, theirs, 1.0, heard, since=since),
+        lambda by, about, mine, theirs, heard, since: HostSilent(
+            f"h{by}", f"h{about}", mine, theirs, 1.0, heard, since=since
+        ),
         hosts, hosts, st.sampled_from([(0,), (1, 2)]), st.sampled_from([(3,), (3, 4)]), st.booleans(),
         st.sampled_from([(), ((3, 1),), ((0, 1),)]),
     ),
     st.builds(asking, st.integers(0, 4), starts),
     st.builds(housed, hosts, st.integers(0, 4), starts),
-    st.builds(Ended, st.builds(Exit, st.integers(0, 4), st.just(0), st.just(1), st.just("h"), st.just("SIGKILL"),
+    st.builds(RankExited, st.builds(Exit, st.integers(0, 4), st.just(0), st.just(1), st.just("h"), st.just("SIGKILL"),
               st.just(None)), starts),
 )  # fmt: skip
 
@@ -159,7 +161,7 @@ def test_after_a_move_no_earlier_silence_concerns_the_new_start(said, group, dat
     """The silences of the older starts may have any contents and any order, and the new start's own notices, which are
     in order, may come anywhere among them: no reader of all of it, or of what is kept of it, ever ends an epoch of
     the new start for a silence."""
-    old = [notice for notice in said if not isinstance(notice, Ended) or notice.exit.group != group]
+    old = [notice for notice in said if not isinstance(notice, RankExited) or notice.exit.group != group]
     first = data.draw(st.integers(0, len(old)))
     second = data.draw(st.integers(first, len(old)))
     moved, asks = housed(1, group, 9), asking(group, 9)
@@ -171,10 +173,10 @@ def test_after_a_move_no_earlier_silence_concerns_the_new_start(said, group, dat
     assert [v for v in _standing_of(kept) if group in {*chain(*v.units(alone))}] == []
 
 
-def _standing_of(notices) -> list[Missed]:
+def _standing_of(notices) -> list[LinkDown]:
     """Return the silences that a reader ever takes in, one by one."""
-    places, found = Places(), []
+    places, found = GroupLocations(), []
     for notice in notices:
         places, verdicts = hear(places, notice)
-        found += [verdict for verdict in verdicts if isinstance(verdict, Missed) and not verdict.heard]
+        found += [verdict for verdict in verdicts if isinstance(verdict, LinkDown) and not verdict.heard]
     return found

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, Beats, Said
+from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService, Said
 from tests.stores import await_
 from tests.support import SECRET
 
@@ -17,13 +17,13 @@ NOTHING = Said()
 
 @pytest.fixture
 def hosts():
-    made = [Beats(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(3)]
+    made = [HeartbeatService(f"127.0.0.{number + 1}", number, KEY, 5.0) for number in range(3)]
     yield made
     for one in made:
         one.close()
 
 
-def heard(host: Beats, *datagrams: bytes) -> int:
+def heard(host: HeartbeatService, *datagrams: bytes) -> int:
     """Return how many of these count as beats of host 0."""
     host._heard[0] = 0
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
@@ -34,7 +34,7 @@ def heard(host: Beats, *datagrams: bytes) -> int:
     return host._heard[0]
 
 
-def beat(host: Beats, to: int, count: int, said: Said = NOTHING) -> bytes:
+def beat(host: HeartbeatService, to: int, count: int, said: Said = NOTHING) -> bytes:
     mac = host._mac(host._rank, to, count, said)
     return _MESSAGE.pack(_MAGIC, host._rank, count, said.newest, said.reaching, mac)
 
@@ -72,7 +72,7 @@ def test_beats_carry_their_hosts_knowledge_of_the_control_store(hosts):
 
 def test_a_forged_beat_does_not_count(hosts):
     first, second, _ = hosts
-    stranger = Beats("127.0.0.9", 0, SECRET.of("another run"), 5.0)
+    stranger = HeartbeatService("127.0.0.9", 0, SECRET.of("another run"), 5.0)
     good = beat(first, 1, 7)
     changed = [good[:8] + (9).to_bytes(8, "big") + good[16:], good[:20] + b"\x01" + good[21:]]
     changed += [good[:-1] + bytes([good[-1] ^ 1]), good[:-1], b"", good * 2]

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults import injection_points
-from megatron_ft.faults.injection_points import Hold, InjectedError, Order, Points
+from megatron_ft.faults.injection_points import Breakpoint, FaultCommand, InjectedError, InjectionPoints
 from megatron_ft.runlog import history
 
 
@@ -36,7 +36,7 @@ def me() -> tuple[int, int]:
     return os.getpid(), injection_points.start_of(os.getpid())
 
 
-def post(run_dir: Path, *orders: Order, process: tuple[int, int] | None = None) -> None:
+def post(run_dir: Path, *orders: FaultCommand, process: tuple[int, int] | None = None) -> None:
     injection_points.post(run_dir, 0, 0, process or me(), orders)
 
 
@@ -50,15 +50,15 @@ def looks_always(monkeypatch):
 
 
 @pytest.fixture
-def rank(tmp_path) -> Points:
-    return Points(0, [], run_dir=tmp_path)
+def rank(tmp_path) -> InjectionPoints:
+    return InjectionPoints(0, [], run_dir=tmp_path)
 
 
-RAISE = Order(fault="k/1", action="exception", point="backward", step=2)
+RAISE = FaultCommand(fault="k/1", action="exception", point="backward", step=2)
 
 
 def test_two_orders_at_one_point_are_both_carried_out(tmp_path, rank):
-    post(tmp_path, Order(fault="k/1", action="slow", point="backward", step=2, factor=2.0), RAISE)
+    post(tmp_path, FaultCommand(fault="k/1", action="slow", point="backward", step=2, factor=2.0), RAISE)
     rank.reach("begin", 2)
     with pytest.raises(InjectedError):
         rank.reach("backward", 2)
@@ -87,7 +87,7 @@ def test_an_order_is_read_when_a_step_begins_and_carried_out_once(tmp_path, rank
 
 
 def test_an_order_without_a_step_is_for_the_next_one(tmp_path, rank):
-    post(tmp_path, Order(fault="k/1", action="oom", point="gate"))
+    post(tmp_path, FaultCommand(fault="k/1", action="oom", point="gate"))
     rank.reach("begin", 7)
     with pytest.raises(torch.OutOfMemoryError):
         rank.reach("gate", 7)
@@ -125,7 +125,7 @@ def test_a_damaged_mailbox_counts_as_empty(tmp_path, rank, text, capsys):
 
 
 def test_only_the_ordered_bucket_counts(tmp_path, rank):
-    post(tmp_path, Order(fault="k/1", action="exception", point="reduce", step=0, bucket=1))
+    post(tmp_path, FaultCommand(fault="k/1", action="exception", point="reduce", step=0, bucket=1))
     rank.reach("begin", 0)
     rank.reach("reduce", 0, 0)
     with pytest.raises(InjectedError, match="reduce 1"):
@@ -134,8 +134,8 @@ def test_only_the_ordered_bucket_counts(tmp_path, rank):
 
 def test_a_hold_can_skip_earlier_passes_of_its_point(tmp_path):
     """Two backward passes of step 2 are skipped; those of other steps do not count."""
-    rank = Points(0, [], run_dir=tmp_path)
-    post(tmp_path, Order(fault="k/1", action="exception", point="backward", step=2, after=2))
+    rank = InjectionPoints(0, [], run_dir=tmp_path)
+    post(tmp_path, FaultCommand(fault="k/1", action="exception", point="backward", step=2, after=2))
     rank.reach("begin", 1)
     for step in (1, 1, 1, 2, 2):
         rank.reach("backward", step)
@@ -158,13 +158,13 @@ def test_points_without_orders_read_the_mailbox_once_per_step(tmp_path, rank, mo
 def test_orders_of_the_environment_and_of_the_mailbox_coexist(tmp_path, monkeypatch):
     monkeypatch.setenv(
         injection_points.VARIABLE,
-        injection_points.to_env([Hold(0, 1, "gate"), Hold(1, 1, "gate")])[injection_points.VARIABLE],
+        injection_points.to_env([Breakpoint(0, 1, "gate"), Breakpoint(1, 1, "gate")])[injection_points.VARIABLE],
     )
     monkeypatch.setenv("MEGATRON_FT_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("MEGATRON_FT_POSITION", "0")
     stops: list[int] = []
     monkeypatch.setattr(injection_points.os, "kill", lambda pid, number: stops.append(number))
-    rank = Points.from_env(0)
+    rank = InjectionPoints.from_env(0)
     post(tmp_path, RAISE)
     rank.reach("begin", 1)
     rank.reach("gate", 1)
@@ -177,7 +177,7 @@ def test_orders_of_the_environment_and_of_the_mailbox_coexist(tmp_path, monkeypa
 
 def test_an_unknown_point_is_refused():
     with pytest.raises(ConfigError, match="'nowhere' is not known; choose from begin"):
-        Hold(0, 0, "nowhere")
+        Breakpoint(0, 0, "nowhere")
 
 
 # --- freezing, in a process of its own --------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_an_unknown_point_is_refused():
 CHILD = """
 import sys
 from pathlib import Path
-from megatron_ft.faults.injection_points import Points
-rank = Points(0, [], run_dir=Path(sys.argv[1]))
+from megatron_ft.faults.injection_points import InjectionPoints
+rank = InjectionPoints(0, [], run_dir=Path(sys.argv[1]))
 for line in sys.stdin:
     rank.reach("begin", int(line))
     rank.reach("gate", int(line))
@@ -199,7 +199,7 @@ def test_a_held_rank_names_its_order_and_freezes(tmp_path):
         [sys.executable, "-c", CHILD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     process = child.pid, injection_points.start_of(child.pid)
-    post(tmp_path, Order(fault="k/1", action="hold", point="gate", step=3), process=process)
+    post(tmp_path, FaultCommand(fault="k/1", action="hold", point="gate", step=3), process=process)
     child.stdin.write("3\n")
     child.stdin.flush()
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
@@ -242,7 +242,7 @@ def test_no_other_thread_runs_while_the_gil_is_held():
 def test_gil_is_recorded_like_other_orders(tmp_path, rank, monkeypatch):
     held: list[float] = []
     monkeypatch.setattr(injection_points, "hold_gil", held.append)
-    post(tmp_path, Order(fault="k/1", action="gil", point="backward", duration_s=3.5))
+    post(tmp_path, FaultCommand(fault="k/1", action="gil", point="backward", duration_s=3.5))
     rank.reach("begin", 0)
     rank.reach("backward", 0)
     rank.reach("backward", 0)
@@ -257,7 +257,7 @@ def test_a_slow_rank_sleeps_after_every_part_of_its_computing(tmp_path, rank, mo
     now, slept = [0.0], []
     monkeypatch.setattr(injection_points.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(injection_points.time, "sleep", slept.append)
-    post(tmp_path, Order(fault="k/1", action="slow", factor=3.0, steps=2))
+    post(tmp_path, FaultCommand(fault="k/1", action="slow", factor=3.0, steps=2))
     for step in range(4):
         for point in ("begin", "forward", "backward", "reduce", "gate", "update"):
             rank.reach(point, step)
@@ -272,8 +272,8 @@ def test_a_slow_rank_sleeps_after_every_part_of_its_computing(tmp_path, rank, mo
 # --- corruption -------------------------------------------------------------------------------------------------------
 
 
-def corrupted(run_dir: Path, rank: Points, engine: FakeEngine, **order) -> FakeEngine:
-    post(run_dir, Order(fault="k/1", **order))
+def corrupted(run_dir: Path, rank: InjectionPoints, engine: FakeEngine, **order) -> FakeEngine:
+    post(run_dir, FaultCommand(fault="k/1", **order))
     rank.reach("begin", 4)
     assert rank.corrupts(4) and not rank.corrupts(3), "buckets of that step must not be sent before"
     rank.corrupt(3, None)
@@ -309,7 +309,7 @@ def test_a_second_flip_of_a_bit_restores_the_value(tmp_path, dtype, bit):
     order = {"action": "bitflip", "step": 4, "bit": bit, "seed": 9}
     for _ in range(2):
         assert sum(changes(engine)) in (0, 1)
-        corrupted(tmp_path, Points(0, [], run_dir=tmp_path), engine, **order)
+        corrupted(tmp_path, InjectionPoints(0, [], run_dir=tmp_path), engine, **order)
     assert changes(engine) == [0, 0]
 
 
@@ -323,7 +323,7 @@ def test_torch_counts_no_write_for_a_bit_that_is_flipped_in_the_state(tmp_path, 
 
 def test_the_seed_draws_the_open_fields_of_an_order(tmp_path):
     def flipped(seed: int) -> list[torch.Tensor]:
-        rank = Points(0, [], run_dir=tmp_path)
+        rank = InjectionPoints(0, [], run_dir=tmp_path)
         return corrupted(tmp_path, rank, FakeEngine(), action="bitflip", step=4, seed=seed).buckets
 
     assert all(torch.equal(a, b) for a, b in zip(flipped(1), flipped(1), strict=True))
@@ -332,11 +332,11 @@ def test_the_seed_draws_the_open_fields_of_an_order(tmp_path):
 
 def test_a_hold_applies_to_one_start_of_a_group(monkeypatch):
     for name, value in injection_points.to_env(
-        [injection_points.Hold(1, 2, "gate"), injection_points.Hold(1, 3, "gate", incarnation=1)]
+        [injection_points.Breakpoint(1, 2, "gate"), injection_points.Breakpoint(1, 3, "gate", incarnation=1)]
     ).items():
         monkeypatch.setenv(name, value)
     armed = {}
     for incarnation in range(3):
         monkeypatch.setenv("MEGATRON_FT_INCARNATION", str(incarnation))
-        armed[incarnation] = [order.step for order in injection_points.Points.from_env(1)._orders]
+        armed[incarnation] = [order.step for order in injection_points.InjectionPoints.from_env(1)._orders]
     assert armed == {0: [2], 1: [3], 2: []}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.agent import join
-from megatron_ft.agent.etcd.members import Members
+from megatron_ft.agent.etcd.members import EtcdCluster
 from megatron_ft.agent.node_agent import Agent
 from megatron_ft.agent.operator_requests import host_key
-from megatron_ft.agent.store_takeover import Succession
+from megatron_ft.agent.store_takeover import StoreTakeover
 from megatron_ft.auth import secret
 from megatron_ft.config.schema import resolve
 from megatron_ft.coordination import store
@@ -77,8 +77,8 @@ def test_a_run_lets_no_other_user_write_to_its_command_whatever_the_umask(run_di
     try:
         for write in (
             lambda: Agent._write_config(SimpleNamespace(**run)),
-            lambda: Succession._write_address(moved),
-            lambda: Members._write_address(moved),
+            lambda: StoreTakeover._write_address(moved),
+            lambda: EtcdCluster._write_address(moved),
         ):
             write()
             join.check_owner(join.find(run_dir), os.geteuid())

@@ -11,7 +11,7 @@ from megatron_ft.core.protocol import group_locations, key_lifetimes
 from megatron_ft.core.protocol import signals as detector
 from megatron_ft.core.protocol.key_lifetimes import Floor, Present, expired, floor_of, graves, kept
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.core.protocol.messages import Asked, Broke, Died, Leaves, Missed
+from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed, JoinRequested, LeaveAnnounced, LinkDown
 from megatron_ft.types import Exit, View
 
 GROUPS, EPOCHS, STEPS = range(4), 6, 8
@@ -21,24 +21,24 @@ signal = st.none() | st.just("SIGKILL")
 exits = st.builds(Exit, group, st.just(0), st.just(1), st.just("h"), signal, st.just(1), st.just(""), microbatch)
 units = st.sampled_from([(0,), (1,), (2, 3), (1, 2)])
 signals = st.one_of(
-    st.builds(detector.Ended, exits, number),
-    st.builds(detector.GivenUp, group, st.just(0), st.just(1), st.just("h"), st.just("stopped"), number),
-    st.builds(detector.Reset, epoch, group, st.just("reset"), st.integers(-1, 2)),
+    st.builds(detector.RankExited, exits, number),
+    st.builds(detector.RankUnresponsive, group, st.just(0), st.just(1), st.just("h"), st.just("stopped"), number),
+    st.builds(detector.EpochAborted, epoch, group, st.just("reset"), st.integers(-1, 2)),
     st.builds(
-        detector.Silent, st.sampled_from("ab"), st.sampled_from("cd"), units, units, st.just(1.0), st.booleans(), number
+        detector.HostSilent, st.sampled_from("ab"), st.sampled_from("cd"), units, units, st.just(1.0), st.booleans(), number
     ),
-    st.builds(detector.Leaving, group, st.integers(0, STEPS), st.just("told"), number),
-    st.builds(detector.Asking, group, number, st.just(((0, 0),)), st.integers(0, STEPS)),
-    st.builds(detector.Dismissed, group, st.just("told")),
+    st.builds(detector.LeaveAnnounced, group, st.integers(0, STEPS), st.just("told"), number),
+    st.builds(detector.JoinRequested, group, number, st.just(((0, 0),)), st.integers(0, STEPS)),
+    st.builds(detector.LeaveRequested, group, st.just("told")),
     st.builds(
-        detector.Housed, st.integers(2, 4), st.just("n"), st.just("a"), st.integers(1, 3), st.just(0),
+        detector.HostAssigned, st.integers(2, 4), st.just("n"), st.just("a"), st.integers(1, 3), st.just(0),
         st.lists(st.tuples(group, st.integers(0, 1)), unique=True, max_size=2).map(tuple), number,
     ),
-    st.builds(detector.Refused, st.integers(0, 2), group, number),
+    st.builds(detector.RestartRefused, st.integers(0, 2), group, number),
     st.builds(Saves, st.integers(0, STEPS), epoch, st.sampled_from("xyz"), st.just((0,)), st.just(0)),
     st.builds(Stops, st.sampled_from([(0,), (1,), (0, 1)]), st.just("told")),
-    st.builds(detector.Agreed, epoch),
-    st.just(detector.Over()),
+    st.builds(detector.ViewAgreed, epoch),
+    st.just(detector.RunFinished()),
 )  # fmt: skip
 views = st.builds(
     View,
@@ -52,7 +52,7 @@ views = st.builds(
 
 def known(notices, view: View) -> dict[str, object]:
     """Return all that a process goes by which hears these from the beginning, with ``view`` standing."""
-    place = group_locations.Places()
+    place = group_locations.GroupLocations()
     dead, asking, leaving, gone, missed = {}, {}, {}, {}, {}
     broken, deadly, cards, ranks, refused, stops = {}, {}, {}, {}, set(), set()
     saves, over, dismissed = (-1, -1), False, set()
@@ -60,37 +60,37 @@ def known(notices, view: View) -> dict[str, object]:
         place, verdicts = group_locations.hear(place, signal)
         for verdict in verdicts:
             match verdict:
-                case Died(group=g, incarnation=n):
+                case GroupFailed(group=g, incarnation=n):
                     dead[g] = max(n, dead.get(g, 0))
                     if verdict.microbatch is not None and verdict.microbatch.step >= view.step:
                         deadly.setdefault(verdict.microbatch, set()).add(g)
                     asking = {a: s for a, s in asking.items() if a != g or s.incarnation > n}
                     gone[g] = max(n, gone.get(g, 0))
-                case Asked(group=g, incarnation=n):
+                case JoinRequested(group=g, incarnation=n):
                     if n > dead.get(g, -1) and n >= asking.get(g, verdict).incarnation:
                         asking[g] = verdict
                         gone.pop(g, None)
-                case Leaves(group=g, incarnation=n, after=after):
+                case LeaveAnnounced(group=g, incarnation=n, after=after):
                     if g not in leaving or (leaving[g][0], -leaving[g][1]) < (n, -after):
                         leaving[g] = (n, after)
-                case Broke(epoch=e, after=after) if e >= view.epoch:
+                case EpochAborted(epoch=e, after=after) if e >= view.epoch:
                     broken[e] = min(after, broken.get(e, after))
-                case Missed(by=by, about=about, heard=heard):
+                case LinkDown(by=by, about=about, heard=heard):
                     missed[by, about] = not heard
-                case detector.Dismissed(group=g):
+                case detector.LeaveRequested(group=g):
                     dismissed.add(g)
-                case detector.Housed(host=host, port=port, ranks=own, incarnation=n):
+                case detector.HostAssigned(host=host, port=port, ranks=own, incarnation=n):
                     cards[host] = port
                     for rank in own:
                         if n > ranks.get(rank, (-1,))[0]:
                             ranks[rank] = (n, host)
-                case detector.Refused(host=host, group=g):
+                case detector.RestartRefused(host=host, group=g):
                     refused.add((host, g))
                 case Saves(epoch=e, at=at):
                     saves = max(saves, (e, at))
                 case Stops(groups=told):
                     stops |= set(told)
-                case detector.Over():
+                case detector.RunFinished():
                     over = True
     return {
         "dead": dead, "asking": asking, "leaving": leaving, "deadly": deadly, "broken": broken, "cards": cards,
@@ -130,11 +130,11 @@ def test_the_number_of_kept_notices_does_not_grow_with_the_losses():
             lost, start = 2 + loss % 2, loss // 2
             view = View(2 * loss + 2, (0, 1, 2, 3), "", incarnations={lost: start + 1})
             new = (
-                detector.Ended(Exit(lost, 0, 1, "h", "SIGKILL", None), start),
-                detector.Reset(2 * loss, 0, "reset"),
-                detector.Agreed(2 * loss + 1),
-                detector.Asking(lost, start + 1, ((0, 0),), loss),
-                detector.Agreed(2 * loss + 2),
+                detector.RankExited(Exit(lost, 0, 1, "h", "SIGKILL", None), start),
+                detector.EpochAborted(2 * loss, "reset", by=0),
+                detector.ViewAgreed(2 * loss + 1),
+                detector.JoinRequested(lost, start + 1, ((0, 0),), loss),
+                detector.ViewAgreed(2 * loss + 2),
             )
             said = kept((*said, *new), view)
         return len(said)
@@ -171,9 +171,9 @@ def test_each_kind_of_key_has_its_lifetime():
 
 
 def test_a_death_of_each_kind_fills_its_grave():
-    silent = detector.Silent("a", "b", (1,), (1,), 2.0, incarnation=4)
-    ended = detector.Ended(Exit(2, 0, 1, "h", None, 1), 1)
-    assert graves([silent, ended, detector.Over()]) == {1: 4, 2: 1} and Floor() == key_lifetimes.Floor(0, 0)
+    silent = detector.HostSilent("a", "b", (1,), (1,), 2.0, incarnation=4)
+    ended = detector.RankExited(Exit(2, 0, 1, "h", None, 1), 1)
+    assert graves([silent, ended, detector.RunFinished()]) == {1: 4, 2: 1} and Floor() == key_lifetimes.Floor(0, 0)
 
 
 @pytest.mark.parametrize("kind", ["view", "report", "outer", "notice", "inner", "line", "start", "nonfinite"])
@@ -184,5 +184,10 @@ def test_keys_that_a_stranger_has_written_are_no_error(kind, rest):
 
 
 def test_every_kind_of_notice_has_a_lifetime():
-    said = (detector.Forged(), detector.Halts(3, "x"), detector.Diverged(1, "x", 2), detector.Diverged(1, "y", 1))
-    assert key_lifetimes.kept((detector.Differs(3, (0, 1)), *said), first_view(2)) == said[1:3]
+    said = (
+        detector.ForgedNotice(),
+        detector.RunHalted(3, "x"),
+        detector.StateDiverged(1, "x", 2),
+        detector.StateDiverged(1, "y", 1),
+    )
+    assert key_lifetimes.kept((detector.ChecksumsRequested(3, (0, 1)), *said), first_view(2)) == said[1:3]

@@ -129,10 +129,10 @@ def test_a_broken_invariant_stops_every_group_and_no_death_is_masked_after_it(se
     world, left = World(Job(3, 2, 2, 4), seed), iter(range(acts))
     world.play(until=lambda: next(left, None) is None)
     for group in world.alive.values():
-        state, actions = machine.step(group.state, machine.Halted("the states differ"), 0.0)
+        state, actions = machine.step(group.state, machine.RunHalted(3, "the states differ"), 0.0)
         assert actions == (machine.Stop("the states differ", halted=True),)
         for other in range(3):
-            state, actions = machine.step(state, machine.Died(other, "it has ended"), 1.0)
+            state, actions = machine.step(state, machine.GroupFailed(other, "it has ended"), 1.0)
             assert actions == (machine.Stop("the states differ", halted=True),)
 
 

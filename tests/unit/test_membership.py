@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.membership import admissible, first_view, next_view
-from megatron_ft.core.protocol.messages import Asked
+from megatron_ft.core.protocol.messages import JoinRequested
 from megatron_ft.types import Begun, Report, View
 
 VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
-ASKED = Asked(4, 1, donors=((0, 0), (1, 0)), after=4)
+ASKED = JoinRequested(4, 1, donors=((0, 0), (1, 0)), after=4)
 
 
 def decide(*reports: Report, dead=None, silent=None, asked=()) -> View | None:
@@ -120,21 +120,21 @@ def test_a_group_that_enters_follows_members_only(donors, enters):
     """A donor that is left out may have committed a version of a step that the others make again."""
     view = View(3, (0, 1, 2, 3), "before", incarnations={2: 5})
     reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
-    asked = Asked(4, 1, donors, after=4)
+    asked = JoinRequested(4, 1, donors, after=4)
     new = next_view(view, reports, {3: "killed"}, {}, "why", {4: asked})
     assert new.joined == ((4,) if enters else ()) and new.live == (0, 1, 2, *new.joined)
     assert admissible(View(4, (0, 1, 2), "after", incarnations={2: 5}), asked) == enters
 
 
 def test_a_group_enters_again_in_the_view_that_leaves_its_dead_self_out():
-    again = Asked(3, 1, ((0, 0),), after=4)
+    again = JoinRequested(3, 1, ((0, 0),), after=4)
     reports = {group: Report(3, group, 5) for group in (0, 1, 2)}
     view = next_view(VIEW, reports, {3: "killed"}, {}, "why", {3: again})
     assert view.live == (0, 1, 2, 3) and view.lost == {3: "killed"} and view.joined == (3,)
 
 
 def test_a_member_that_lives_does_not_enter_a_second_time():
-    view = decide(*(Report(3, group, 5) for group in range(4)), asked=[Asked(3, 1, ((0, 0),), after=4)])
+    view = decide(*(Report(3, group, 5) for group in range(4)), asked=[JoinRequested(3, 1, ((0, 0),), after=4)])
     assert view.joined == () and view.incarnations == {}
 
 

@@ -17,15 +17,15 @@ from megatron_ft.auth import secret
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import store
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.watcher import Watcher
 from megatron_ft.core.protocol import machine
-from megatron_ft.core.protocol.messages import Broke, Died
+from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch
-from megatron_ft.worker.peer_lost import Census
-from megatron_ft.worker.progress_counters import Pulse
-from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.peer_lost import LivenessTracker
+from megatron_ft.worker.progress_counters import ProgressCounters
+from megatron_ft.worker.rank_executor import RankExecutor
 from tests import support
 from tests.growth import FIRST, Changes
 from tests.stores import await_
@@ -41,12 +41,12 @@ class Survivor:
         self._server, port = store.host("127.0.0.1", 0)
         client = store.ControlStore(("127.0.0.1", port), "run", 30.0)
         self.changes = Changes(client)
-        self.agreement = Agreement(client.clone(), 0, 60.0)
+        self.agreement = CoordinationClient(client.clone(), 0, 60.0)
         self.agreement.adopted(FIRST)
         env = RankEnvironment("run", 0, 0, ("127.0.0.1", port), "127.0.0.1", tmp_path, RunConfig(groups=2), 0)
-        self.rank = Rank(env, self.agreement, History(tmp_path))
+        self.rank = RankExecutor(env, self.agreement, History(tmp_path))
         self.rank._reduction = SimpleNamespace(drop=lambda: None)
-        self.census, self.verdicts = Census(2), []
+        self.census, self.verdicts = LivenessTracker(2), []
         self.state = machine.start(0, JOB, FIRST)
         self.watcher = Watcher(client.clone(), self._hear, lambda error: None)
         self.watcher.start()
@@ -55,9 +55,9 @@ class Survivor:
     def _hear(self, verdict) -> None:
         self.census.hear(verdict)
         self.rank.hear(verdict)
-        if isinstance(verdict, Died):  # one that was deleted before it was read is superseded by a later one
+        if isinstance(verdict, GroupFailed):  # one that was deleted before it was read is superseded by a later one
             self.deaths = max(self.deaths, verdict.incarnation + 1)
-        if isinstance(verdict, Died | Broke):
+        if isinstance(verdict, GroupFailed | EpochAborted):
             self.verdicts.append(verdict)
 
     def lose(self, count: int) -> None:
@@ -67,7 +67,7 @@ class Survivor:
             self.changes.make(1)  # group 1 is lost
             await_(lambda wanted=wanted: self.deaths >= wanted, "the loss is heard of", every_s=0.0005)
             view = self.changes.view
-            for verdict in (*self.verdicts, Died(1, "killed", wanted - 1, Microbatch(wanted, 0, 0))):
+            for verdict in (*self.verdicts, GroupFailed(1, "killed", wanted - 1, Microbatch(wanted, 0, 0))):
                 self.state, _ = machine.step(self.state, verdict, 0.0)
             self.verdicts.clear()
             self.rank.close_epoch()
@@ -103,7 +103,7 @@ class Survivor:
 
 @pytest.fixture
 def survivor(tmp_path, monkeypatch):
-    monkeypatch.setattr(Pulse, "from_env", MagicMock)
+    monkeypatch.setattr(ProgressCounters, "from_env", MagicMock)
     made = Survivor(tmp_path)
     yield made
     made.close()
@@ -135,7 +135,7 @@ def test_memory_that_was_freed_goes_back_to_the_system_after_a_loss(tmp_path):
 def _free_between_blocks_in_use(directory: Path) -> tuple[float, float, float]:
     """Return the memory of this process with 60 MB of blocks, after it has freed them, and after the next loss."""
     secret.here = lambda: support.SECRET  # as tests/conftest.py does for other tests
-    Pulse.from_env = MagicMock()
+    ProgressCounters.from_env = MagicMock()
     survivor = Survivor(directory)
     survivor.lose(2)  # the heap is trimmed one loss after the first communicator was destroyed
     blocks = [(bytes(1_000), b"1" * 100_000) for _ in range(600)]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft import checkpoint
-from megatron_ft.agent.checkpoint_cache import Copies
+from megatron_ft.agent.checkpoint_cache import CheckpointCache
 from megatron_ft.checkpoint import peer_copies
-from megatron_ft.checkpoint.memory_copies import Shelf
+from megatron_ft.checkpoint.memory_copies import ReplicaCache
 from megatron_ft.core.lifecycle.checkpoint_policy import partner
 from megatron_ft.errors import CheckpointError
 from tests.support import SECRET
@@ -30,10 +30,10 @@ def content(number: int, size: int = 1000) -> tuple[bytes, str, int]:
 
 @pytest.fixture
 def shelf(tmp_path):
-    return Shelf(tmp_path / "ckpt", 3500, tmp_path)
+    return ReplicaCache(tmp_path / "ckpt", 3500, tmp_path)
 
 
-def put(shelf: Shelf, number: int) -> tuple[str, int]:
+def put(shelf: ReplicaCache, number: int) -> tuple[str, int]:
     data, digest, size = content(number)
     assert shelf.put([data[:300], data[300:]], digest, size)
     return digest, size
@@ -59,7 +59,7 @@ def test_other_bytes_than_their_name_are_not_kept(shelf):
 
 
 def test_without_memory_there_are_no_copies(tmp_path):
-    shelf = Shelf(tmp_path, 1e9, tmp_path / "no such place")
+    shelf = ReplicaCache(tmp_path, 1e9, tmp_path / "no such place")
     assert not shelf.put([b"x"], hashlib.sha256(b"x").hexdigest(), 1) and shelf.listed() == []
 
 
@@ -77,8 +77,8 @@ def hosts(tmp_path):
     made = []
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        shelf = Shelf(tmp_path / "ckpt", 1e6, tmp_path / str(number))
-        made.append((shelf, Copies(shelf, "127.0.0.1", KEY)))
+        shelf = ReplicaCache(tmp_path / "ckpt", 1e6, tmp_path / str(number))
+        made.append((shelf, CheckpointCache(shelf, "127.0.0.1", KEY)))
     yield made
     for _, each in made:
         each.close(over=True)

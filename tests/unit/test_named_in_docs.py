@@ -109,7 +109,7 @@ def test_docstrings_and_comments_name_modules_that_exist(source):
 
 
 def resolves(parts: list[str]) -> bool:
-    """Return whether ``core.protocol.signals.Reset``, without the package's own name, can be imported."""
+    """Return whether ``core.protocol.signals.EpochAborted``, without the package's own name, can be imported."""
     found, rest = importlib.import_module("megatron_ft"), list(parts)
     dotted = "megatron_ft"
     while rest:

@@ -7,14 +7,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ft.core.protocol.messages import Died, Halted
+from megatron_ft.core.protocol.messages import GroupFailed, RunHalted
 from megatron_ft.errors import InvariantBroken, RunStopped
-from megatron_ft.worker.peer_lost import Census, wait_for_return
+from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
 
-DEATHS = [Died(group, "its rank 1 has ended", 0) for group in (0, 1)]
+DEATHS = [GroupFailed(group, "its rank 1 has ended", 0) for group in (0, 1)]
 
 
-def wait(census: Census) -> None:
+def wait(census: LivenessTracker) -> None:
     rank, store = MagicMock(group=0, position=0, lost_because="its rank 1 has ended"), MagicMock()
     store.get.return_value = None
     wait_for_return(rank, store, census, "a connection broke", lambda: "", 60.0)
@@ -24,18 +24,18 @@ def wait(census: Census) -> None:
 def test_a_run_that_was_halted_ends_every_rank_with_the_same_error(later):
     """The other rank of the group has seen a tie, and has announced it before it ended; this rank may have missed it
     first."""
-    census = Census(2)
+    census = LivenessTracker(2)
     if later:
-        threading.Timer(0.2, census.hear, [Halted("the states differ")]).start()
+        threading.Timer(0.2, census.hear, [RunHalted(3, "the states differ")]).start()
     else:
-        for verdict in (Halted("the states differ"), *DEATHS):
+        for verdict in (RunHalted(3, "the states differ"), *DEATHS):
             census.hear(verdict)
     with pytest.raises(InvariantBroken, match="the states differ"):
         wait(census)
 
 
 def test_without_another_group_the_rank_ends_as_left_out():
-    census = Census(2)
+    census = LivenessTracker(2)
     for death in DEATHS:
         census.hear(death)
     with pytest.raises(RunStopped, match="was left out: its rank 1 has ended") as caught:

@@ -10,7 +10,7 @@ from megatron_ft.agent import peers as module
 from megatron_ft.agent.heartbeat import Change
 from megatron_ft.agent.peers import Hosts, Place
 from megatron_ft.config.schema import resolve
-from megatron_ft.core.protocol.signals import Housed
+from megatron_ft.core.protocol.signals import HostAssigned
 
 CONFIG = resolve({}, groups=2)
 
@@ -24,8 +24,8 @@ def hosts(tmp_path, monkeypatch):
     made.beats.close()
 
 
-def housed(host: int, incarnation: int, *ranks) -> Housed:
-    return Housed(host, f"h{host}", "127.0.0.1", 1000 + host, 0, ranks, incarnation)
+def housed(host: int, incarnation: int, *ranks) -> HostAssigned:
+    return HostAssigned(host, f"h{host}", "127.0.0.1", 1000 + host, 0, ranks, incarnation)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))

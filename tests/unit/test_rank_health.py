@@ -213,8 +213,8 @@ def test_an_agent_that_was_killed_leaves_no_pulses_behind_for_long(tmp_path):
 CHILD = """
 import ctypes, select, sys, time
 from pathlib import Path
-from megatron_ft.worker.progress_counters import Pulse
-pulse = Pulse(Path(sys.argv[1]))
+from megatron_ft.worker.progress_counters import ProgressCounters
+pulse = ProgressCounters(Path(sys.argv[1]))
 pulse.start()
 while not select.select([sys.stdin], [], [], 0.15)[0]:
     pulse.enter("working"); pulse.advance()

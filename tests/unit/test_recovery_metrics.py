@@ -11,7 +11,7 @@ from megatron_ft.core.replication import placement
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
-from megatron_ft.worker.recovery_metrics import Interruptions
+from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 
 PLACEMENT = placement.golomb(4, 2)  # group i hosts the shards i and i + 1
 JOB = machine.Job(shards=4, per_shard=2, buckets=1, steps=9, placement=PLACEMENT)
@@ -25,17 +25,17 @@ def interrupted(me: int, *lost: int) -> machine.GroupState:
     return replace(state, view=view, plan=assignment.patch_plan(state.plan, lost, PLACEMENT))
 
 
-def account(run_dir, group: int, writer: bool = True) -> Interruptions:
+def account(run_dir, group: int, writer: bool = True) -> RecoveryMetrics:
     shared = History(run_dir)
     shared.set_writer(writer)
-    return Interruptions(shared, group, PLACEMENT)
+    return RecoveryMetrics(shared, group, PLACEMENT)
 
 
 def events(run_dir, event: str) -> list[dict]:
     return [line for line in history.read(run_dir) if line["event"] == event]
 
 
-def go_on(account: Interruptions, state: machine.GroupState, prefetched=lambda microbatch: True) -> None:
+def go_on(account: RecoveryMetrics, state: machine.GroupState, prefetched=lambda microbatch: True) -> None:
     account.noticed()
     account.adopted(state.view)
     for microbatch in state.plan.of(state.me):

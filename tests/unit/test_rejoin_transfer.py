@@ -26,8 +26,8 @@ from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import StartOver
 from megatron_ft.types import Microbatch, View
 from megatron_ft.worker.rejoin import joiner, state_receiver
-from megatron_ft.worker.rejoin.state_receiver import Gone, Guest
-from megatron_ft.worker.rejoin.state_sender import Donor
+from megatron_ft.worker.rejoin.state_receiver import Gone, StateReceiver
+from megatron_ft.worker.rejoin.state_sender import StateSender
 from megatron_ft.worker.state_checksum import StateCheck
 from megatron_ft.worker.state_guard import StateGuard
 from tests.support import SECRET
@@ -55,8 +55,8 @@ class Trainer:
         config = RunConfig(groups=4)
         env = RankEnvironment(RUN, group, 0, "", "127.0.0.1", Path(), config)
         places: queue.Queue = queue.Queue()
-        self.donor = Donor(env, self.engine, StateCheck(self.engine, 0), lambda: 7, places.put)
-        self.place = state_receiver.Donor(group, 0, *places.get()[:2])
+        self.donor = StateSender(env, self.engine, StateCheck(self.engine, 0), lambda: 7, places.put)
+        self.place = state_receiver.Peer(group, 0, *places.get()[:2])
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -89,10 +89,10 @@ def never() -> bool:
     return False
 
 
-def follow(trainers: list[Trainer], at: int) -> tuple[TorchNativeEngine, Guest]:
+def follow(trainers: list[Trainer], at: int) -> tuple[TorchNativeEngine, StateReceiver]:
     """A rank that follows all the trainers, and that all of them know."""
     new = engine(1)
-    one = Guest(new, KEY, 0, "a test", [trainer.place for trainer in trainers])
+    one = StateReceiver(new, KEY, 0, "a test", [trainer.place for trainer in trainers])
     one.ask(at)
     for trainer in trainers:
         while not trainer.donor._followers:
@@ -131,7 +131,7 @@ def follow_alone(steps: int) -> TorchNativeEngine:
 
 def test_a_boundary_that_has_passed_is_refused(trainers):
     (donor,) = trainers(1)
-    follower = Guest(engine(1), KEY, 0, "a test", [donor.place])
+    follower = StateReceiver(engine(1), KEY, 0, "a test", [donor.place])
     follower.ask(at=1)
     with pytest.raises(Gone):
         follower.await_state(never)
@@ -164,7 +164,7 @@ def test_without_memory_for_the_state_the_attempt_ends(trainers, monkeypatch, er
 
 def test_a_donor_that_sends_nothing_is_given_up(trainers):
     (donor,) = trainers(1)
-    one = Guest(engine(1), KEY, 0, "a test", [donor.place], patience_s=0.2)
+    one = StateReceiver(engine(1), KEY, 0, "a test", [donor.place], patience_s=0.2)
     one.ask(at=5)
     deadline = time.monotonic() + 60
     with pytest.raises(Gone, match="timed out"):
@@ -217,7 +217,7 @@ def test_a_donor_that_is_given_up_is_not_waited_for(trainers):
 class Store:
     """The control store that a rank asks when it comes back."""
 
-    def __init__(self, donors: list[state_receiver.Donor]) -> None:
+    def __init__(self, donors: list[state_receiver.Peer]) -> None:
         self.views: dict[int, View] = {}
         self._places = {joiner.address_key(one.group, 0): [one.address, one.port, one.incarnation] for one in donors}
 
@@ -233,14 +233,14 @@ class Store:
     look_at_view = view
 
 
-def following(store: Store, epoch: int = 0) -> joiner.Following:
+def following(store: Store, epoch: int = 0) -> joiner.RejoinClient:
     """A rank of group 3, which knows the view of that epoch."""
     env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
     own = engine(1)
     guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
     quiet = {"points": MagicMock(), "pulse": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
     rank = SimpleNamespace(engine=own, inner=None, lost_because="", **quiet)
-    return joiner.Following(rank, env, store)
+    return joiner.RejoinClient(rank, env, store)
 
 
 @pytest.mark.parametrize("lasting_s", [0.0, 1e9, 1e-6])
@@ -277,7 +277,7 @@ def test_a_donor_that_the_others_have_gone_on_without_is_not_waited_for(trainers
     follower.end()
 
 
-def follow_in_view(donors: list[Trainer], live: tuple[int, ...]) -> joiner.Following:
+def follow_in_view(donors: list[Trainer], live: tuple[int, ...]) -> joiner.RejoinClient:
     """Group 3 follows all donors from step 3 on, in epoch 7 with these groups; the donors have begun that step."""
     store = Store([trainer.place for trainer in donors])
     store.views[7] = View(7, live, "")
@@ -309,7 +309,7 @@ def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers,
     assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
     ((event,), line) = guard._history.note.call_args
     assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["Diverged"])
-    found = joiner.Return(follower, None, never)._find_donors()
+    found = joiner.RejoinCoordinator(follower, None, never)._find_donors()
     assert (1 in [donor.group for donor in found]) == (said != ["Diverged"])
     follower.end()
 
@@ -341,7 +341,7 @@ def test_a_single_donor_is_followed_only_if_no_other_group_that_lives_answers_fo
     monkeypatch.setattr(joiner, "time", SimpleNamespace(monotonic=lambda: now[0]))
     store = Store([trainer.place for trainer in donors])
     store.views[0] = View(0, (0, 1, 3), "")  # with the former start of group 3
-    way_back = joiner.Return(following(store), None, never)
+    way_back = joiner.RejoinCoordinator(following(store), None, never)
     found = lambda: [donor.group for donor in way_back._find_donors()]  # noqa: E731
     donors[1].donor._epoch = lambda: None  # as while it has no state
     assert found() == []
@@ -364,11 +364,11 @@ def test_a_group_does_not_wait_for_a_second_donor_that_it_distrusts(trainers):
     store = Store([donor.place])
     store.views[0] = View(0, (0, 1), "")
     follower = following(store)
-    way_back = joiner.Return(follower, None, never)
+    way_back = joiner.RejoinCoordinator(follower, None, never)
     assert way_back._find_donors() == []
     follower.distrusted.add((1, 0))
     assert [one.group for one in way_back._find_donors()] == [0]
-    unknown = joiner.Return(following(Store([donor.place])), None, never)
+    unknown = joiner.RejoinCoordinator(following(Store([donor.place])), None, never)
     assert [one.group for one in unknown._find_donors()] == [0], "it knows no view"
 
 
@@ -377,12 +377,12 @@ def test_only_members_of_the_newest_view_are_asked_to_be_donors(trainers):
     donors = trainers(2)
     gone = framing.listen("127.0.0.1")  # no process answers there
     gone.settimeout(0.0)
-    lost = state_receiver.Donor(2, 0, "127.0.0.1", gone.getsockname()[1])
+    lost = state_receiver.Peer(2, 0, "127.0.0.1", gone.getsockname()[1])
     store = Store([donors[0].place, donors[1].place, lost])
     store.views = {4: View(4, (0, 1, 2), ""), 5: View(5, (0, 1, 2), "", incarnations={2: 1}), 6: View(6, (0, 1), "")}
     for last in (6, 5):
         store.views = {epoch: view for epoch, view in store.views.items() if epoch <= last}
-        found = joiner.Return(following(store, epoch=4), None, never)._find_donors()
+        found = joiner.RejoinCoordinator(following(store, epoch=4), None, never)._find_donors()
         assert [donor.group for donor in found] == [0, 1]
     with pytest.raises(BlockingIOError):
         gone.accept()

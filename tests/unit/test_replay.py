@@ -17,7 +17,7 @@ from megatron_ft.runlog import history
 from megatron_ft.runlog.protocol_trace import Line, Record, RecordError
 from megatron_ft.runlog.replay import replay
 from megatron_ft.types import Begun, Report, View
-from megatron_ft.worker.recovery_metrics import Interruptions
+from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from tests import support
 from tests.world import World
 from tools.replay import main
@@ -34,13 +34,13 @@ class RecordedWorld(World):
         (directory / "config.json").write_text(json.dumps({"run_id": "world", **run.to_json()}))
         self.directory = directory
         self.measured: dict[int, dict[str, float]] = {}
-        self.books: dict[int, tuple[history.History, Interruptions]] = {}
+        self.books: dict[int, tuple[history.History, RecoveryMetrics]] = {}
         for me in self.alive:
             self.open(me, self.views[0])
 
     def open(self, me: int, view: View) -> None:
         lines = history.History(self.directory)
-        self.books[me] = lines, Interruptions(lines, me, self.job.placement)
+        self.books[me] = lines, RecoveryMetrics(lines, me, self.job.placement)
         lines.set_writer(me == min(view.live))
         lines.record("begin", steps=self.job.steps, microbatches=self.job.microbatches, buckets=self.job.buckets)
         lines.record("view", **view.to_json())

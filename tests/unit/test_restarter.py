@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.agent.peers import Place
-from megatron_ft.agent.restarter import Returns
+from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.agent.spare_host import Spare
 from megatron_ft.config.schema import FaultToleranceConfig, RejoinConfig
 from megatron_ft.core.lifecycle.spare_policy import parts_of
@@ -74,12 +74,12 @@ def clock():
 def agent(clock, store=None, here=None, shared=(), enabled=True, per_hour=6, patience_s=30.0, begun=lambda *_: True):
     settings = FaultToleranceConfig(rejoin=RejoinConfig(enabled=enabled, restarts_per_hour=per_hour))
     voice = Voice(store or Store())
-    made = Returns(voice, settings, here or {1: True, 2: True}, shared, FIRST, patience_s, begun, clock)
+    made = RestartManager(voice, settings, here or {1: True, 2: True}, shared, FIRST, patience_s, begun, clock)
     return made, voice
 
 
 def dead(group, incarnation=0, **how):
-    return signals.Ended(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
+    return signals.RankExited(Exit(group, 0, 7, "h", **{"signal": "SIGKILL", "code": None, **how}), incarnation)
 
 
 def look(made):
@@ -200,7 +200,7 @@ def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
 
 def test_a_group_that_is_killed_while_it_leaves_stays_away(clock):
     made, voice = agent(clock)
-    voice.store.log.append(signals.Leaving(1, 3, "SIGTERM"))
+    voice.store.log.append(signals.LeaveAnnounced(1, 3, "SIGTERM"))
     made.hear(dead(1))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
@@ -214,7 +214,7 @@ def test_a_group_that_stops_with_the_run_does_not_come_back(clock):
 def test_a_group_that_leaves_in_order_is_not_refused_but_gone(clock):
     made, voice = agent(clock)
     made.hear(dead(1, signal=None, code=GroupLeft.exit_code))
-    voice.store.log.append(signals.Leaving(1, 3, "SIGTERM"))
+    voice.store.log.append(signals.LeaveAnnounced(1, 3, "SIGTERM"))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
@@ -383,7 +383,7 @@ def test_of_two_spares_one_gets_it_and_the_host_at_home_may_have_been_faster(spa
 def test_a_group_that_left_or_was_told_to_end_is_not_taken_over(spare):
     store, hosts, look_around = spare
     hosts.silent = {0, 1}
-    left = [signals.Leaving(1, 3, "maintenance"), dead(1, signal=None, code=GroupLeft.exit_code)]
+    left = [signals.LeaveAnnounced(1, 3, "maintenance"), dead(1, signal=None, code=GroupLeft.exit_code)]
     store.log += [dead(0, signal="SIGTERM"), *left]
     assert look_around() == []
 
@@ -399,7 +399,7 @@ def test_a_group_that_was_left_out_and_ended_is_taken_over_even_if_both_are_hear
 
 def test_a_group_that_failed_too_often_at_home_is_taken_over_and_no_more_than_fits(spare):
     store, hosts, look_around = spare
-    store.log += [dead(0), dead(1), signals.Refused(0, 0, 0), signals.Refused(1, 1, 0)]
+    store.log += [dead(0), dead(1), signals.RestartRefused(0, 0, 0), signals.RestartRefused(1, 1, 0)]
     assert look_around() == [(0, 0)]
     hosts.ranks = ((0, 0),)
     assert look_around() == []
@@ -411,11 +411,11 @@ def test_a_spare_believes_two_others_about_a_host_that_it_does_not_listen_to(spa
     store, hosts, look_around = spare
     hosts.known = known
     store.log += [dead(1)]
-    store.log += [signals.Silent(f"h{by}", "h1", (by,), (1,), 2.0) for by in range(7, 7 + witnesses)]
+    store.log += [signals.HostSilent(f"h{by}", "h1", (by,), (1,), 2.0) for by in range(7, 7 + witnesses)]
     assert look_around() == taken
 
 
 def test_a_host_that_has_given_up_a_group_itself_takes_none(spare):
     store, hosts, look_around = spare
-    store.log += [dead(1), signals.Refused(1, 1, 0), signals.Refused(2, 7, 3)]
+    store.log += [dead(1), signals.RestartRefused(1, 1, 0), signals.RestartRefused(2, 7, 3)]
     assert look_around() == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.auth.secret import Secret
 from megatron_ft.coordination import store, watcher
-from megatron_ft.coordination.client import Agreement, digest
+from megatron_ft.coordination.client import CoordinationClient, digest
 from megatron_ft.coordination.store import NOTICES, ControlStore, StoreConflict, StoreLostMemory
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
@@ -22,7 +22,7 @@ from megatron_ft.types import Exit
 from tests.stores import await_
 from tests.support import SECRET
 
-DIED = signals.Ended(Exit(2, 0, 4242, "node7", "SIGKILL", None))
+DIED = signals.RankExited(Exit(2, 0, 4242, "node7", "SIGKILL", None))
 GARBAGE = (b"", b" ", b"\xff\xfe\x00", b'{"value": 1}', b"0" * 32 + b' {"value": 1}', b"[" * 5000)
 
 
@@ -89,7 +89,7 @@ def test_a_forged_view_is_not_adopted_and_makes_room_for_the_first_proposal(plac
 
 def test_groups_that_were_given_two_views_of_one_epoch_never_go_on_together(place):
     """A stranger can delete a view, and a late group then agrees on another one: it is found out at the next view."""
-    groups = [Agreement(place.member(), group, 60.0) for group in range(2)]
+    groups = [CoordinationClient(place.member(), group, 60.0) for group in range(2)]
     for group in groups:
         group.adopted(first_view(3))
     first, own = groups[0].propose(replace(first_view(3), epoch=1, live=(0, 1), reason="group 2 is lost"))
@@ -118,7 +118,7 @@ def test_a_member_of_a_collection_keeps_its_last_genuine_value(place):
 )
 def test_a_forged_notice_is_ignored_and_those_after_it_are_heard(place, value):
     """The forged notice stays: a reader may have passed it, and would never see another value in its place."""
-    watcher.announce(place.own, signals.Over())
+    watcher.announce(place.own, signals.RunFinished())
     for index in (1, 2):
         place.forge(f"{NOTICES}/{index}", value)
     heard: list[signals.Verdict] = []
@@ -127,7 +127,7 @@ def test_a_forged_notice_is_ignored_and_those_after_it_are_heard(place, value):
     watcher.announce(place.own, DIED, by="once")
     await_(lambda: len(heard) == 2, "both genuine notices are heard")
     listening.stop()
-    assert isinstance(heard[0], signals.Over) and heard[1].group == 2
+    assert isinstance(heard[0], signals.RunFinished) and heard[1].group == 2
     assert place.own.entry(NOTICES, 3, 0.1) == signals.to_json(DIED)
     assert place.own.entry(NOTICES, 4, 0.1) is None
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_ft.core.detection import state_divergence
-from megatron_ft.core.protocol.signals import Differs, Diverged, Halts
+from megatron_ft.core.protocol.messages import RunHalted
+from megatron_ft.core.protocol.signals import ChecksumsRequested, StateDiverged
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import View
@@ -194,7 +195,9 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
         agreement, check = MagicMock(), StateCheck(engine, 0)
         agreement.clone.return_value = agreement
         agreement.say, agreement.get = said.__setitem__, said.get
-        agreement.announce = lambda signal: isinstance(signal, Differs) and [one.publish(signal.step) for one in guards]
+        agreement.announce = lambda signal: (
+            isinstance(signal, ChecksumsRequested) and [one.publish(signal.step) for one in guards]
+        )
         env = MagicMock(group=group, incarnation=0, position=0)
         env.config.ranks_per_group = 1
         guards.append(StateGuard(env, MagicMock(), check, MagicMock(), agreement, MagicMock()))
@@ -213,4 +216,4 @@ def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before
     assert guard.accuse("some", 5, {}, {0: 5, 2: 6}, everyone=False) == ()
     assert guard.accuse("later", 9, {}, {0: 5, 2: 6}) == ()
     said = [call.args[0] for call in agreement.announce.call_args_list]
-    assert [type(signal) for signal in said if not isinstance(signal, MagicMock)] == [Diverged, Halts]
+    assert [type(signal) for signal in said if not isinstance(signal, MagicMock)] == [StateDiverged, RunHalted]

@@ -145,35 +145,37 @@ lost = st.dictionaries(st.integers(1, 3), st.booleans())
 
 @given(lost, st.randoms())
 def test_a_view_fences_each_group_that_it_leaves_out_and_that_is_not_known_to_have_ended(lost, random):
-    events = [machine.Died(group, "gone", ended=known) for group, known in lost.items()] or [machine.Broke(0, "reset")]
+    events = [machine.GroupFailed(group, "gone", ended=known) for group, known in lost.items()] or [
+        machine.EpochAborted(0, "reset")
+    ]
     random.shuffle(events)
     found = proposed(*events)
     assert set(found.view.lost) == set(lost) and found.reads_log == bool(lost)
     assert set(found.fence) == {(group, 0) for group, known in lost.items() if not known}
 
 
-@given(st.permutations([machine.Died(1, "given up"), machine.Died(1, "killed", ended=True)]))
+@given(st.permutations([machine.GroupFailed(1, "given up"), machine.GroupFailed(1, "killed", ended=True)]))
 def test_a_group_that_was_given_up_and_has_ended_since_needs_no_fence(events):
     assert proposed(*events).fence == ()
 
 
 def test_the_end_of_a_later_start_says_nothing_of_a_member():
     """The member may be frozen on a lost host, while a spare host has started its group again."""
-    assert proposed(machine.Died(1, "killed", 1, ended=True)).fence == ((1, 0),)
-    ends = machine.Died(1, "killed", 0, ended=True), machine.Died(1, "killed", 1, ended=True)
+    assert proposed(machine.GroupFailed(1, "killed", 1, ended=True)).fence == ((1, 0),)
+    ends = machine.GroupFailed(1, "killed", 0, ended=True), machine.GroupFailed(1, "killed", 1, ended=True)
     assert proposed(*ends).fence == () and proposed(*reversed(ends)).fence == ()
 
 
 def test_a_group_that_is_only_cut_off_is_fenced():
     job = Job(**{**vars(JOB), "settle_s": 0.0})
-    found = proposed(machine.Missed((0, 1, 2), (3,), "silent"), job=job, reporting=(0, 1, 2))
+    found = proposed(machine.LinkDown((0, 1, 2), (3,), "silent"), job=job, reporting=(0, 1, 2))
     assert found.fence == ((3, 0),) and found.reads_log
 
 
 def test_a_group_that_has_left_in_order_is_not_fenced_unless_it_is_given_up():
     state = machine.start(0, JOB, replace(first_view(4), behind=(), source=None, step=1))
-    leaves = machine.Leaves(3, 0, "told to")
-    for events, fence in [((leaves,), ()), ((leaves, machine.Died(3, "stuck")), ((3, 0),))]:
+    leaves = machine.LeaveAnnounced(3, 0, "told to")
+    for events, fence in [((leaves,), ()), ((leaves, machine.GroupFailed(3, "stuck")), ((3, 0),))]:
         after = machine.changed(state, connected=True)
         for event in (*events, machine.ReportsSeen(tuple(Report(0, group, 1) for group in (0, 1, 2)))):
             after, actions = machine.step(after, event, 0.0)
@@ -184,8 +186,8 @@ def test_a_group_that_has_left_in_order_is_not_fenced_unless_it_is_given_up():
 def test_a_view_by_which_no_group_goes_on_fences_none():
     """In a wipe-out, or with too few groups, the members end, and the groups that are left out may be the run."""
     job = Job(**{**vars(JOB), "min_groups": 4})
-    wipe_out = [machine.Died(group, "given up") for group in range(4)]
-    for found in (proposed(machine.Died(1, "given up"), job=job), proposed(*wipe_out)):
+    wipe_out = [machine.GroupFailed(group, "given up") for group in range(4)]
+    for found in (proposed(machine.GroupFailed(1, "given up"), job=job), proposed(*wipe_out)):
         assert found.view.lost and found.fence == () and not found.reads_log
 
 
@@ -197,7 +199,7 @@ def test_hosts_that_are_lost_together_do_not_outvote_the_one_that_is_left():
     job = Job(shards=3, per_shard=1, buckets=1, steps=2, report_timeout_s=15.0, settle_s=0.0)
     state = machine.start(2, job, replace(first_view(3), behind=(), source=None))
     found, now = [], 0.0
-    events = [machine.Missed((by,), (about,), "silent") for by, about in [(2, 0), (2, 1), (0, 1)]]
+    events = [machine.LinkDown((by,), (about,), "silent") for by, about in [(2, 0), (2, 1), (0, 1)]]
     while not found and now < 60.0:
         event, now = events.pop() if events else machine.Tick(), now + 1.0
         state, actions = machine.step(state, event, now)
@@ -210,7 +212,7 @@ def test_reports_that_were_read_from_a_lost_store_do_not_count():
     state = machine.start(0, JOB, replace(first_view(4), behind=(), source=None))
     reports = tuple(Report(0, group, 0) for group in range(4))
     proposals = []
-    for event in (machine.Broke(0, "reset"), machine.ReportsSeen(reports[:3]), machine.Replaced(),
+    for event in (machine.EpochAborted(0, "reset"), machine.ReportsSeen(reports[:3]), machine.Replaced(),
                   machine.ReportsSeen(reports[3:]), machine.ReportsSeen(reports)):  # fmt: skip
         state, actions = machine.step(state, event, 0.0)
         proposals.append(any(isinstance(action, machine.Propose) for action in actions))

@@ -11,7 +11,7 @@ import pytest
 from megatron_ft.agent import node_agent as agent_module
 from megatron_ft.agent.heartbeat import Said
 from megatron_ft.agent.peers import Hosts
-from megatron_ft.agent.store_takeover import Succession
+from megatron_ft.agent.store_takeover import StoreTakeover
 from megatron_ft.coordination.store import Locator, Log, LogAway, StoreGone
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
@@ -52,7 +52,7 @@ class Agent:
         )
         self.told, self.moved, note = directory / "told", MagicMock(), MagicMock()
         self.seats, self.view = frozenset({(1, 0)}), first_view(3)
-        self.agent = Succession(
+        self.agent = StoreTakeover(
             hosts, self.locator, directory, lambda: self.seats, lambda: self.view, self.told, self.moved, note
         )
         self.agent._probe = MagicMock()

@@ -14,13 +14,13 @@ from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.machine import Job, Transferred, Updated
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.messages import (
-    Asked,
     AwaitView,
-    Broke,
+    CaughtUp,
     Computed,
     Connected,
-    Died,
-    Followed,
+    EpochAborted,
+    GroupFailed,
+    JoinRequested,
     Reduced,
     Stop,
     Tick,
@@ -165,14 +165,14 @@ def test_a_group_that_enters_learns_the_slow_groups_with_the_state():
     state = machine.start(2, JOB, view)
     state, _ = machine.step(state, Connected(5), 0.0)
     known = observe(Speeds(), {0: 1.0, 1: 2.0, 2: 1.0}, 1.5, 1)
-    state, _ = machine.step(state, Followed(known), 0.0)
+    state, _ = machine.step(state, CaughtUp(known), 0.0)
     assert state.speeds == known and loads(state) == {0: 5, 1: 2, 2: 5}
 
 
 def test_a_group_that_hands_the_state_over_keeps_its_own_measurements():
     state = train(begun(), {0: 1.0, 1: 1.0, 2: 2.0})
     view = View(1, (0, 1, 2), "3 joins", step=1, source=0, behind=(1,), begun=state.begun)
-    state, _ = machine.step(state, Broke(0, "3 joins"), 0.0)
+    state, _ = machine.step(state, EpochAborted(0, "3 joins"), 0.0)
     state, _ = machine.step(state, machine.ViewSeen(view), 0.0)
     state, _ = machine.step(state, Connected(1), 0.0)
     after_it, _ = machine.step(state, Transferred(1, Speeds()), 0.0)
@@ -183,7 +183,7 @@ def test_a_group_that_hands_the_state_over_keeps_its_own_measurements():
 def test_a_long_microbatch_is_waited_for(longest, waits_s):
     """Group 2 is in its microbatch and cannot report; it is left out after 4 of those, not after report_timeout_s."""
     state = train(begun(), {0: 0.5, 1: 0.5, 2: longest})
-    state, _ = machine.step(state, Broke(0, "a reset"), 0.0)
+    state, _ = machine.step(state, EpochAborted(0, "a reset"), 0.0)
     state, _ = machine.step(state, machine.ReportsSeen((Report(0, 1, 1),)), 0.0)
     while isinstance(action := machine.next_action(state), machine.Compute):
         state, _ = machine.step(state, Computed(action.microbatch), 0.0)
@@ -213,7 +213,7 @@ def told(state, *events):
 
 
 def test_two_groups_that_die_of_the_same_microbatch_stop_the_run():
-    action = told(at_step_2(), Died(1, "IndexError", 0, X), Died(2, "CUDA out of memory", 0, X))
+    action = told(at_step_2(), GroupFailed(1, "IndexError", 0, X), GroupFailed(2, "CUDA out of memory", 0, X))
     assert isinstance(action, Stop)
     for word in ("groups 1 and 2", "2/1.0", "CUDA out of memory", "look at the samples", "memory"):
         assert word in action.reason
@@ -222,25 +222,31 @@ def test_two_groups_that_die_of_the_same_microbatch_stop_the_run():
 @pytest.mark.parametrize(
     "second",
     [
-        Died(1, "again", 0, X),  # another rank of the same group
-        Died(1, "again", 1, X),  # the same group, started again
-        Died(2, "another one", 0, Microbatch(2, 2, 0)),
-        Died(2, "killed"),
+        GroupFailed(1, "again", 0, X),  # another rank of the same group
+        GroupFailed(1, "again", 1, X),  # the same group, started again
+        GroupFailed(2, "another one", 0, Microbatch(2, 2, 0)),
+        GroupFailed(2, "killed"),
     ],
 )
 def test_one_group_or_two_microbatches_do_not(second):
-    assert not isinstance(told(at_step_2(), Died(1, "IndexError", 0, X), second), Stop)
+    assert not isinstance(told(at_step_2(), GroupFailed(1, "IndexError", 0, X), second), Stop)
 
 
 def test_a_microbatch_that_is_committed_harms_no_group_any_more():
     past = Microbatch(1, 1, 0)
-    assert not isinstance(told(at_step_2(), Died(1, "late", 0, past), Died(2, "late", 0, past)), Stop)
+    assert not isinstance(told(at_step_2(), GroupFailed(1, "late", 0, past), GroupFailed(2, "late", 0, past)), Stop)
     ahead = Microbatch(3, 1, 0)  # others are a step further
-    assert isinstance(told(at_step_2(), Died(1, "early", 0, ahead), Died(2, "early", 0, ahead)), Stop)
+    assert isinstance(told(at_step_2(), GroupFailed(1, "early", 0, ahead), GroupFailed(2, "early", 0, ahead)), Stop)
 
 
 def test_the_stop_is_final():
-    action = told(at_step_2(), Died(1, "a", 0, X), Died(2, "b", 0, X), Asked(5, 1, ((0, 0),), 1), Died(3, "c"))
+    action = told(
+        at_step_2(),
+        GroupFailed(1, "a", 0, X),
+        GroupFailed(2, "b", 0, X),
+        JoinRequested(5, 1, ((0, 0),), 1),
+        GroupFailed(3, "c"),
+    )
     assert isinstance(action, Stop) and "groups 1 and 2" in action.reason
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from megatron_ft.agent import agent_client
 from megatron_ft.coordination import store, watcher
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import NOTICES, ControlStore
 from megatron_ft.coordination.store.call_guard import Overdue
 from megatron_ft.coordination.store.tcp_store import TcpStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.key_lifetimes import Floor
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.types import Exit, View
 from tests.growth import FIRST, Changes
@@ -103,7 +103,7 @@ def test_a_process_that_ends_a_watcher_leaves_no_thread_in_torch(served):
     before, heard = set(threading.enumerate()), threading.Event()
     ear = watcher.Watcher(served.clone(), lambda verdict: heard.set(), print)
     ear.start()
-    served.append(store.NOTICES, signals.to_json(signals.Over()))
+    served.append(store.NOTICES, signals.to_json(signals.RunFinished()))
     assert heard.wait(DEADLINE_S)  # the watcher waits for the next one now, or is about to
     ear.stop()
     await_(lambda: not set(threading.enumerate()) - before, "its threads have ended")
@@ -114,7 +114,7 @@ def test_the_store_is_as_small_after_2000_view_changes_as_after_20(served):
     """Late readers go on, all the same: the floor shows them which keys were deleted meanwhile."""
     changes = Changes(served)
     late = served.clone()
-    late_watcher, late_group = [], Agreement(late, 1, 60.0)
+    late_watcher, late_group = [], CoordinationClient(late, 1, 60.0)
     changes.make(20)
     (keys, size), forgetful = changes.size(), len(changes.group._added) + len(changes.group._mine)
     changes.make(1980)
@@ -127,17 +127,17 @@ def test_the_store_is_as_small_after_2000_view_changes_as_after_20(served):
     while (view := late_group.look_at_view(epoch)) is not None:
         epoch = view.epoch + 1
     assert epoch == 2001
-    agent = agent_client.Voice(served.clone(), {})
+    agent = agent_client.AgentClient(served.clone(), {})
     assert agent.newest_view(FIRST) == newest
-    assert {signal.exit.group for signal in agent.news() if isinstance(signal, signals.Ended)} == {1}
+    assert {signal.exit.group for signal in agent.news() if isinstance(signal, signals.RankExited)} == {1}
     listening = watcher.Watcher(served.clone(), late_watcher.append, lambda error: None)
     listening.start()
     stale = ControlStore(served.address, served.run_id, 30.0)
-    stale.append(NOTICES, signals.to_json(signals.Over()))
-    await_(lambda: signals.Over() in late_watcher, "what a process says that begins now is heard")
+    stale.append(NOTICES, signals.to_json(signals.RunFinished()))
+    await_(lambda: signals.RunFinished() in late_watcher, "what a process says that begins now is heard")
     listening.stop()
-    assert Died(1, str(Exit(1, 0, 4242, "node7", "SIGKILL", None)), 999, ended=True) in late_watcher
-    assert agent.news() == [signals.Over()]
+    assert GroupFailed(1, str(Exit(1, 0, 4242, "node7", "SIGKILL", None)), 999, ended=True) in late_watcher
+    assert agent.news() == [signals.RunFinished()]
 
 
 def test_a_reader_that_was_stopped_over_many_views_hears_all_that_matters(served):
@@ -148,9 +148,9 @@ def test_a_reader_that_was_stopped_over_many_views_hears_all_that_matters(served
     listening._index = 1
     changes.make(40)
     listening.start()
-    await_(lambda: signals.Agreed(44) in heard, "the newest view is heard of")
+    await_(lambda: signals.ViewAgreed(44) in heard, "the newest view is heard of")
     listening.stop()
-    assert [verdict.incarnation for verdict in heard if isinstance(verdict, Died)][-1] == 21
+    assert [verdict.incarnation for verdict in heard if isinstance(verdict, GroupFailed)][-1] == 21
 
 
 def test_a_run_leaves_nothing_behind_that_is_forgotten(served):

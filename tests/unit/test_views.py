@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.membership import first_view, follows, next_view
-from megatron_ft.core.protocol.messages import Asked
+from megatron_ft.core.protocol.messages import JoinRequested
 from megatron_ft.types import Begun, Report, View
 
 BUCKETS = 3
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     reports: dict[int, Report]
     dead: dict[int, str]
     silent: dict[int, str]
-    asking: dict[int, Asked]
+    asking: dict[int, JoinRequested]
 
     def next(self) -> View | None:
         return next_view(self.view, self.reports, self.dead, self.silent, "why", self.asking)
@@ -57,7 +57,7 @@ def cases(draw) -> Case:
     seats = [(group, starts.get(group, 0)) for group in live]
     donors = st.lists(st.sampled_from(seats) | st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=2).map(tuple)
     asking = {
-        group: Asked(group, draw(st.integers(4, 6)), draw(donors), high - 1)
+        group: JoinRequested(group, draw(st.integers(4, 6)), draw(donors), high - 1)
         for group in draw(st.sets(st.integers(0, 9), max_size=2))
     }
     view = View(4, live, "before", step=high if following else low, incarnations=starts)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent.heartbeat import Beats
+from megatron_ft.agent.heartbeat import HeartbeatService
 from megatron_ft.collectives.communicator import Broken, Over, PointToPoint
 from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.core.protocol import signals
@@ -72,7 +72,7 @@ def test_a_watcher_reports_an_exception_of_what_it_calls():
     def hears(verdict: signals.Verdict) -> None:
         raise ZeroDivisionError(verdict)
 
-    entries = SimpleNamespace(memory="a", entry=lambda *_: signals.to_json(signals.Over()), floor=None, get=None)
+    entries = SimpleNamespace(memory="a", entry=lambda *_: signals.to_json(signals.RunFinished()), floor=None, get=None)
     ear = watcher.Watcher(entries, hears, print, failed=lambda error: (failed.append(error), over.set()))
     ear._index = 1
     ear.start()
@@ -81,11 +81,11 @@ def test_a_watcher_reports_an_exception_of_what_it_calls():
 
 
 def test_an_agent_does_not_go_on_without_its_beats(monkeypatch):
-    def fails(self: Beats) -> None:
+    def fails(self: HeartbeatService) -> None:
         raise ZeroDivisionError("of a test")
 
-    monkeypatch.setattr(Beats, "_send", fails)
-    beats = Beats("127.0.0.1", 0, support.SECRET.of("beats", "run"), 1.0)
+    monkeypatch.setattr(HeartbeatService, "_send", fails)
+    beats = HeartbeatService("127.0.0.1", 0, support.SECRET.of("beats", "run"), 1.0)
     beats.add({1: ("127.0.0.1", 9)})
     await_(lambda: not beats._thread.is_alive(), "its thread has ended")
     with pytest.raises(ZeroDivisionError, match="of a test"):
@@ -112,7 +112,7 @@ def test_a_sweeper_goes_on_after_a_bug_in_one_sweep(monkeypatch, caplog):
     monkeypatch.setattr(key_sweeper.Sweeper, "sweep", sweep)
     sweeper = key_sweeper.Sweeper(SimpleNamespace(memory="a", cut=lambda: None), lambda group: True, first_view(2))
     sweeper.start()
-    sweeper.hear(signals.Agreed(1))
+    sweeper.hear(signals.ViewAgreed(1))
     await_(lambda: len(sweeps) > 1, "it sweeps again")
     sweeper.stop()
     assert "a sweep of the control store raised ZeroDivisionError: of a test (test_vital_thread.py" in caplog.text

@@ -146,7 +146,7 @@ def _hold(address: str) -> socket.socket:
     return held
 
 
-class Members:
+class EtcdCluster:
     """The members of the run's own etcd. Host ``rank`` of ``hosts`` founds it together with the others, on
     ``founders``; a host that comes later gets its address as ``store``.
 

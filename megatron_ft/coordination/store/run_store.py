@@ -41,7 +41,7 @@ _FLOOR = "floor"
 NOTICES = "notice"
 """The log of everything that may end an epoch: deaths seen by agents, epochs broken at some group."""
 
-_SAYS_NOTHING = signals.to_json(signals.Forged())
+_SAYS_NOTHING = signals.to_json(signals.ForgedNotice())
 
 Address = tuple[str, int] | str | Locator
 """``(host, port)`` or ``"host:port"`` of an embedded store, or an etcd's address (``store_address``). An etcd that the

@@ -140,7 +140,7 @@ def lost_voices(order: Saves, view: View) -> tuple[GroupId, ...]:
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class CheckpointSchedule:
     """The measurements that the period of saves is computed from; times are in seconds.
 
     Attributes:
@@ -184,10 +184,10 @@ class Rhythm:
         first, most = MARGIN
         return min(int(first * 2 ** min(self.late, 20)), most)
 
-    def saved(self, save_s: float, write_s: float) -> Rhythm:
+    def saved(self, save_s: float, write_s: float) -> CheckpointSchedule:
         return replace(self, save_s=save_s, write_s=write_s, failed=0)
 
-    def lost(self, late: bool) -> Rhythm:
+    def lost(self, late: bool) -> CheckpointSchedule:
         """Return the rhythm after a failed attempt."""
         return replace(self, failed=self.failed + 1, late=self.late + late)
 
@@ -195,6 +195,6 @@ class Rhythm:
         """Return the values that the next start of the job needs. ``planned``: the job was told to end."""
         return {"ran_s": round(self.ran_s + here_s, 3), "ends": self.ends + (not planned)}
 
-    def resumed(self, before: Mapping[str, Any]) -> Rhythm:
+    def resumed(self, before: Mapping[str, Any]) -> CheckpointSchedule:
         """Return the rhythm with the values that the start before has left."""
         return replace(self, ran_s=before["ran_s"], ends=before["ends"])

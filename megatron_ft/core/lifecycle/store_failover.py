@@ -40,7 +40,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 
 HostId = int
 Seat = tuple[int, int]
@@ -95,12 +95,12 @@ def unfenced(seats: Iterable[Seat], claims: Iterable[Claim]) -> frozenset[int]:
     return frozenset(group for group, _ in frozenset(seats) - fenced(claims))
 
 
-def verdicts(claim: Claim) -> tuple[Died, ...]:
+def verdicts(claim: Claim) -> tuple[GroupFailed, ...]:
     """Return the verdicts of a claim for a group that reads it: each fenced seat is dead; a reader that is fenced ends.
 
     Their reason is that of the claim: a view has the same cause, whichever group proposes it.
     """
-    return tuple(Died(group, claim.reason, incarnation) for group, incarnation in sorted(claim.fenced))
+    return tuple(GroupFailed(group, claim.reason, incarnation) for group, incarnation in sorted(claim.fenced))
 
 
 def may_claim(own: Collection[Seat], claims: Iterable[Claim]) -> bool:

@@ -19,12 +19,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_ft.core.detection.link_detector import Unit
-from megatron_ft.core.protocol.signals import Asking, Forged, Housed, Signal, Silent, Verdict, judge
+from megatron_ft.core.protocol.signals import (
+    ForgedNotice,
+    HostAssigned,
+    HostSilent,
+    JoinRequested,
+    Signal,
+    Verdict,
+    judge,
+)
 from megatron_ft.types import GroupId
 
 
 @dataclass(frozen=True)
-class Places:
+class GroupLocations:
     """The locations and silences read from the log so far.
 
     Attributes:
@@ -35,29 +43,29 @@ class Places:
 
     moved: Mapping[GroupId, int] = field(default_factory=dict)
     asked: Mapping[GroupId, int] = field(default_factory=dict)
-    silences: Mapping[tuple[Unit, Unit], Silent] = field(default_factory=dict)
+    silences: Mapping[tuple[Unit, Unit], HostSilent] = field(default_factory=dict)
 
 
-def hear(places: Places, signal: Signal) -> tuple[Places, tuple[Verdict, ...]]:
+def hear(places: GroupLocations, signal: Signal) -> tuple[GroupLocations, tuple[Verdict, ...]]:
     """Take in the next notice, and return the new locations and the verdicts that it leads to."""
     match signal:
-        case Forged():
+        case ForgedNotice():
             return places, ()
-        case Silent() if not set(signal.groups_by) & set(signal.groups_about):
+        case HostSilent() if not set(signal.groups_by) & set(signal.groups_about):
             rest = {units: said for units, said in places.silences.items() if units != signal.units}
             after = replace(places, silences=rest if signal.heard else {**rest, signal.units: signal})
             return after, (judge(_at(signal, after)),)
-        case Housed(ranks=ranks, incarnation=incarnation):
+        case HostAssigned(ranks=ranks, incarnation=incarnation):
             newest = {group: max(incarnation, places.moved.get(group, 0)) for group, _ in ranks}
             after = replace(places, moved={**places.moved, **newest})
-        case Asking(group=group, incarnation=incarnation):
+        case JoinRequested(group=group, incarnation=incarnation):
             after = replace(places, asked={**places.asked, group: max(incarnation, places.asked.get(group, 0))})
         case _:
             after = places
     return after, (*_corrections(places, after), judge(signal))
 
 
-def _corrections(before: Places, after: Places) -> Iterator[Verdict]:
+def _corrections(before: GroupLocations, after: GroupLocations) -> Iterator[Verdict]:
     """Yield the verdicts of the standing silences that have changed from ``before`` to ``after``."""
     if before is not after:
         for said in before.silences.values():
@@ -68,7 +76,7 @@ def _corrections(before: Places, after: Places) -> Iterator[Verdict]:
                 yield judge(new)
 
 
-def _at(said: Silent, places: Places) -> Silent:
+def _at(said: HostSilent, places: GroupLocations) -> HostSilent:
     """Return the silence for the groups that are still where its host believed them to be, with the starts concerned."""
     since, until = dict(said.since), dict(said.until)
     by, about = (

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.types import GroupId, View
 
 BEHIND = 2
@@ -109,7 +109,7 @@ def graves(notices: Iterable[signals.Signal]) -> dict[GroupId, int]:
     found: dict[GroupId, int] = {}
     for signal in notices:
         verdict = signals.judge(signal)
-        if isinstance(verdict, Died):
+        if isinstance(verdict, GroupFailed):
             found[verdict.group] = max(verdict.incarnation, found.get(verdict.group, 0))
     return found
 
@@ -136,11 +136,11 @@ def kept(notices: Sequence[signals.Signal], view: View) -> tuple[signals.Signal,
 def _still_open(signal: signals.Signal, view: View) -> bool:
     """Return whether the signal is about an epoch, or a step, that is not over."""
     match signal:
-        case signals.Reset(epoch=epoch) | Saves(epoch=epoch):
+        case signals.EpochAborted(epoch=epoch) | Saves(epoch=epoch):
             return epoch >= view.epoch
-        case signals.Ended():
+        case signals.RankExited():
             verdict = signals.judge(signal)  # two deaths in one microbatch end the run
-            assert isinstance(verdict, Died)
+            assert isinstance(verdict, GroupFailed)
             return verdict.microbatch is not None and verdict.microbatch.step >= view.step
     return False
 
@@ -151,36 +151,36 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
     The signal of the highest rank is kept; among equals the last one.
     """
     match signal:
-        case signals.Ended(incarnation=number) | signals.GivenUp(incarnation=number):
+        case signals.RankExited(incarnation=number) | signals.RankUnresponsive(incarnation=number):
             verdict = signals.judge(signal)
-            assert isinstance(verdict, Died)
+            assert isinstance(verdict, GroupFailed)
             return [((type(signal), verdict.group), (number,))]
-        case signals.Silent(incarnation=number):
+        case signals.HostSilent(incarnation=number):
             verdict = signals.judge(signal)
-            apart = [(("apart", verdict.group), (number,))] if isinstance(verdict, Died) else []
+            apart = [(("apart", verdict.group), (number,))] if isinstance(verdict, GroupFailed) else []
             return [(("silent", signal.units), ()), *apart, (("silent names", signal.by, signal.about), ())]
-        case signals.Leaving(group=group, incarnation=number, after=after):
+        case signals.LeaveAnnounced(group=group, incarnation=number, after=after):
             return [(("leaving", group), (number, -after))]
-        case signals.Asking(group=group, incarnation=number):
+        case signals.JoinRequested(group=group, incarnation=number):
             return [(("asking", group), (number,))] if number > dead.get(group, -1) else []
-        case signals.Dismissed(group=group):
+        case signals.LeaveRequested(group=group):
             return [(("dismissed", group), ())]
-        case signals.Housed(host=host, ranks=ranks, incarnation=number):
+        case signals.HostAssigned(host=host, ranks=ranks, incarnation=number):
             return [(("card", host), ()), *((("rank", rank), (number,)) for rank in ranks)]
-        case signals.Refused(host=host, group=group):
+        case signals.RestartRefused(host=host, group=group):
             return [(("refused", host, group), ())]
         case Saves(epoch=epoch, at=at):
             return [("saves", (epoch, at))]
         case Stops(groups=groups):
             return [(("stops", groups), ())]
-        case signals.Agreed(epoch=epoch):
+        case signals.ViewAgreed(epoch=epoch):
             return [("agreed", (epoch,))]
-        case signals.Over():
+        case signals.RunFinished():
             return [("over", ())]
-        case signals.Diverged(group=group, incarnation=number):
+        case signals.StateDiverged(group=group, incarnation=number):
             return [(("diverged", group), (number,))]
-        case signals.Halts():
+        case signals.RunHalted():
             return [("halts", ())]
-        case signals.Reset() | signals.Differs() | signals.Forged():
+        case signals.EpochAborted() | signals.ChecksumsRequested() | signals.ForgedNotice():
             return []
     raise TypeError(f"kept: {signal!r} is not a signal")

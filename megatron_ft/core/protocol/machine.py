@@ -32,29 +32,29 @@ from megatron_ft.core.protocol.messages import (
     Abort,
     Action,
     Announce,
-    Asked,
     AwaitView,
-    Broke,
+    CatchUpFailed,
+    CaughtUp,
     Compute,
     Computed,
     Connect,
     Connected,
-    Died,
+    EpochAborted,
     Event,
     Finish,
     Follow,
-    Followed,
-    Halted,
-    Leaves,
-    Missed,
+    GroupFailed,
+    JoinRequested,
+    LeaveAnnounced,
+    LinkDown,
     Propose,
     Publish,
     Reduce,
     Reduced,
     Replaced,
     ReportsSeen,
+    RunHalted,
     Stop,
-    Strayed,
     Tick,
     Transfer,
     Transferred,
@@ -91,19 +91,19 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
     if state.stopped:
         return state, (Stop(state.stopped, state.halted),)
     match event:
-        case Halted(reason=reason):
-            state = changed(state, stopped=reason, halted=True)
-        case Died():
+        case RunHalted(why=why):
+            state = changed(state, stopped=why, halted=True)
+        case GroupFailed():
             state = _died(state, event)
-        case Leaves():
+        case LeaveAnnounced():
             state = _leaves(state, event)
-        case Asked():
+        case JoinRequested():
             state = _asked(state, event)
-        case Strayed(reason=reason):
+        case CatchUpFailed(reason=reason):
             state = changed(state, stopped=f"group {state.me} has to start over: {reason}")
-        case Broke():
+        case EpochAborted():
             state = _broke(state, event)
-        case Missed():
+        case LinkDown():
             state = _missed(state, event)
         case ReportsSeen(reports=reports):
             state = _reports(state, reports)
@@ -169,7 +169,7 @@ def plan_ahead(state: GroupState) -> Plan:
     return state.job.plan(state.step + 1, Begun(state.view.live), state.speeds)
 
 
-def _died(state: GroupState, event: Died) -> GroupState:
+def _died(state: GroupState, event: GroupFailed) -> GroupState:
     """Remember the death, whether that incarnation has a seat or not: a view that gives it one may be on its way."""
     state = _blamed(state, event)
     if event.ended:  # for each group, the incarnation that is a member and the one reported last are kept
@@ -181,7 +181,7 @@ def _died(state: GroupState, event: Died) -> GroupState:
     return changed(state, asking=asking, graves={**state.graves, event.group: (event.incarnation, event.reason)})
 
 
-def _blamed(state: GroupState, event: Died) -> GroupState:
+def _blamed(state: GroupState, event: GroupFailed) -> GroupState:
     """Stop if two groups have died in the same microbatch, which would take one group after the other.
 
     A microbatch that is committed here is ignored: no group has to compute it any more.
@@ -201,7 +201,7 @@ def _blamed(state: GroupState, event: Died) -> GroupState:
     return changed(state, stopped=why)
 
 
-def _leaves(state: GroupState, event: Leaves) -> GroupState:
+def _leaves(state: GroupState, event: LeaveAnnounced) -> GroupState:
     """Remember that a group leaves. The first message about its newest start counts: a rebuilt store may repeat
     messages, those about earlier starts as well."""
     said = state.leaving.get(event.group)
@@ -210,7 +210,7 @@ def _leaves(state: GroupState, event: Leaves) -> GroupState:
     return changed(state, leaving={**state.leaving, event.group: event})
 
 
-def _asked(state: GroupState, event: Asked) -> GroupState:
+def _asked(state: GroupState, event: JoinRequested) -> GroupState:
     """Remember the request, unless that incarnation has or had a seat or is dead already: the notice may be late."""
     alive = event.incarnation > state.graves.get(event.group, (-1, ""))[0]
     seated = event.incarnation <= _seat(state.view, event.group)
@@ -219,7 +219,7 @@ def _asked(state: GroupState, event: Asked) -> GroupState:
     return changed(state, asking={**state.asking, event.group: event})
 
 
-def _broke(state: GroupState, event: Broke) -> GroupState:
+def _broke(state: GroupState, event: EpochAborted) -> GroupState:
     """Remember the first message about an epoch, or a later one that ends the epoch sooner."""
     said = state.broken.get(event.epoch)
     if event.epoch < state.view.epoch or (said is not None and said.after <= event.after):
@@ -227,7 +227,7 @@ def _broke(state: GroupState, event: Broke) -> GroupState:
     return changed(state, broken={**state.broken, event.epoch: event})
 
 
-def _missed(state: GroupState, event: Missed) -> GroupState:
+def _missed(state: GroupState, event: LinkDown) -> GroupState:
     others = {pair: said for pair, said in state.missed.items() if pair != (event.by, event.about)}
     if event.heard:
         return changed(state, missed=others)
@@ -248,7 +248,7 @@ def _progress(state: GroupState, event: Event) -> GroupState:
             return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):
             return changed(state, connected=True) if _current(state, epoch) else state
-        case Followed(speeds=speeds):
+        case CaughtUp(speeds=speeds):
             plan = state.job.plan(state.step, state.begun, speeds)
             return changed(state, synced=True, following=False, speeds=speeds, plan=plan)
         case Transferred(epoch=epoch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_ft.core.protocol.messages import Asked
+from megatron_ft.core.protocol.messages import JoinRequested
 from megatron_ft.types import Begun, Bucket, GroupId, Report, View
 
 _CAUSES = 3
@@ -32,7 +32,7 @@ def next_view(
     dead: Mapping[GroupId, str],
     silent: Mapping[GroupId, str],
     reason: str,
-    asking: Mapping[GroupId, Asked] | None = None,
+    asking: Mapping[GroupId, JoinRequested] | None = None,
     noticed: str = "",
 ) -> View | None:
     """Return the view to propose, or None while a report is still awaited. The caller sets its ``begun``.
@@ -94,7 +94,7 @@ def _wipe_out(view: View, live: tuple[GroupId, ...], gone: Mapping[GroupId, str]
     return View(view.epoch + 1, (), why, lost={**gone, **dict.fromkeys(live, why)})
 
 
-def admissible(view: View, asked: Asked) -> bool:
+def admissible(view: View, asked: JoinRequested) -> bool:
     """Return whether the group that asks could enter beside the members of ``view``: all its donors are members, and it
     is not.
 
@@ -105,7 +105,7 @@ def admissible(view: View, asked: Asked) -> bool:
     return bool(asked.donors) and seated and asked.group not in view.live
 
 
-def _entering(view: View, live: tuple[GroupId, ...], asking: Mapping[GroupId, Asked]) -> dict[GroupId, int]:
+def _entering(view: View, live: tuple[GroupId, ...], asking: Mapping[GroupId, JoinRequested]) -> dict[GroupId, int]:
     """Return the groups, with their incarnations, that get a seat beside ``live``.
 
     The caller has checked that all of ``live`` hold the same state and that no bucket of the step is final: a group

@@ -4,10 +4,11 @@ The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.si
 states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
 
 Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Updated``,
-``Followed``, ``Strayed``), signals through ``signals.judge`` (``Died``, ``Leaves``, ``Asked``, ``Broke``, ``Missed``,
-``Halted``; ``Died`` also from claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``,
-``ViewSeen``, ``Replaced``, ``Tick``). Receivers of actions: the communicators (``Abort``), the control store
-(``Publish``, ``Propose``), the notice log (``Announce``), and the training thread (all others).
+``CaughtUp``, ``CatchUpFailed``), notices through ``signals.judge`` (``GroupFailed``, ``LeaveAnnounced``,
+``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from claims,
+``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
+Receivers of actions: the communicators (``Abort``), the control store (``Publish``, ``Propose``), the notice log
+(``Announce``), and the training thread (all others).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class Died:
+class GroupFailed:
     """The fault detector's verdict that one incarnation of a group is dead.
 
     Attributes:
@@ -101,25 +102,30 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """One incarnation of a group leaves in order.
+class LeaveAnnounced:
+    """One incarnation of a group leaves in order, so that nothing of its work is lost. Also a notice, by its leader.
 
     Attributes:
         group: the group that leaves.
         after: the last step that it commits.
-        reason: one sentence for people.
+        why: the reason, for people.
         incarnation: the start of the group that leaves.
     """
 
     group: GroupId
     after: int
-    reason: str
+    why: str
     incarnation: int = 0
+
+    @property
+    def reason(self) -> str:
+        """One sentence for people, without a subject."""
+        return f"leaves after step {self.after}: {self.why}"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A new incarnation of a group follows its donors and asks for a seat.
+class JoinRequested:
+    """A new incarnation of a group follows its donors and asks for a seat. Also a notice, by its leader.
 
     To follow means to receive the state of a step, and from then on all inputs of the updates that lead to the next one.
 
@@ -137,7 +143,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Followed:
+class CaughtUp:
     """This group, which has entered without the state, now holds the state that its view's step starts from.
 
     Attributes:
@@ -148,7 +154,7 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Strayed:
+class CatchUpFailed:
     """This group, which has entered without the state, can no longer get it.
 
     A donor was lost before it had handed over all of it, or this group has made a step that is made again.
@@ -161,19 +167,28 @@ class Strayed:
 
 
 @dataclass(frozen=True)
-class Broke:
-    """An epoch ends, and no group is accused. Another group may send this about an epoch that is not yet entered here.
+class EpochAborted:
+    """An epoch ends, and no group is accused. Also a notice: by a group that saw a collective fail (reset, timeout, or any
+    other error of the network) or has a reason that others may not know (:class:`Announce`). It may be about an epoch that
+    is not yet entered here.
 
     Attributes:
         epoch: the epoch that ends.
-        reason: one sentence for people.
+        why: the error or the reason, for people.
         after: the epoch is over for groups that work on a later step than this; the others finish this step first.
             -1: it is over for all.
+        by: the group that ends it; None if that is not known.
     """
 
     epoch: int
-    reason: str
+    why: str
     after: int = -1
+    by: GroupId | None = None
+
+    @property
+    def reason(self) -> str:
+        """One sentence for people."""
+        return self.why if self.by is None else f"group {self.by} reports: {self.why}"
 
     @property
     def in_order(self) -> bool:
@@ -182,7 +197,7 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class Missed:
+class LinkDown:
     """One host does not hear another host, or hears it again. The message does not tell which of them is cut off.
 
     Attributes:
@@ -211,14 +226,17 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class Halted:
+class RunHalted:
     """An invariant is broken, and no group can be accused of it: every group ends, and none is masked as a lost group.
+    Also a notice, by the group that saw it.
 
     Attributes:
-        reason: one sentence for people.
+        step: the step in which it was seen.
+        why: one sentence for people.
     """
 
-    reason: str
+    step: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -258,8 +276,9 @@ class Tick:
 
 
 Event = (
-    Computed | Connected | Transferred | Reduced | Updated
-    | Died | Leaves | Asked | Halted | Followed | Strayed | Broke | Missed | ReportsSeen | ViewSeen | Replaced | Tick
+    Computed | Connected | Transferred | Reduced | Updated | CaughtUp | CatchUpFailed
+    | GroupFailed | LeaveAnnounced | JoinRequested | RunHalted | EpochAborted | LinkDown
+    | ReportsSeen | ViewSeen | Replaced | Tick
 )  # fmt: skip
 
 
@@ -300,7 +319,7 @@ class Announce:
     Attributes:
         epoch: the epoch that ends.
         reason: one sentence for people.
-        after: as in :class:`Broke`.
+        after: as in :class:`EpochAborted`.
     """
 
     epoch: int

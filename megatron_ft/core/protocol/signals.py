@@ -21,12 +21,19 @@ from typing import Any, cast
 
 from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
-from megatron_ft.core.protocol.messages import Asked, Broke, Died, Halted, Leaves, Missed
+from megatron_ft.core.protocol.messages import (
+    EpochAborted,
+    GroupFailed,
+    JoinRequested,
+    LeaveAnnounced,
+    LinkDown,
+    RunHalted,
+)
 from megatron_ft.types import Exit, GroupId, Microbatch, View, host_name, rank_name
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExited:
     """An agent saw one of its processes end.
 
     Attributes:
@@ -39,25 +46,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Reset:
-    """A group ends an epoch: a collective failed (reset, timeout, or any other error of the network), or the group has
-    a reason that others may not know (``messages.Announce``).
-
-    Attributes:
-        epoch: the epoch that ends.
-        by: the group that says so.
-        detail: the error or the reason, for people.
-        after: the epoch is over for groups that work on a later step than this; -1: for all.
-    """
-
-    epoch: int
-    by: GroupId
-    detail: str
-    after: int = -1
-
-
-@dataclass(frozen=True)
-class GivenUp:
+class RankUnresponsive:
     """An agent gave up one of its living processes, which is stopped or stuck (``core.detection.rank_health``).
 
     Attributes:
@@ -80,7 +69,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
-class Silent:
+class HostSilent:
     """The agent of one host hears nothing of another host, or hears it again.
 
     The notice may come late; ``core.protocol.group_locations`` works out from ``since`` and ``until`` which groups, and
@@ -117,36 +106,9 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A group's own announcement that it leaves in order, so nothing of its work is lost.
-
-    Attributes:
-        group: the group that leaves.
-        after: the last step that it commits.
-        why: the reason, for people.
-        incarnation: the start of the group that leaves.
-    """
-
-    group: GroupId
-    after: int
-    why: str
-    incarnation: int = 0
-
-
-@dataclass(frozen=True)
-class Asking:
-    """A new incarnation's own request for a seat; it leads to ``messages.Asked``, which has the same fields."""
-
-    group: GroupId
-    incarnation: int
-    donors: tuple[tuple[GroupId, int], ...]
-    after: int
-
-
-@dataclass(frozen=True)
-class Dismissed:
+class LeaveRequested:
     """The wish of an operator, or of one of its ranks, that a group leaves. The group's leader answers with
-    :class:`Leaving`.
+    :class:`LeaveAnnounced`.
 
     Attributes:
         group: the group that is to leave.
@@ -158,7 +120,7 @@ class Dismissed:
 
 
 @dataclass(frozen=True)
-class Housed:
+class HostAssigned:
     """A host that joined the run later tells the other agents which ranks it runs.
 
     Attributes:
@@ -181,7 +143,7 @@ class Housed:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RestartRefused:
     """A host tells the other agents that it does not start its part of a group again.
 
     Attributes:
@@ -196,7 +158,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class ViewAgreed:
     """A view stands, so the groups can stop looking for it and read it.
 
     Attributes:
@@ -207,12 +169,12 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Over:
+class RunFinished:
     """The run has reached its end."""
 
 
 @dataclass(frozen=True)
-class Diverged:
+class StateDiverged:
     """A group's state is not the one that most groups hold, so it is left out like a group that died.
 
     A group that has compared the states of all groups sends it.
@@ -229,7 +191,7 @@ class Diverged:
 
 
 @dataclass(frozen=True)
-class Differs:
+class ChecksumsRequested:
     """The groups' states differ, so ranks publish a checksum of each tensor, for the record to name those that differ.
 
     Attributes:
@@ -242,46 +204,30 @@ class Differs:
 
 
 @dataclass(frozen=True)
-class Halts:
-    """Every group has to end, because an invariant is broken, and no group can be accused of it.
-
-    Attributes:
-        step: the step in which this was seen.
-        why: the reason, for people.
-    """
-
-    step: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Forged:
+class ForgedNotice:
     """An entry of the notice log that no process of the run has written. It has no effect."""
 
 
-Signal = (
-    Ended | Reset | GivenUp | Silent | Leaving | Asking | Dismissed | Housed | Refused | Saves | Stops | Agreed | Over
-    | Diverged | Differs | Halts | Forged
-)  # fmt: skip
-
-
-Verdict = (
-    Died
-    | Broke
-    | Missed
-    | Leaves
-    | Asked
-    | Halted
-    | Dismissed
-    | Housed
-    | Refused
+Passed = (
+    EpochAborted
+    | LeaveAnnounced
+    | JoinRequested
+    | RunHalted
+    | LeaveRequested
+    | HostAssigned
+    | RestartRefused
     | Saves
     | Stops
-    | Agreed
-    | Over
-    | Differs
-    | Forged
+    | ViewAgreed
+    | RunFinished
+    | ChecksumsRequested
+    | ForgedNotice
 )
+"""The notices that mean the same to every reader."""
+
+Signal = RankExited | RankUnresponsive | HostSilent | StateDiverged | Passed
+
+Verdict = GroupFailed | LinkDown | Passed
 """The result of :func:`judge`: an event of the protocol, or a signal about hosts, checkpoints, views or an operator's
 wish, which is passed on unchanged."""
 
@@ -289,15 +235,15 @@ wish, which is passed on unchanged."""
 def once(signal: Signal) -> str | None:
     """Return the name under which several processes may send the same signal and one is enough; None if each counts."""
     match signal:
-        case Reset(epoch=epoch, after=after):
+        case EpochAborted(epoch=epoch, after=after):
             return f"reset {epoch} {after}"
-        case Agreed(epoch=epoch):
+        case ViewAgreed(epoch=epoch):
             return f"agreed {epoch}"
-        case Over():
+        case RunFinished():
             return "over"
-        case Diverged(group=group, incarnation=incarnation):
+        case StateDiverged(group=group, incarnation=incarnation):
             return f"diverged {group} {incarnation}"
-        case Halts():
+        case RunHalted():
             return "halts"
     return None
 
@@ -308,32 +254,23 @@ def judge(signal: Signal) -> Verdict:
     One dead rank takes its whole group out, because the healthy ranks cannot go on without it (architecture.md, *group*).
     """
     match signal:
-        case Ended(exit=exit_, incarnation=incarnation):
-            return Died(exit_.group, str(exit_), incarnation, _blamed(exit_), ended=True)
-        case GivenUp(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
-            return Died(group, f"{rank_name(position, pid, host, signal.host_rank)} {why}", incarnation)
-        case Reset(epoch=epoch, by=by, detail=detail, after=after):
-            return Broke(epoch, f"group {by} reports: {detail}", after)
-        case Leaving(group=group, after=after, why=why, incarnation=incarnation):
-            return Leaves(group, after, f"leaves after step {after}: {why}", incarnation)
-        case Diverged(group=group, why=why, incarnation=incarnation):
-            return Died(group, why, incarnation)
-        case Halts(why=why):
-            return Halted(why)
-        case Dismissed() | Housed() | Refused() | Saves() | Stops() | Agreed() | Over() | Differs() | Forged():
-            return signal
-        case Asking(group=group, incarnation=incarnation, donors=donors, after=after):
-            return Asked(group, incarnation, donors, after)
-        case Silent(heard=heard, silent_s=silent_s, incarnation=incarnation):
+        case RankExited(exit=exit_, incarnation=incarnation):
+            return GroupFailed(exit_.group, str(exit_), incarnation, _blamed(exit_), ended=True)
+        case RankUnresponsive(group=group, position=position, pid=pid, host=host, why=why, incarnation=incarnation):
+            return GroupFailed(group, f"{rank_name(position, pid, host, signal.host_rank)} {why}", incarnation)
+        case StateDiverged(group=group, why=why, incarnation=incarnation):
+            return GroupFailed(group, why, incarnation)
+        case HostSilent(heard=heard, silent_s=silent_s, incarnation=incarnation):
             one, other = map(host_name, (signal.by, signal.about), signal.hosts or (None, None))
             reason = (
                 f"{one} hears {other} again" if heard else f"{one} has heard nothing of {other} for {silent_s:.1f} s"
             )
             shared = set(signal.groups_by) & set(signal.groups_about)
             if shared and not heard:  # a group with ranks on both hosts is split, whichever host is cut off
-                return Died(min(shared), f"{reason}, and the group has ranks on both", incarnation)
-            return Missed(signal.groups_by, signal.groups_about, reason, heard, signal.until)
-    raise TypeError(f"judge: {signal!r} is not a signal")
+                return GroupFailed(min(shared), f"{reason}, and the group has ranks on both", incarnation)
+            return LinkDown(signal.groups_by, signal.groups_about, reason, heard, signal.until)
+        case _:
+            return signal
 
 
 def ends(verdict: Verdict, view: View, step: int) -> bool:
@@ -342,15 +279,16 @@ def ends(verdict: Verdict, view: View, step: int) -> bool:
     Such a group may not wait in the epoch any more; ``core.protocol.machine`` closes it.
     """
     match verdict:
-        case Died(group=group, incarnation=incarnation):
+        case GroupFailed(group=group, incarnation=incarnation):
             return group in view.live and incarnation >= view.incarnations.get(group, 0)
-        case Halted():
+        case RunHalted():
             return True
-        case Broke(epoch=epoch, after=after):
+        case EpochAborted(epoch=epoch, after=after):
             return epoch == view.epoch and after < step
-        case Missed(heard=heard):
+        case LinkDown(heard=heard):
             return not heard and all(set(unit) & set(view.live) for unit in verdict.units(view))
-    return False  # a group that leaves in order is waited for; an epoch that ends for a request is announced (Reset)
+    # A group that leaves in order is waited for; an epoch that ends for a request is announced (``EpochAborted``).
+    return False
 
 
 def remember(heard: tuple[Verdict, ...], verdict: Verdict) -> tuple[Verdict, ...]:
@@ -360,25 +298,29 @@ def remember(heard: tuple[Verdict, ...], verdict: Verdict) -> tuple[Verdict, ...
     dead group the verdict about its newest start is kept; for a pair of hosts the last one.
     """
     rest = tuple(earlier for earlier in heard if not _outdated(earlier, verdict))
-    never = not isinstance(verdict, Died | Broke | Missed) or isinstance(verdict, Missed) and verdict.heard
+    never = (
+        not isinstance(verdict, GroupFailed | EpochAborted | LinkDown)
+        or isinstance(verdict, LinkDown)
+        and verdict.heard
+    )
     return rest if never or any(_outdated(verdict, earlier) for earlier in rest) else (*rest, verdict)
 
 
 def _outdated(verdict: Verdict, other: Verdict) -> bool:
     """Return whether ``other`` implies ``verdict``, or withdraws it."""
     match verdict, other:
-        case Died(), Died():
+        case GroupFailed(), GroupFailed():
             return verdict.group == other.group and verdict.incarnation <= other.incarnation
-        case Broke(), Broke():
+        case EpochAborted(), EpochAborted():
             return (verdict.epoch, verdict.in_order) == (other.epoch, other.in_order) and verdict.after >= other.after
-        case Missed(), Missed():
+        case LinkDown(), LinkDown():
             return (verdict.by, verdict.about) == (other.by, other.about)
     return False
 
 
 def in_order(verdict: Verdict) -> bool:
     """Return whether a verdict that ends an epoch does so without a failure, so that groups in the step before finish it."""
-    return isinstance(verdict, Broke) and verdict.in_order
+    return isinstance(verdict, EpochAborted) and verdict.in_order
 
 
 def _blamed(exit_: Exit) -> Microbatch | None:
@@ -395,28 +337,28 @@ def _blamed(exit_: Exit) -> Microbatch | None:
 
 
 _KINDS: dict[type, str] = {
-    Reset: "reset",
-    GivenUp: "given-up",
-    Silent: "silent",
-    Leaving: "leaving",
-    Asking: "asking",
-    Dismissed: "dismissed",
-    Housed: "housed",
-    Refused: "refused",
+    EpochAborted: "reset",
+    RankUnresponsive: "given-up",
+    HostSilent: "silent",
+    LeaveAnnounced: "leaving",
+    JoinRequested: "asking",
+    LeaveRequested: "dismissed",
+    HostAssigned: "housed",
+    RestartRefused: "refused",
     Saves: "saves",
     Stops: "stops",
-    Agreed: "agreed",
-    Over: "over",
-    Diverged: "diverged",
-    Differs: "differs",
-    Halts: "halts",
-    Forged: "forged",
+    ViewAgreed: "agreed",
+    RunFinished: "over",
+    StateDiverged: "diverged",
+    ChecksumsRequested: "differs",
+    RunHalted: "halts",
+    ForgedNotice: "forged",
 }
 
 
 def to_json(signal: Signal) -> dict[str, Any]:
     """Return the wire form of a signal in the control store's notice log."""
-    if isinstance(signal, Ended):
+    if isinstance(signal, RankExited):
         return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
     return {"kind": _KINDS[type(signal)], **vars(signal)}
 
@@ -426,7 +368,7 @@ def from_json(raw: dict[str, Any]) -> Signal:
     fields = {key: value for key, value in raw.items() if key != "kind"}
     if raw["kind"] == "ended":
         incarnation = fields.pop("incarnation")
-        return Ended(Exit(**fields), incarnation)
+        return RankExited(Exit(**fields), incarnation)
     for kind, name in _KINDS.items():
         if raw["kind"] == name:
             return cast(Signal, kind(**{key: _tupled(value) for key, value in fields.items()}))

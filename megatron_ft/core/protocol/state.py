@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ft.core.detection import link_detector, stragglers
 from megatron_ft.core.detection.stragglers import Speeds
-from megatron_ft.core.protocol.messages import Asked, Broke, Leaves, Missed
+from megatron_ft.core.protocol.messages import EpochAborted, JoinRequested, LeaveAnnounced, LinkDown
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import baselines
@@ -143,14 +143,14 @@ class GroupState:
     collects: bool = False
     closed_by: str = ""
     noticed: str = ""
-    broken: Mapping[int, Broke] = field(default_factory=dict)
+    broken: Mapping[int, EpochAborted] = field(default_factory=dict)
     graves: Mapping[GroupId, tuple[int, str]] = field(default_factory=dict)
     ended: frozenset[tuple[GroupId, int]] = frozenset()
-    asking: Mapping[GroupId, Asked] = field(default_factory=dict)
+    asking: Mapping[GroupId, JoinRequested] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
-    leaving: Mapping[GroupId, Leaves] = field(default_factory=dict)
+    leaving: Mapping[GroupId, LeaveAnnounced] = field(default_factory=dict)
     deadly: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
-    missed: Mapping[tuple[link_detector.Unit, link_detector.Unit], Missed] = field(default_factory=dict)
+    missed: Mapping[tuple[link_detector.Unit, link_detector.Unit], LinkDown] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
     settled_s: float = 0.0

@@ -21,7 +21,7 @@ SILENT_S = 30.0
 _KINDS = {"begin": Begin, "requeue": Requeue, "over": Over}
 
 
-class Board:
+class ArrayState:
     """The files of one array, ``beat-ELEMENT.json`` and ``decision-NUMBER.json``, as one of its elements sees them."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -24,7 +24,7 @@ from megatron_ft.config.schema import FaultToleranceConfig
 from megatron_ft.core.lifecycle import array_policy
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers.slurm import commands
-from megatron_ft.launchers.slurm.array_board import Board
+from megatron_ft.launchers.slurm.array_board import ArrayState
 from megatron_ft.launchers.slurm.supervisor import REQUEUED
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given
@@ -76,14 +76,14 @@ def place(environ: Mapping[str, str]) -> Place:
     )
 
 
-class Element:
+class ArrayTask:
     """One element. ``launch``: arguments of ``megatron-ft launch``, without those for hosts; ``spares``: number of hosts."""
 
     def __init__(
         self, launch: Sequence[str], run_dir: Path, spares: int, limits: array_policy.Limits, where: Place
     ) -> None:
         self._launch, self._run_dir, self._spares, self._limits, self._where = launch, run_dir, spares, limits, where
-        self._board = Board(run_dir / DIRECTORY / where.array)
+        self._board = ArrayState(run_dir / DIRECTORY / where.array)
         self._all = range(where.first, where.last + 1)
         before = self._board.last(where.element)
         self._own = array_policy.Own(

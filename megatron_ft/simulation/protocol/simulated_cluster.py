@@ -81,7 +81,7 @@ class Seeker:
     gone: bool = False
     frozen_until: float = 0.0
     client: Client | Plain | None = None
-    asking: signals.Asking | None = None
+    asking: signals.JoinRequested | None = None
     fenced: str = ""
 
     def knows(self) -> list[Operation]:
@@ -250,7 +250,7 @@ class Cluster:
 
     def _tell_end(self, me: GroupId, incarnation: int, detail: str) -> None:
         """An agent saw the process end, or somebody believes it did."""
-        ended = signals.Ended(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
+        ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
         delay = self.rng.uniform(0.05, 3.0)
         if self.hosts is None:
             self.kernel.after(delay, lambda: self.store.call(me, lambda store: store.append(ended), lambda: False))
@@ -332,7 +332,7 @@ class Cluster:
             seeker.following = self._follow(me, seeker)
         elif following.advance() is not None:
             following.asked = now
-            asking = signals.Asking(me, seeker.incarnation, following.donors, following.newest)
+            asking = signals.JoinRequested(me, seeker.incarnation, following.donors, following.newest)
             seeker.asking = asking
             assert seeker.client is not None
             seeker.client.call(lambda store: store.append(asking))
@@ -450,7 +450,7 @@ class Cluster:
         if self.hosts is None:
             self._tell_end(group.me, group.incarnation, "taken for dead")
         elif group.me in self.hosts.agents:
-            said = signals.GivenUp(group.me, 0, 0, f"host{group.me}", "is taken for dead", group.incarnation)
+            said = signals.RankUnresponsive(group.me, 0, 0, f"host{group.me}", "is taken for dead", group.incarnation)
             self.hosts.agents[group.me].say(said)
 
 

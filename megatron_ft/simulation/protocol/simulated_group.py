@@ -75,7 +75,7 @@ class Group:
         """Number of claims that it had read when it last proposed a view; ``decided``: that were there by then."""
         self.decided = 0
         self._report: machine.Report | None = None
-        self._said: list[signals.Reset] = []
+        self._said: list[signals.EpochAborted] = []
         self._following = following
         if following is not None:
             following.arrived = self._poke
@@ -337,7 +337,7 @@ class Group:
     def _break(self, reason: str) -> Body:
         epoch = self.state.view.epoch
         yield self._announce(epoch, reason)
-        yield from self._feed(machine.Broke(epoch, f"group {self.me} reports: {reason}"))
+        yield from self._feed(machine.EpochAborted(epoch, reason, by=self.me))
 
     def _connect(self, view: View) -> Body:
         """Say hello to every member, and wait until all have; a notice ends it, and is heard first."""
@@ -490,13 +490,13 @@ class Group:
             outcome = following.advance(step)
             if outcome is not None and outcome.step >= step:
                 if outcome.step > step:
-                    yield from self._feed(machine.Strayed(f"it stands at {outcome.step}, the others at {step}"))
+                    yield from self._feed(machine.CatchUpFailed(f"it stands at {outcome.step}, the others at {step}"))
                     return
                 self._take(outcome, self.state.view)
-                yield from self._feed(machine.Followed(outcome.speeds))
+                yield from self._feed(machine.CaughtUp(outcome.speeds))
                 return
             if following.lost or self.cluster.kernel.now >= deadline:
-                yield from self._feed(machine.Strayed("a donor is gone"))
+                yield from self._feed(machine.CatchUpFailed("a donor is gone"))
                 return
             yield self._wait(deadline)
 
@@ -538,7 +538,7 @@ class Group:
         return self.client.call(operation)
 
     def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
-        signal = signals.Reset(epoch, self.me, reason, after)
+        signal = signals.EpochAborted(epoch, reason, after, self.me)
         self._said = [*(said for said in self._said if said.epoch >= epoch), signal]
         return self._ask(lambda store: store.append(signal))
 

@@ -204,8 +204,8 @@ class Agent:
             self.say(self._silent(host, 0.0, heard=True))
         self.missed = (self.missed | silent if self.host in self.members else self.missed) - hearing
 
-    def _silent(self, about: Host, silent_s: float, heard: bool = False) -> signals.Silent:
-        return signals.Silent(str(self.host), str(about), (self.host,), (about,), silent_s, heard)
+    def _silent(self, about: Host, silent_s: float, heard: bool = False) -> signals.HostSilent:
+        return signals.HostSilent(str(self.host), str(about), (self.host,), (about,), silent_s, heard)
 
     # --- fail-over ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.schema import RunConfig
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle import checkpoint_protocol
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
@@ -37,8 +37,8 @@ from megatron_ft.errors import CheckpointError, RunStopped
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
 from megatron_ft.worker.checkpointing.participant import saved_key
-from megatron_ft.worker.group_executor import Crew
-from megatron_ft.worker.rank_executor import Rank
+from megatron_ft.worker.group_executor import GroupExecutor
+from megatron_ft.worker.rank_executor import RankExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +72,17 @@ class _Attempt:
         self.blamed: set[int] = set()
 
 
-class Checkpoints:
+class CheckpointCoordinator:
     """One leader's checkpoints. Only the training thread calls its methods, except for :meth:`hear`."""
 
-    def __init__(self, rank: Rank, crew: Crew, config: RunConfig, agreement: Agreement, history: History) -> None:
+    def __init__(
+        self,
+        rank: RankExecutor,
+        crew: GroupExecutor,
+        config: RunConfig,
+        agreement: CoordinationClient,
+        history: History,
+    ) -> None:
         self._rank, self._crew, self._config, self._history = rank, crew, config, history
         self._agreement, self._own = agreement, agreement.clone()
         self._settings = config.fault_tolerance.checkpoint
@@ -86,7 +93,9 @@ class Checkpoints:
         self._began = self._last = time.monotonic()
         self._since = 0
         period_s = self._settings.period_s
-        self._rhythm = checkpoint_protocol.Rhythm(setting=None if period_s == config_module.AUTO else period_s)
+        self._rhythm = checkpoint_protocol.CheckpointSchedule(
+            setting=None if period_s == config_module.AUTO else period_s
+        )
         self._order: Saves | None = None
         self._former: Saves | None = None
         self._heard = Saves(-1, -1, "", (), -1)
@@ -119,7 +128,7 @@ class Checkpoints:
     def _too_late(self, order: Saves) -> None:
         """End the epoch: the others stand at that boundary without this group, and have to go on with the step."""
         why = f"it did not hear in time that all were to stop after step {order.at - 1}"
-        self._rank.saving.tell(signals.Reset(order.epoch, self._rank.group, why, order.at - 1))
+        self._rank.saving.tell(signals.EpochAborted(order.epoch, why, order.at - 1, self._rank.group))
 
     def begin(self, view: View, origin: restore.Origin | None) -> None:
         """Begin with this group's seat; ``origin``: the checkpoint from which the run goes on."""

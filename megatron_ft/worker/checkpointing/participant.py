@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft import checkpoint
-from megatron_ft.checkpoint.memory_copies import GB, Shelf
+from megatron_ft.checkpoint.memory_copies import GB, ReplicaCache
 from megatron_ft.checkpoint.writer import place_of
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.core.protocol import signals
 from megatron_ft.engines.port import Engine
@@ -42,18 +42,18 @@ def saved_key(voice: int, position: int) -> str:
     return f"saved/{voice}/{position}"
 
 
-class Saving:
+class CheckpointParticipant:
     """``cost_s`` is the time that the last save took of the training thread, which calls ``take`` and ``decline``.
     ``lost`` returns the reason why this rank waits for nothing any more, or ""."""
 
-    def __init__(self, env: RankEnvironment, agreement: Agreement, lost: Callable[[], str]) -> None:
+    def __init__(self, env: RankEnvironment, agreement: CoordinationClient, lost: Callable[[], str]) -> None:
         self._lost = lost
         self._group, self._position = env.group, env.position
         self._directory = Path(env.config.fault_tolerance.checkpoint.directory)
         self._agreement = agreement.clone()
         self._speaking = threading.Lock()
         self._saver = checkpoint.Saver()
-        self._shelf = Shelf(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
+        self._shelf = ReplicaCache(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
         self.cost_s = 0.0
 
     def take(self, order: Saves, engine: Engine, states: StateCheck) -> None:

@@ -1,8 +1,9 @@
 """The return of a group that was started again: it finds donors, follows them, asks for a seat and takes it.
 
-The leader (position 0) decides (:class:`Return`). All ranks of the group carry out its orders (:class:`Following`),
-each with donors of its own position. Until the group has its seat no other group waits for it. Then it has a seat but
-no share of the step, and makes the last step or two that its donors had committed by then, while the others compute.
+The leader (position 0) decides (:class:`RejoinCoordinator`). All ranks of the group carry out its orders
+(:class:`RejoinClient`), each with donors of its own position. Until the group has its seat no other group waits for it.
+Then it has a seat but no share of the step, and makes the last step or two that its donors had committed by then, while
+the others compute.
 
 The checksums of the donors' whole states have to be equal, and equal to that of the received state. Donors whose states
 differ are reported, and the group begins again with others. While several groups live, a single donor is followed only if no
@@ -20,18 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config.rank_env import RankEnvironment
-from megatron_ft.coordination.client import Agreement
+from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import Died
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import RunStopped, StartOver, StoreError
 from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
-from megatron_ft.worker.rejoin.state_receiver import Donor, Gone, Guest, look_up
+from megatron_ft.worker.rejoin.state_receiver import Gone, Peer, StateReceiver, look_up
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.group_executor import Crew
-    from megatron_ft.worker.rank_executor import Rank
+    from megatron_ft.worker.group_executor import GroupExecutor
+    from megatron_ft.worker.rank_executor import RankExecutor
 
 DONE, INTERRUPTED, ASTRAY = 2, 1, 0
 """A rank's answers to the order to follow; the worst answer counts."""
@@ -51,7 +52,7 @@ def address_key(group: int, position: int) -> str:
     return f"donor/{group}/{position}"
 
 
-class Following:
+class RejoinClient:
     """One rank's part.
 
     ``astray`` is the reason why the last attempt is over. ``view`` is the newest view since it began: a thread looks
@@ -59,9 +60,9 @@ class Following:
     the incarnation of each. ``received``: when the model state was put in place (monotonic clock). ``distrusted``:
     donors, (group, incarnation), whose state was not that of most."""
 
-    def __init__(self, rank: Rank, env: RankEnvironment, agreement: Agreement) -> None:
+    def __init__(self, rank: RankExecutor, env: RankEnvironment, agreement: CoordinationClient) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
-        self._guest: Guest | None = None
+        self._guest: StateReceiver | None = None
         self.donors: Mapping[int, int] = {}
         self.distrusted: set[tuple[int, int]] = set()
         self.astray = ""
@@ -107,7 +108,7 @@ class Following:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
             patience_s = env.config.fault_tolerance.detector.collective_timeout_s
-            guest = self._guest = Guest(self._rank.engine, env.key, env.position, who, found, patience_s)
+            guest = self._guest = StateReceiver(self._rank.engine, env.key, env.position, who, found, patience_s)
         except Gone as gone:
             guest, self.astray = None, str(gone)
         at = -self._together(_NEVER if guest is None else -guest.soonest) + margin
@@ -122,7 +123,7 @@ class Following:
         env = self.env
         return env.group in view.joined and view.incarnations[env.group] == env.incarnation
 
-    def _look_for_seat(self, guest: Guest, epoch: int, agreement: Agreement) -> None:
+    def _look_for_seat(self, guest: StateReceiver, epoch: int, agreement: CoordinationClient) -> None:
         """Thread: look until there is a seat, or another attempt."""
         try:
             while guest is self._guest:
@@ -142,16 +143,16 @@ class Following:
         except StoreError:
             return  # the training thread finds the reason
 
-    def _find(self, group: int, incarnation: int) -> Donor:
+    def _find(self, group: int, incarnation: int) -> Peer:
         said = self.agreement.get(address_key(group, self.env.position))
         if said is None or said[2] != incarnation:
             raise Gone(f"group {group} is not there")
-        return Donor(group, incarnation, said[0], said[1])
+        return Peer(group, incarnation, said[0], said[1])
 
     def take_state(self, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Wait for the state; all ranks of the group put it in place, or none. Raises ``StartOver`` if the state that
         this rank then holds differs from that of its donors."""
-        answer = self._wait_then(self._await_one_state, Guest.take_state, interrupted)
+        answer = self._wait_then(self._await_one_state, StateReceiver.take_state, interrupted)
         self.received = time.monotonic()
         if answer == DONE and {self._rank.states.whole(self.stands)} != set(given(self._guest).checksums.values()):
             raise StartOver(
@@ -160,8 +161,8 @@ class Following:
             )
         return answer
 
-    def _await_one_state(self, guest: Guest, interrupted: Callable[[], bool]) -> bool:
-        """As :meth:`Guest.await_state`; also reports donors whose states differ, and raises ``Gone``."""
+    def _await_one_state(self, guest: StateReceiver, interrupted: Callable[[], bool]) -> bool:
+        """As :meth:`StateReceiver.await_state`; also reports donors whose states differ, and raises ``Gone``."""
         if not guest.await_state(interrupted):
             return False
         states = guest.checksums
@@ -178,10 +179,10 @@ class Following:
 
     def make_step(self, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Wait for the next step; all ranks make it, or none."""
-        return self._wait_then(Guest.await_step, Guest.make_step, interrupted)
+        return self._wait_then(StateReceiver.await_step, StateReceiver.make_step, interrupted)
 
     def _wait_then(
-        self, wait: Callable[..., bool], act: Callable[[Guest], None], interrupted: Callable[[], bool]
+        self, wait: Callable[..., bool], act: Callable[[StateReceiver], None], interrupted: Callable[[], bool]
     ) -> int:
         try:
             there = wait(self._guest, lambda: interrupted() or bool(self._rank.lost_because))
@@ -202,7 +203,7 @@ class Following:
     def hear(self, verdict: signals.Verdict) -> None:
         """Give up a donor that is frozen: it sends nothing more, and its connection stays. Callable from any thread."""
         guest = self._guest
-        if guest is None or not isinstance(verdict, Died):
+        if guest is None or not isinstance(verdict, GroupFailed):
             return
         if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
             guest.give_up(verdict.group, verdict.reason)
@@ -222,10 +223,10 @@ class Following:
             guest.close()
 
 
-class Return:
+class RejoinCoordinator:
     """The leader's part, from the search for donors to the seat. ``hear`` is called regularly, and raises to end it."""
 
-    def __init__(self, following: Following, crew: Crew, hear: Callable[[], None]) -> None:
+    def __init__(self, following: RejoinClient, crew: GroupExecutor, hear: Callable[[], None]) -> None:
         self._following, self._crew, self._hear = following, crew, hear
         self._env, self._agreement = following.env, following.agreement
         self._margin, self._tries = _MARGIN[0], 0
@@ -245,13 +246,13 @@ class Return:
             if not donors:
                 time.sleep(_AGAIN_S)
 
-    def _find_donors(self) -> list[Donor]:
+    def _find_donors(self) -> list[Peer]:
         """Return a few live groups at the same step, or nearly; each try begins with other groups."""
         # A group without a seat only looks: it does not put a view back when the store has forgotten.
         while (view := self._agreement.look_at_view(self._epoch)) is not None:
             self._view, self._epoch = view, view.epoch + 1
         me, groups = self._env.group, self._env.config.room
-        found: list[Donor] = []
+        found: list[Peer] = []
         for number in range(groups - 1):
             group = (me + 1 + (self._tries + number) % (groups - 1)) % groups
             said = self._agreement.get(address_key(group, 0))
@@ -259,7 +260,7 @@ class Return:
                 continue
             if self._view is not None and not self._view.seats(group, said[2]):
                 continue  # a call to a host that is gone would wait for an answer
-            answer = look_up(Donor(group, said[2], said[0], said[1]), self._env.key, 0, "")
+            answer = look_up(Peer(group, said[2], said[0], said[1]), self._env.key, 0, "")
             if answer is not None:
                 answer[1].close()
                 if answer[0].epoch is not None and answer[0].step >= 0:
@@ -271,7 +272,7 @@ class Return:
         donors = [donor for donor in found if donor.epoch == newest]
         return [] if self._waits_for_second(donors) else donors
 
-    def _waits_for_second(self, donors: Sequence[Donor]) -> bool:
+    def _waits_for_second(self, donors: Sequence[Peer]) -> bool:
         """Return True while a second donor may come: the state of a single one can be compared with no other."""
         view, me = self._view, self._env.group
         live = () if view is None else view.live
@@ -284,7 +285,7 @@ class Return:
             self._alone_since = now
         return now - self._alone_since < _ALONE_S
 
-    def _follow(self, donors: list[Donor]) -> View | None:
+    def _follow(self, donors: list[Peer]) -> View | None:
         """Get a state, follow, and ask for a seat; None if another attempt has to be made."""
         names = [(donor.group, donor.incarnation) for donor in donors]
         follows = self._crew.follow(names, self._margin, given(donors[0].epoch))
@@ -307,7 +308,9 @@ class Return:
             elif not asked:
                 asked = True
                 stands = self._following.stands
-                self._agreement.announce(signals.Asking(self._env.group, self._env.incarnation, tuple(names), stands))
+                self._agreement.announce(
+                    signals.JoinRequested(self._env.group, self._env.incarnation, tuple(names), stands)
+                )
             elif self._following.broken:
                 return self._over(asked, self._following.broken)
             else:

@@ -35,7 +35,7 @@ class Gone(Exception):
     """This attempt to follow is over, with the reason. An event: another one begins, or this process ends."""
 
 
-class Donor(NamedTuple):
+class Peer(NamedTuple):
     """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands;
     ``ahead``: the number of steps that it makes while it answers a call."""
 
@@ -48,7 +48,7 @@ class Donor(NamedTuple):
     ahead: int = 0
 
 
-def look_up(donor: Donor, key: Key, position: int, who: str) -> tuple[Donor, socket.socket] | None:
+def look_up(donor: Peer, key: Key, position: int, who: str) -> tuple[Peer, socket.socket] | None:
     """Connect to a donor and read where it stands; None if it does not answer. ``key``: the run's."""
     end, began = None, time.monotonic()
     try:
@@ -74,7 +74,7 @@ class _Stream:
         self.error = ""
 
 
-class Guest:
+class StateReceiver:
     """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
     whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step whose state all donors
     can be expected to give; ``patience_s``: seconds after which a donor that sends nothing is given up.
@@ -87,7 +87,7 @@ class Guest:
         key: Key,
         position: int,
         who: str,
-        donors: Sequence[Donor],
+        donors: Sequence[Peer],
         patience_s: float = 1800.0,
     ) -> None:
         self._engine, self._patience_s = engine, patience_s

@@ -4,7 +4,7 @@ All of it happens beside training. At the agreed boundary, a thread begins to se
 (several donors divide it), while the next step is computed. From then on, at each boundary, it sends its share of the
 gradients that the optimizer has just taken; with these the follower makes the same step. Neither is copied as a whole:
 parameters do not change before the next update, nor reduced gradients before the next reduction. The training thread
-copies first what has not been sent by then (:meth:`Donor.settle`). Nothing is copied without a follower.
+copies first what has not been sent by then (:meth:`StateSender.settle`). Nothing is copied without a follower.
 
 With its share of the state a donor sends a checksum of its whole state, so that the returning group does not combine
 parts of different states.
@@ -138,7 +138,7 @@ class _Pace:
             time.sleep(ahead)
 
 
-class Donor:
+class StateSender:
     """One rank's donor side. ``epoch`` is the present one, or None while this rank has no state to give; any thread
     asks.
 
