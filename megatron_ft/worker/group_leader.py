@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NoReturn, cast
 
 from megatron_ft.checkpoint import restore
@@ -32,10 +33,11 @@ from megatron_ft.engines.port import Listed, StepResult
 from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch, View, given
-from megatron_ft.worker import data_identity
+from megatron_ft.worker import data_identity, orders
 from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
 from megatron_ft.worker.group_executor import GroupExecutor
-from megatron_ft.worker.rank_executor import Needs, RankExecutor
+from megatron_ft.worker.orders import Needs
+from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordinator
 from megatron_ft.worker.step_timer import StepTimer
@@ -59,14 +61,14 @@ class GroupLeader:
         first_view: View | None,
     ) -> None:
         self.group, self._incarnation = rank.group, rank.incarnation
-        self._rank, self._crew = rank, GroupExecutor(rank)
+        self._rank, self._executor = rank, GroupExecutor(rank)
         self._config, self._agreement, self._history = config, agreement, history
         self._placement = placement
         self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
         self._pace = StepTimer(rank.size)
         self._measured: Mapping[str, Any] = {"measured": {}}
         self._interruptions = RecoveryMetrics(history, rank.group, placement)
-        self._checkpoints = CheckpointCoordinator(rank, self._crew, config, agreement, history)
+        self._checkpoints = CheckpointCoordinator(rank, self._executor, config, agreement, history)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
         self._agreed, self._over, self._looked = 0, False, 0.0
@@ -100,7 +102,8 @@ class GroupLeader:
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
         self._record_view(first)
         if origin is None:
-            self._crew.share_state()  # a group that is behind gets another state, unless all that have it die
+            # A group that is behind gets another state, unless all that have it die.
+            self._executor.carry_out(orders.ShareState())
 
     def _begin_with(self, view: View, job: machine.Job, origin: restore.Origin | None = None) -> None:
         self._state = machine.start(self.group, job, view)
@@ -115,13 +118,13 @@ class GroupLeader:
         self._warm = time.monotonic()
         self._pulse.enter("waiting")
         self._points.reach("warm", 0)
-        view = RejoinCoordinator(self._rank.following, self._crew, self._hear_before).seat()
+        view = RejoinCoordinator(self._rank.following, self._executor, self._hear_before).seat()
         self._agreement.adopted(view)
         self._first_view = self._committed_under = view
         self._begin_with(view, job)
         self._record_view(view)
         self._rank.prepare(view, view.step)
-        self._crew.enter(view.step)
+        self._executor.carry_out(orders.Enter(view.step))
 
     def _hear_before(self) -> None:
         """Keep verdicts that arrive before this group has its seat until it has one."""
@@ -144,7 +147,7 @@ class GroupLeader:
             self._drain_verdicts()
             self._perform(self._next)
         self._record_step(time.monotonic() - started)
-        self._crew.end_step(given(self._committed_under).epoch, self._state.step)
+        self._executor.carry_out(orders.EndStep(given(self._committed_under).epoch, self._state.step))
         return given(self._rank.result)
 
     def finish(self) -> None:
@@ -162,7 +165,7 @@ class GroupLeader:
 
     def _finish(self) -> None:
         self._pulse.enter("waiting")
-        self._agreement.done(self._incarnation, self._crew.fingerprint())
+        self._agreement.done(self._incarnation, self._executor.carry_out(orders.Fingerprint()))
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
         deadline = time.monotonic() + patience_s
@@ -180,7 +183,7 @@ class GroupLeader:
             if time.monotonic() > deadline:
                 self._break_epoch(f"not every live group is done {patience_s:g} s after this one")
             self._pause(_SPARING * (time.monotonic() - began))
-        self._crew.end()
+        self._executor.carry_out(orders.End())
         self._checkpoints.close()
 
     def leave(self, why: str) -> None:
@@ -269,7 +272,7 @@ class GroupLeader:
                     self._pace.disturbed()
                     self._lingers = in_order
                     if not in_order:
-                        self._crew.close_epoch()
+                        self._executor.carry_out(orders.CloseEpoch())
                 case machine.Publish(report=report):
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
@@ -315,7 +318,7 @@ class GroupLeader:
             case machine.Reduce(step=step, buckets=buckets):
                 self._interruptions.resumed(self._state)
                 reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
-                self._attempt(lambda: self._crew.reduce(step, buckets, reduced))
+                self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, reduced)))
                 self._pace.collected(self._rank.collected)
             case machine.Update(step=step):
                 if self._state.ahead is None:  # else other groups have decided it, and the next step was interrupted
@@ -346,13 +349,13 @@ class GroupLeader:
             kind, reason = GroupLeft, f"group {self.group} has left: {self._leaving}"
         elif self._state.following:
             kind = StartOver
-        self._crew.stop(reason, kind)
+        self._executor.carry_out(orders.Stop(reason, kind.__name__))
         raise kind(reason)
 
     def _begin(self, dataset: Dataset) -> None:
         state = self._state
         self._checkpoints.boundary(state, self._line.get("duration_s", 0.0))
-        self._crew.begin(state.step, dataset, lambda: self._needs(state))
+        self._executor.carry_out(orders.Begin(state.step, cache(lambda: self._needs(state)), dataset))
         self._rank.say_seconds(self._pace.begin())
 
     def _needs(self, state: machine.GroupState) -> Needs:
@@ -370,12 +373,12 @@ class GroupLeader:
             self._flush()
             return
         state = self._state
-        microbatches = state.todo[: self._crew.width]
+        microbatches = state.todo[: self._executor.width]
         patched = [microbatch in state.plan.patched for microbatch in microbatches]
         ahead = None
         if not state.reported and state.connected and state.todo == microbatches:
             ahead = self._rank.ahead(state.step, state.unfinished)
-        prefetched, seconds = self._crew.compute(microbatches, patched, ahead, state.view.epoch)
+        prefetched, seconds = self._executor.carry_out(orders.Compute(microbatches, patched, state.view.epoch, ahead))
         self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
         self._pace.computed(len(microbatches), seconds)
         for microbatch in microbatches:
@@ -409,7 +412,7 @@ class GroupLeader:
             listing.extend(Listed(own, own in patched) for own in self._state.todo if own not in known)
             return listing
 
-        self._crew.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
+        self._executor.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
         listed()
         self._pace.computed(len(listing), time.monotonic() - started)
 
@@ -417,7 +420,7 @@ class GroupLeader:
         speeds, measured = self._state.speeds, self._rank.measured()
         before = speeds.slow
         self._measured = stragglers.brief(measured, speeds, self._state.job.straggler_factor)
-        self._crew.update(step, self._state.microbatches)
+        self._executor.carry_out(orders.Update(step, self._state.microbatches))
         self._committed_under = self._state.view  # the next view may be adopted before the step is recorded
         self._feed(machine.Updated(step, measured))
         slow = self._state.speeds.slow
@@ -425,13 +428,14 @@ class GroupLeader:
             self._history.record("stragglers", step=step, slow={str(group): round(f, 2) for group, f in slow.items()})
 
     def _connect(self, view: View) -> None:
-        if self._crew.connect(view, self._state.step, lambda: not self._verdicts.empty()):
+        interrupted = lambda: not self._verdicts.empty()  # noqa: E731
+        if self._executor.carry_out(orders.Connect(view, self._state.step, interrupted)):
             self._feed(machine.Connected(view.epoch))
         # If this failed, a verdict came in, and the next turn reads it.
 
     def _transfer(self, view: View) -> None:
         self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": self._measured}
-        self._crew.transfer()
+        self._executor.carry_out(orders.Transfer())
         speeds = None
         if self.group in view.behind:
             taken = self._rank.carried
@@ -449,7 +453,7 @@ class GroupLeader:
         """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
         following = self._rank.following
         while following.stands < step:
-            answer = self._crew.make_step(lambda: not self._verdicts.empty())
+            answer = self._executor.carry_out(orders.MakeStep(lambda: not self._verdicts.empty()))
             if answer == INTERRUPTED:
                 return
             if answer == ASTRAY:
@@ -459,7 +463,7 @@ class GroupLeader:
             self._feed(machine.CatchUpFailed(f"it has made step {step}, which is made again"))
             return
         carried, self._rank.result = following.carried, following.result or self._rank.result
-        self._crew.arrive()
+        self._executor.carry_out(orders.Arrive())
         if carried["line"]:
             self._take_line(carried["line"])
         times = {"seconds": time.monotonic() - self._warm, "receive_s": following.received - self._warm}
@@ -536,12 +540,12 @@ class GroupLeader:
         self._agreement.adopted(view)
         if view.lost and (stopped := self._rank.nonfinite.stopped()):
             step, why = stopped
-            self._crew.stop(why, nonfinite=step)
+            self._executor.carry_out(orders.Stop(why, nonfinite=step))
             raise RunStopped(why)
         self._end_if_refused(view)
         if self._lingers:
             self._lingers = False
-            self._crew.close_epoch()
+            self._executor.carry_out(orders.CloseEpoch())
         if self.group in view.live:
             self._history.set_writer(self.group == min(view.live))
             self._record_view(view)
@@ -556,7 +560,7 @@ class GroupLeader:
         if view.lost and first is not None and not first.epoch and self._state.step == first.step:
             why = self._agreement.get(data_identity.REFUSED)
             if why is not None:
-                self._crew.stop(why)
+                self._executor.carry_out(orders.Stop(why))
                 raise DataError(why)
 
     def _record_view(self, view: View) -> None:
@@ -573,4 +577,4 @@ class GroupLeader:
             "duration_s": round(duration_s, 6),
             **self._measured,
         }
-        self._history.record("step", later=True, **self._line)  # crew.end_step decides when
+        self._history.record("step", later=True, **self._line)  # ``EndStep`` decides when

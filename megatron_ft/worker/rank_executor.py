@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -46,6 +46,7 @@ from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.joint_compute import JointWork, broken_inside, lost_inside
 from megatron_ft.worker.nonfinite import NonFinite
+from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.progress_counters import ProgressCounters
 from megatron_ft.worker.rejoin.joiner import RejoinClient, address_key
 from megatron_ft.worker.rejoin.state_sender import StateSender
@@ -63,15 +64,6 @@ such a step more than they are worth."""
 _STATE_DIGITS = 16
 
 T = TypeVar("T")
-
-
-class Needs(NamedTuple):
-    """The microbatches of a group: its own in a step, those of the shards it hosts, and its own in the next step if the
-    view stays the same."""
-
-    own: Sequence[Microbatch]
-    stack: Sequence[Microbatch]
-    following: Sequence[Microbatch]
 
 
 class RankExecutor:

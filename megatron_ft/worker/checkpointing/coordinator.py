@@ -36,6 +36,7 @@ from megatron_ft.core.protocol.state import GroupState
 from megatron_ft.errors import CheckpointError, RunStopped
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
+from megatron_ft.worker import orders
 from megatron_ft.worker.checkpointing.participant import saved_key
 from megatron_ft.worker.group_executor import GroupExecutor
 from megatron_ft.worker.rank_executor import RankExecutor
@@ -78,12 +79,12 @@ class CheckpointCoordinator:
     def __init__(
         self,
         rank: RankExecutor,
-        crew: GroupExecutor,
+        executor: GroupExecutor,
         config: RunConfig,
         agreement: CoordinationClient,
         history: History,
     ) -> None:
-        self._rank, self._crew, self._config, self._history = rank, crew, config, history
+        self._rank, self._executor, self._config, self._history = rank, executor, config, history
         self._agreement, self._own = agreement, agreement.clone()
         self._settings = config.fault_tolerance.checkpoint
         self._directory = Path(self._settings.directory)
@@ -199,7 +200,7 @@ class CheckpointCoordinator:
             attempt.meta = self._meta(state, order)
         if self._rank.group in order.voices:
             if not why:
-                self._crew.save(order)
+                self._executor.carry_out(orders.Save(order))
             elif order.epoch >= self._since:
                 self._rank.saving.decline(order, why, late=order.at < state.step)
         if order.last and not why:
@@ -311,7 +312,7 @@ class CheckpointCoordinator:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        self._crew.stop(reason)
+        self._executor.carry_out(orders.Stop(reason))
         self.close()
         raise RunStopped(reason)
 

@@ -28,6 +28,7 @@ from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import RunStopped, StartOver, StoreError
 from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
+from megatron_ft.worker import orders
 from megatron_ft.worker.rejoin.state_receiver import Gone, Peer, StateReceiver, look_up
 
 if TYPE_CHECKING:
@@ -226,8 +227,8 @@ class RejoinClient:
 class RejoinCoordinator:
     """The leader's part, from the search for donors to the seat. ``hear`` is called regularly, and raises to end it."""
 
-    def __init__(self, following: RejoinClient, crew: GroupExecutor, hear: Callable[[], None]) -> None:
-        self._following, self._crew, self._hear = following, crew, hear
+    def __init__(self, following: RejoinClient, executor: GroupExecutor, hear: Callable[[], None]) -> None:
+        self._following, self._executor, self._hear = following, executor, hear
         self._env, self._agreement = following.env, following.agreement
         self._margin, self._tries = _MARGIN[0], 0
         self._epoch = self._env.epoch
@@ -288,8 +289,8 @@ class RejoinCoordinator:
     def _follow(self, donors: list[Peer]) -> View | None:
         """Get a state, follow, and ask for a seat; None if another attempt has to be made."""
         names = [(donor.group, donor.incarnation) for donor in donors]
-        follows = self._crew.follow(names, self._margin, given(donors[0].epoch))
-        if follows != DONE or self._crew.take_state() != DONE:
+        follows = self._executor.carry_out(orders.Follow(names, self._margin, given(donors[0].epoch)))
+        if follows != DONE or self._executor.carry_out(orders.TakeState()) != DONE:
             self._margin, self._tries = min(max(1, 2 * self._margin), _MARGIN[1]), self._tries + 1
             return None
         asked = False
@@ -303,7 +304,7 @@ class RejoinCoordinator:
             if view is not None and not all(view.seats(*name) for name in names):
                 return self._over(asked, f"view {view.epoch} has gone on without a group that it follows")
             if self._following.ready:
-                if self._crew.make_step() != DONE:
+                if self._executor.carry_out(orders.MakeStep()) != DONE:
                     return self._over(asked, self._following.astray)
             elif not asked:
                 asked = True

@@ -1,0 +1,344 @@
+"""The operations that all ranks of a group carry out together: the one list of them.
+
+The leader makes an order, tells the other ranks (``worker.group_executor``), and runs it itself; they run it when it
+arrives (``worker.group_follower``). The fields of an order travel as JSON, except those that only the leader has:
+functions that give it work or take results, which have a default for all other ranks.
+
+A new operation is one class here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+
+from megatron_ft import errors
+from megatron_ft.collectives.communicator import Broken
+from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
+from megatron_ft.core.protocol import signals
+from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.port import Listed, Ready, StepResult
+from megatron_ft.types import Bucket, Microbatch, View, given
+from megatron_ft.worker.recovery_metrics import note_patch
+
+if TYPE_CHECKING:
+    from megatron_ft.worker.rank_executor import RankExecutor
+
+_BUILT, _INTERRUPTED, _BROKEN = 2, 1, 0
+"""A rank's answers to the order to connect; the worst answer counts."""
+_LEADERS = "leader's"
+
+Result = TypeVar("Result")
+
+
+def leaders(default: Any) -> Any:
+    """Return a field that does not travel: the leader gives it, and all other ranks have ``default``."""
+    return field(default=default, metadata={_LEADERS: True}, compare=False)
+
+
+class Needs(NamedTuple):
+    """The microbatches of a group: its own in a step, those of the shards it hosts, and its own in the next step if the
+    view stays the same."""
+
+    own: Sequence[Microbatch]
+    stack: Sequence[Microbatch]
+    following: Sequence[Microbatch]
+
+
+@dataclass(frozen=True)
+class Order(Generic[Result]):
+    """One operation of all ranks of a group. ``span``: what the timeline of a rank that follows calls it;
+    ``between_groups``: it may raise ``Broken``."""
+
+    span: ClassVar[str | None] = None
+    between_groups: ClassVar[bool] = False
+
+    def run(self, rank: RankExecutor) -> Result:
+        """Carry it out at one rank. Raises ``Lost`` when another rank of the group is gone."""
+        raise NotImplementedError
+
+    def wire(self) -> dict[str, Any]:
+        """Return the fields that travel, as JSON."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if _LEADERS not in one.metadata}
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Order[Result]:
+        """Inverse of :meth:`wire`."""
+        return cls(**raw)
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begin(Order[None]):
+    """Begin a step. ``needs`` is called only where something is loaded ahead; ``dataset`` is each rank's own."""
+
+    step: int
+    needs: Callable[[], Needs]
+    dataset: Dataset | None = leaders(None)
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.begin(self.step, given(self.dataset), self.needs)
+
+    def wire(self) -> dict[str, Any]:
+        return {"step": self.step, "needs": self.needs()}
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Begin:
+        needs = Needs(*([Microbatch(*one) for one in share] for share in raw["needs"]))
+        return cls(raw["step"], lambda: needs)
+
+
+@dataclass(frozen=True)
+class Compute(Order[tuple[bool, float]]):
+    """Compute at most one microbatch at each rank, that of the rank's position. Returns whether its samples were in
+    memory, and the seconds it took. Does not wait for the other ranks: the reduction collects their results.
+
+    ``patched``: for each whether it is taken over from a lost group; ``epoch`` is recorded.
+    """
+
+    microbatches: Sequence[Microbatch]
+    patched: Sequence[bool]
+    epoch: int
+    ahead: Ready | None = leaders(None)
+
+    def run(self, rank: RankExecutor) -> tuple[bool, float]:
+        if rank.position >= len(self.microbatches):
+            return False, 0.0
+        microbatch, patch = self.microbatches[rank.position], self.patched[rank.position]
+        rank.pulse.enter("working")
+        prefetched, seconds = rank.compute(microbatch, patch, self.ahead)
+        if patch and rank.position:  # the leader records its own together with the recovery's times
+            who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
+            note_patch(rank.history, {microbatch: prefetched}, step=microbatch.step, **who)
+        return prefetched, seconds
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Compute:
+        return cls([Microbatch(*one) for one in raw["microbatches"]], raw["patched"], raw["epoch"])
+
+
+@dataclass(frozen=True)
+class Flush(Order[None]):
+    """Compute microbatches jointly (``engines.port.JointEngine``). ``listed`` returns those that are due, ``finished``
+    is called with each computed one, and with True if its samples were in memory."""
+
+    listed: Callable[[], Sequence[Listed]] = leaders(lambda: ())
+    finished: Callable[[Microbatch, bool], None] = leaders(lambda microbatch, prefetched: None)
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.flush(self.listed, self.finished)
+
+
+@dataclass(frozen=True)
+class Connect(Order[bool]):
+    """Build the communicators of ``view``. Returns True if all ranks have, False if a rank was ``interrupted``."""
+
+    span, between_groups = "recover", True
+    view: View
+    step: int
+    interrupted: Callable[[], bool] | None = leaders(None)
+
+    def run(self, rank: RankExecutor) -> bool:
+        view, interrupted = self.view, self.interrupted
+        if interrupted is None:
+            rank.agreement.adopted(view)
+            # News of the view stay true for any number of attempts: the leader does not know them yet, but will.
+            interrupted = lambda: rank.concerned(view) or bool(rank.lost_because)  # noqa: E731
+        if rank.inner is None:
+            return rank.connect(view, self.step, interrupted)
+        try:
+            answer = _BUILT if rank.connect(view, self.step, interrupted) else _INTERRUPTED
+        except Broken as error:
+            rank.tell_broken(view.epoch, f"rank {rank.position}: {error}", detail=error.detail)
+            answer = _BROKEN
+        worst = rank.inner.least(answer)
+        if worst == _BROKEN:
+            raise Broken(f"a rank of group {rank.group} could not build its communicator of epoch {view.epoch}")
+        return worst == _BUILT
+
+    def wire(self) -> dict[str, Any]:
+        return {"view": self.view.to_json(), "step": self.step}
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Connect:
+        return cls(View.from_json(raw["view"]), raw["step"])
+
+
+@dataclass(frozen=True)
+class Transfer(Order[None]):
+    """Make the transfers of the present view."""
+
+    span, between_groups = "recover", True
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.transfer()
+
+
+@dataclass(frozen=True)
+class Reduce(Order[None]):
+    """Reduce buckets; ``done`` is called with each that is final."""
+
+    between_groups = True
+    step: int
+    buckets: Sequence[Bucket]
+    done: Callable[[Bucket], None] = leaders(lambda bucket: None)
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.reduce(self.step, self.buckets, self.done)
+
+
+@dataclass(frozen=True)
+class Update(Order[StepResult]):
+    """Update, only after every bucket is final at all ranks: no peer may need the old parameters any more."""
+
+    step: int
+    microbatches: int
+
+    def run(self, rank: RankExecutor) -> StepResult:
+        rank.pulse.enter("working")
+        return rank.update(self.step, self.microbatches)
+
+
+@dataclass(frozen=True)
+class CloseEpoch(Order[None]):
+    """Close the communicators of the epoch that is over."""
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.close_epoch()
+
+
+@dataclass(frozen=True)
+class EndStep(Order[None]):
+    """End the step: all ranks return to the user's script, which goes on with step ``following``."""
+
+    epoch: int
+    following: int
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.end_step(self.epoch)
+
+
+# --- the return of a group -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Follow(Order[int]):
+    """Ask donors, (group, incarnation), for the state of one step, ``margin`` steps later than is expected to be soon
+    enough. Returns the worst answer, as the next two (``worker.rejoin.joiner``)."""
+
+    donors: Sequence[tuple[int, int]]
+    margin: int
+    epoch: int
+
+    def run(self, rank: RankExecutor) -> int:
+        return rank.following.begin(self.donors, self.margin, self.epoch)
+
+
+@dataclass(frozen=True)
+class TakeState(Order[int]):
+    """Wait for the state, and put it in place."""
+
+    def run(self, rank: RankExecutor) -> int:
+        return rank.following.take_state()
+
+
+@dataclass(frozen=True)
+class MakeStep(Order[int]):
+    """Wait for the donors' next step, and make it."""
+
+    interrupted: Callable[[], bool] = leaders(lambda: False)
+
+    def run(self, rank: RankExecutor) -> int:
+        return rank.following.make_step(self.interrupted)
+
+
+@dataclass(frozen=True)
+class Enter(Order[None]):
+    """Enter the run with the group's seat: its scripts go on with ``step``."""
+
+    step: int
+
+    def run(self, rank: RankExecutor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Arrive(Order[None]):
+    """Note that the group has reached the step of the others."""
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.arrive()
+
+
+# --- the beginning and the end ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShareState(Order[None]):
+    """Before the first step: start all ranks from the leader's model."""
+
+    def run(self, rank: RankExecutor) -> None:
+        if rank.inner is not None:
+            rank.share_state()
+
+
+@dataclass(frozen=True)
+class Save(Order[None]):
+    """Copy each rank's share of the state, and write it during the next steps."""
+
+    order: Saves
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.saving.take(self.order, rank.engine, rank.states)
+
+    def wire(self) -> dict[str, Any]:
+        return {"order": signals.to_json(self.order)}
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Save:
+        return cls(cast(Saves, signals.from_json(raw["order"])))
+
+
+@dataclass(frozen=True)
+class Fingerprint(Order[dict[str, Any]]):
+    """Compare and describe the group's parameters after the last step."""
+
+    def run(self, rank: RankExecutor) -> dict[str, Any]:
+        return rank.fingerprint()
+
+
+@dataclass(frozen=True)
+class End(Order[None]):
+    """Return from the run, which has ended everywhere."""
+
+    def run(self, rank: RankExecutor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Stop(Order[None]):
+    """Stop the group: all ranks but the leader, which has the reason, raise the error of that name (``errors``).
+
+    ``nonfinite``: the step whose gradient may have been this group's, if that is the reason.
+    """
+
+    reason: str
+    kind: str = errors.RunStopped.__name__
+    nonfinite: int | None = None
+
+    def run(self, rank: RankExecutor) -> None:
+        if self.nonfinite is not None:
+            rank.nonfinite.name(self.nonfinite, rank.engine)
+        if rank.position:
+            raise getattr(errors, self.kind)(self.reason)
+
+
+_ORDERS: dict[str, type[Order[Any]]] = {kind.__name__: kind for kind in Order.__subclasses__()}
+
+
+def named(name: str, raw: dict[str, Any]) -> Order[Any]:
+    """Return the order with this name and these fields."""
+    return _ORDERS[name].from_wire(raw)
