@@ -277,7 +277,7 @@ class GroupLeader:
                     self._agreement.publish(report)
                     self._points.reach("recover", self._state.step)
                 case machine.Announce(epoch=epoch, reason=reason, after=after):
-                    self._rank.tell_broken(epoch, reason, after)
+                    self._rank.link.tell_broken(epoch, reason, after)
                 case machine.Propose():
                     self._propose(action)
                     return
@@ -531,7 +531,7 @@ class GroupLeader:
 
     def _break_epoch(self, reason: str, detail: str = "") -> None:
         """End the present epoch for all groups; this group is the first to know."""
-        said = self._rank.tell_broken(self._state.view.epoch, reason, detail=detail)
+        said = self._rank.link.tell_broken(self._state.view.epoch, reason, detail=detail)
         self._feed(cast(machine.Event, signals.judge(said)))
 
     def _adopt(self, view: View) -> None:

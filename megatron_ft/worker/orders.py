@@ -146,13 +146,13 @@ class Connect(Order[bool]):
         if interrupted is None:
             rank.agreement.adopted(view)
             # News of the view stay true for any number of attempts: the leader does not know them yet, but will.
-            interrupted = lambda: rank.concerned(view) or bool(rank.lost_because)  # noqa: E731
+            interrupted = lambda: rank.link.concerned(view) or bool(rank.lost_because)  # noqa: E731
         if rank.inner is None:
             return rank.connect(view, self.step, interrupted)
         try:
             answer = _BUILT if rank.connect(view, self.step, interrupted) else _INTERRUPTED
         except Broken as error:
-            rank.tell_broken(view.epoch, f"rank {rank.position}: {error}", detail=error.detail)
+            rank.link.tell_broken(view.epoch, f"rank {rank.position}: {error}", detail=error.detail)
             answer = _BROKEN
         worst = rank.inner.least(answer)
         if worst == _BROKEN:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -28,11 +27,9 @@ from megatron_ft.collectives.communicator import Broken, Communicator, sweep
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
 from megatron_ft.collectives.p2p_channel import P2PChannels
-from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
-from megatron_ft.core.protocol.messages import EpochAborted
 from megatron_ft.data.order import microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.port import Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
@@ -44,6 +41,7 @@ from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.utils import heap
 from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
+from megatron_ft.worker.epoch_link import EpochLink
 from megatron_ft.worker.joint_compute import JointWork, broken_inside, lost_inside
 from megatron_ft.worker.nonfinite import NonFinite
 from megatron_ft.worker.orders import Needs
@@ -95,7 +93,7 @@ class RankExecutor:
         self.lost_because = ""
         self._env, self._config, self._settings = env, env.config, env.config.fault_tolerance
         self.nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
-        self._connector = Connector(env, agreement)
+        self.link = EpochLink(env, agreement)
         self._prefetcher = Prefetcher(lambda: torch.get_rng_state().tolist(), self.pulse.dataset)
         # Set by :meth:`attach`, before the first step.
         self.engine: Engine
@@ -106,14 +104,9 @@ class RankExecutor:
         self._shared: SharedGradients | OwnGradients | None = None
         self._lines: P2PChannels | None = None
         self.joint = False
-        self._outer: Communicator | None = None
-        self._view: View | None = None
         self._step = -1
         self._donor: StateSender | None = None
         self._updated: StepResult | None = None
-        self._heard: tuple[signals.Verdict, ...] = ()
-        self._lock = threading.Lock()
-        self._told = -1
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
         self._swept = False  # whether the last sweep destroyed a process group
 
@@ -170,16 +163,13 @@ class RankExecutor:
     def hear(self, verdict: signals.Verdict) -> None:
         """Unblock the training thread if it waits for a group or rank that is gone."""
         self.following.hear(verdict)
-        with self._lock:
-            self._heard = signals.remember(self._heard, verdict)
-            if self._outer is not None:
-                self._unblock(self._outer, [verdict])
+        self.link.hear(verdict)
 
     def _epoch_of_state(self) -> int | None:
         """Return ``epoch``; at a rank that is not its group's leader, the epoch of its communicator."""
         if self.position == 0:
             return self.epoch()
-        view = self._view
+        view = self.link.view
         return None if view is None else view.epoch
 
     def publish_checksums(self, asked: signals.ChecksumsRequested) -> None:
@@ -187,45 +177,13 @@ class RankExecutor:
         if self.group in asked.groups and self._guarded:
             self.guard.publish(asked.step)
 
-    def _unblock(self, outer: Communicator, verdicts: Iterable[signals.Verdict]) -> None:
-        """End the waits in ``outer``, if one of these verdicts ends its epoch."""
-        for verdict in verdicts:
-            if signals.ends(verdict, given(self._view), self._step):
-                outer.leave() if signals.in_order(verdict) else outer.abort()
-
     def lose(self, reason: str) -> None:
         """End all waits of this rank: another rank of this group is gone."""
         self.lost_because = self.lost_because or reason
         for means in (self.inner, self._lines):
             if means is not None:
                 means.abort()
-        with self._lock:
-            if self._outer is not None:
-                self._outer.abort()
-
-    def leave_epoch(self) -> None:
-        """Make the training thread return from operations with other groups."""
-        with self._lock:
-            if self._outer is not None:
-                self._outer.abort()
-
-    def concerned(self, view: View, step: int | None = None) -> bool:
-        """Return True if a verdict so far ends the epoch of ``view`` in ``step``, by default the present step."""
-        with self._lock:
-            return any(signals.ends(verdict, view, self._step if step is None else step) for verdict in self._heard)
-
-    def tell_broken(self, epoch: int, reason: str, after: int = -1, detail: str = "") -> signals.EpochAborted:
-        """Tell all groups, once, that ``epoch`` is over for groups in a step later than ``after``. Return the message.
-
-        ``detail``, the text of a library, goes to this rank's log only.
-        """
-        said = signals.EpochAborted(epoch, reason, after, self.group)
-        if epoch > self._told:
-            self._told = epoch
-            self.agreement.announce(said)
-            if detail:
-                _log.info(f"epoch {epoch} is over: {reason}: {detail}")
-        return said
+        self.link.abort()
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -234,9 +192,7 @@ class RankExecutor:
         now = time.monotonic()
         short, self._began = now - self._began < _LONG_S, now
         self._step = step
-        with self._lock:  # a verdict that ends the epoch in this step may have come in the one before
-            if self._outer is not None:
-                self._unblock(self._outer, self._heard)
+        self.link.begin_step(step)
         if self._donor is not None:
             self._donor.boundary(step, self._updated, self.carry)
         self.engine.begin_step()
@@ -293,12 +249,12 @@ class RankExecutor:
 
     def _members(self) -> int:
         """Return the number of groups in the present view."""
-        return len(self._view.live) if self._view is not None else self._config.groups
+        return len(self.link.view.live) if self.link.view is not None else self._config.groups
 
     def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """Return the function to call with each bucket that is complete before the last microbatch is, or None."""
         self._settle(state=False)
-        return None if self.points.corrupts(step) else self._reduction.ahead(given(self._outer), step, buckets)
+        return None if self.points.corrupts(step) else self._reduction.ahead(given(self.link.outer), step, buckets)
 
     def say_seconds(self, seconds: float) -> None:
         """After :meth:`begin`: send all groups this group's seconds per microbatch in the step before."""
@@ -310,37 +266,23 @@ class RankExecutor:
 
     # --- between groups -----------------------------------------------------------------------------------------------
 
-    def take_seat(self, view: View, agreement: CoordinationClient) -> None:
-        """Begin to connect: another thread has found this group's seat in ``view``, and other groups wait for it."""
-        self._connector.begin(view, agreement)
-
     def prepare(self, view: View, step: int) -> None:
         """Begin to build the communicator of ``view``, in parallel with the computation before its first use."""
         self.points.reach("connect", step)
         self.following.see(view)
-        self._connector.begin(view)
+        self.link.prepare(view)
 
     def connect(self, view: View, step: int, interrupted: Callable[[], bool]) -> bool:
         """Build the communicator of ``view``; False when ``interrupted`` became true first. Raises ``Broken``."""
-        if self._view == view and self._outer is not None:  # built before another rank of the group was interrupted
+        if self.link.view == view and self.link.outer is not None:  # built before another rank was interrupted
             return True
         self.prepare(view, step)
-        outer = self._connector.connect(view, interrupted)
-        if outer is None:
-            return False
-        with self._lock:
-            self._outer, self._view = outer, view
-            self._heard = tuple(verdict for verdict in self._heard if not _is_over(verdict, view))
-            self._unblock(outer, self._heard)
-        return True
+        return self.link.connect(view, interrupted)
 
     def close_epoch(self) -> None:
         """Close the communicator and drop all pending operations of the present epoch."""
         self._write_down()
-        with self._lock:
-            outer, self._outer = self._outer, None
-        if outer is not None:
-            outer.close()
+        if self.link.close():
             self._reduction.drop()
 
     def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
@@ -348,7 +290,7 @@ class RankExecutor:
 
         Raises ``Broken``; in a group of several ranks only after all of them have ended their operations.
         """
-        outer = given(self._outer)
+        outer = given(self.link.outer)
         self.timeline.assign(step, outer.epoch)
         self._settle(state=False)
         with self.timeline.span("reduce"):
@@ -384,9 +326,9 @@ class RankExecutor:
 
     def _say_broken(self, error: Broken) -> None:
         """Tell the other groups, whose ranks at this position may wait for this one; the leader learns of it later."""
-        view = given(self._view)
-        if not self.concerned(view):
-            self.tell_broken(view.epoch, f"rank {self.position}: {error}", detail=error.detail)
+        view = given(self.link.view)
+        if not self.link.concerned(view):
+            self.link.tell_broken(view.epoch, f"rank {self.position}: {error}", detail=error.detail)
 
     def transfer(self) -> None:
         """Send or receive the transfers of the present view, in an order that cannot deadlock: state first, buckets
@@ -394,7 +336,7 @@ class RankExecutor:
 
         All ranks of a group put what they received in place, or none of them does. Raises ``Broken``.
         """
-        view, received, broken = given(self._view), None, None
+        view, received, broken = given(self.link.view), None, None
         self._settle(state=True)
         try:
             received = self._exchange(view)
@@ -417,7 +359,7 @@ class RankExecutor:
             self._load_state(received)
 
     def _exchange(self, view: View) -> Mapping[str, Any] | None:
-        outer, received = given(self._outer), None
+        outer, received = given(self.link.outer), None
         if self.group == view.source:
             for group in view.behind:
                 state_transfer.send_state(outer, self._full_state(), group)
@@ -435,7 +377,7 @@ class RankExecutor:
 
     def _receive_bucket(self, bucket: Bucket, owner: int) -> None:
         try:
-            given(self._outer).receive(self._gradients.reduced(bucket), owner, bucket).wait()
+            given(self.link.outer).receive(self._gradients.reduced(bucket), owner, bucket).wait()
         except Broken:
             self._gradients.replace_reduced(bucket)  # late data may still arrive in the old one
             raise
@@ -462,7 +404,7 @@ class RankExecutor:
     def update(self, step: int, microbatches: int) -> StepResult:
         """Commit the step here; it must contain exactly ``microbatches``."""
         self._settle(state=True)
-        self.guard.compare(step, given(self._view).live)
+        self.guard.compare(step, given(self.link.view).live)
         with self.timeline.span("update"):
             try:
                 result = self._inside(
@@ -560,8 +502,3 @@ class RankExecutor:
             error.add_note(f"megatron_ft: while computing microbatch {microbatch}")
             error.microbatch = str(microbatch)  # type: ignore[attr-defined]  # read by ``agent.rank_bootstrap``
             raise
-
-
-def _is_over(verdict: signals.Verdict, view: View) -> bool:
-    """Return True if the verdict concerns neither this view nor a later one."""
-    return isinstance(verdict, EpochAborted) and verdict.epoch < view.epoch

@@ -416,7 +416,7 @@ class Session:
             self._agreement.check()
         except Fenced as error:
             _log.info(f"{error}; this group stops")
-            self._rank.leave_epoch()
+            self._rank.link.abort()
             if isinstance(self._part, GroupLeader):
                 self._part.claims_changed()
 

@@ -26,7 +26,7 @@ def rank(tmp_path, monkeypatch):
     env = MagicMock(group=0, position=0, incarnation=0, run_dir=tmp_path, config=RunConfig(groups=2))
     rank = RankExecutor(env, MagicMock(), History(tmp_path))
     rank.engine, rank.guard = MagicMock(), MagicMock()
-    rank._outer, rank._view = Communicator(None, 0, [0], 0, 60.0), VIEW
+    rank.link.outer, rank.link.view = Communicator(None, 0, [0], 0, 60.0), VIEW
     begin(rank, 3)
     yield rank
     rank._prefetcher.close()
@@ -40,24 +40,24 @@ def test_an_epoch_that_ends_in_order_ends_for_a_rank_that_comes_to_its_step_late
     """A follower has heard of it in the step before; its leader, which has not, lets the follower reduce the next
     one."""
     rank.hear(EpochAborted(0, "group 1 leaves", after=3))
-    rank._outer.all_reduce(torch.ones(1)).wait()
+    rank.link.outer.all_reduce(torch.ones(1)).wait()
     begin(rank, 4)
     with pytest.raises(Left):
-        rank._outer.all_reduce(torch.ones(1))
+        rank.link.outer.all_reduce(torch.ones(1))
 
 
 def test_a_death_ends_the_epoch_at_once_and_cuts_the_connections(rank):
     rank.hear(EpochAborted(0, "group 1 leaves", after=3))
     rank.hear(GroupFailed(1, "group 1 died"))
-    assert rank._outer._over.aborted
+    assert rank.link.outer._over.aborted
     with pytest.raises(Broken, match="aborted"):
-        rank._outer.all_reduce(torch.ones(1))
+        rank.link.outer.all_reduce(torch.ones(1))
 
 
 def test_news_of_another_epoch_end_nothing(rank):
     rank.hear(EpochAborted(1, "a connection failed"))
     begin(rank, 4)
-    rank._outer.all_reduce(torch.ones(1)).wait()
+    rank.link.outer.all_reduce(torch.ones(1)).wait()
 
 
 def test_a_rank_without_an_engine_ignores_a_question_about_its_state(rank):

@@ -300,7 +300,7 @@ class CheckpointCoordinator:
             if self._rank.lost_because:
                 raise Lost(self._rank.lost_because)
             # Before the look: a group that stops has reported it before it ends.
-            over = self._rank.concerned(state.view, order.at)
+            over = self._rank.link.concerned(state.view, order.at)
             if not mine:
                 reason = self._agreement.get(STOPPED)
             elif self._is_made() and (self._all_stand(order, state.view) or time.monotonic() > deadline):

@@ -137,7 +137,7 @@ class RejoinClient:
                 epoch = view.epoch
                 self.see(view)
                 if self.has_seat(view):
-                    self._rank.take_seat(view, agreement)
+                    self._rank.link.take_seat(view, agreement)
                     self.view = view
                     return
                 self.view = view
