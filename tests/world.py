@@ -179,8 +179,7 @@ class World:
         """The group is told to leave after its present step; the other groups read the notice at any time."""
         state = self.alive[me].state
         self.say(f"{me} leaves after step {state.step}")
-        why = f"group {me} leaves after step {state.step}"
-        said = machine.LeaveAnnounced(me, state.step, why, state.incarnation)
+        said = machine.LeaveAnnounced(me, state.step, "told to", state.incarnation)
         self.notices.append(said)
         self.feed(me, said)
 

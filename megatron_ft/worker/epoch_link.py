@@ -91,7 +91,7 @@ class EpochLink:
         """Begin to build the communicator of ``view``, in parallel with the computation before its first use."""
         self._connector.begin(view)
 
-    def connect(self, view: View, interrupted: Callable[[], bool]) -> bool:
+    def enter(self, view: View, interrupted: Callable[[], bool]) -> bool:
         """Take the communicator of ``view``, once it is built; False when ``interrupted`` became true first. Raises
         ``Broken``."""
         outer = self._connector.connect(view, interrupted)

@@ -277,7 +277,7 @@ class RankExecutor:
         if self.link.view == view and self.link.outer is not None:  # built before another rank was interrupted
             return True
         self.prepare(view, step)
-        return self.link.connect(view, interrupted)
+        return self.link.enter(view, interrupted)
 
     def close_epoch(self) -> None:
         """Close the communicator and drop all pending operations of the present epoch."""

@@ -295,7 +295,7 @@ def flip_a_bit(of: TorchNativeEngine) -> None:
     next(of.model.parameters()).data.view(-1).numpy().view("int32")[5] ^= 1 << 22
 
 
-@pytest.mark.parametrize("live, said", [((0, 1, 2), ["Diverged"]), ((0, 1), ["Halts"]), ((0, 1, 3), [])])
+@pytest.mark.parametrize("live, said", [((0, 1, 2), ["StateDiverged"]), ((0, 1), ["RunHalted"]), ((0, 1, 3), [])])
 def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers, live, said):
     """One of three is out, two of two end the run, and two of three groups are no reason to end it."""
     donors = trainers(min(3, sum(group < 3 for group in live)))
@@ -308,9 +308,9 @@ def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers,
     guard = follower._rank.guard
     assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
     ((event,), line) = guard._history.note.call_args
-    assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["Diverged"])
+    assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["StateDiverged"])
     found = joiner.RejoinCoordinator(follower, None, never)._find_donors()
-    assert (1 in [donor.group for donor in found]) == (said != ["Diverged"])
+    assert (1 in [donor.group for donor in found]) == (said != ["StateDiverged"])
     follower.end()
 
 
@@ -338,7 +338,7 @@ def test_a_state_that_was_put_in_place_has_to_equal_that_of_the_donors(trainers)
 def test_a_single_donor_is_followed_only_if_no_other_group_that_lives_answers_for_a_while(trainers, monkeypatch):
     """Its state could be compared with no other; a group that followed a diverged donor would make it the majority."""
     donors, now = trainers(2), [0.0]
-    monkeypatch.setattr(joiner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(joiner, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     store = Store([trainer.place for trainer in donors])
     store.views[0] = View(0, (0, 1, 3), "")  # with the former start of group 3
     way_back = joiner.RejoinCoordinator(following(store), None, never)
