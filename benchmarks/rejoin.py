@@ -3,7 +3,7 @@
     python benchmarks/rejoin.py [--trials 2] [--state-mb 1024] [--systems ours torchft] [--quick]
 
 Four groups of one rank, Adam, fp32: the state is three times the gradients. One is killed and started again. Its new process
-is built up and then held still for some steps; these are what the others need *without* anybody who comes back, in the same
+is built up and then held still for some steps; these are what the others need *without* a group that comes back, in the same
 run, with the same number of groups. Then it goes on: *during* are the survivors' steps from there until the first that all
 four take part in, as their run record (torchft: each attempt at a step) has them. ``slower`` compares the medians.
 ``longest_s`` is how much longer the longest of these steps was than the median without; ``entry_s`` how long the last of the

@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--view", required=True, help="the first one, as JSON")
     parser.add_argument("--first", type=int, default=0, help="number of the first group")
     parser.add_argument("--groups", type=int, default=0)
-    parser.add_argument("--dying", type=int, default=0, help="so many of these groups die in each epoch")
+    parser.add_argument("--dying", type=int, default=0, help="the number of these groups that die in each epoch")
     parser.add_argument("--agents", type=int, default=0)
     parser.add_argument("--listeners", type=int, default=0, help="ranks that do nothing but listen")
     asyncio.run(Crowd(parser.parse_args()).run())

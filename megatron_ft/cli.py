@@ -362,7 +362,7 @@ def _launch(options: argparse.Namespace) -> int:
 def _add_join(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="of the run")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--groups", type=int, metavar="K", help="so many more, on this node")
+    what.add_argument("--groups", type=int, metavar="K", help="number of groups to add on this node")
     what.add_argument("--spare", action="store_true", help="wait for a host that is lost, and take its groups over")
     parser.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
     _add_preload(parser)
@@ -376,7 +376,7 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _join_as(options: argparse.Namespace, running: join.Running, groups: int) -> int:
-    """With so many groups, or as a spare."""
+    """With a number of groups, or as a spare host."""
     from megatron_ft.agent import forkserver, join
     from megatron_ft.agent.node_agent import Agent, LaunchOptions
 

@@ -168,7 +168,7 @@ def _ring(position: int, rank: int, N: int, size: int) -> None:
         got = to_me.get()
         chunks[comes] = chunks[comes] + got if step < N - 1 else got
         sent.wait()
-    assert chunks == [(1 << N) - 1] * N, "not the sum of everybody's"
+    assert chunks == [(1 << N) - 1] * N, "not the sum of all groups"
 
 
 def _tree(position: int, rank: int, N: int, size: int) -> None:
@@ -185,7 +185,7 @@ def _tree(position: int, rank: int, N: int, size: int) -> None:
         distance //= 2
         if rank + distance < N:
             _mailbox(position, "down", rank + distance).put(held, size)
-    assert held == (1 << N) - 1, "not the sum of everybody's"
+    assert held == (1 << N) - 1, "not the sum of all groups"
 
 
 def _mailbox(position: int, way: str, rank: int):

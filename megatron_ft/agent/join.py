@@ -234,7 +234,7 @@ def enter(running: Running, groups: int, address: str | None) -> Newcomer:
     rejoin = running.config.fault_tolerance.rejoin
     if not rejoin.enabled:
         raise LaunchError(
-            f"the run in {running.run_dir} has fault_tolerance.rejoin.enabled false: nobody can come to it"
+            f"the run in {running.run_dir} has fault_tolerance.rejoin.enabled false: no group can join it"
         )
     deadline = time.monotonic() + _MOVES_S
     while True:

@@ -74,7 +74,7 @@ def _live(run_dir: Path) -> list[int]:
         raise LaunchError(f"{run_dir} holds no run; give the --run-dir of a launch")
     recorded = history.summary(run_dir)
     if recorded.ended or recorded.stopped:
-        raise LaunchError(f"the run in {run_dir} is over; there is nobody to be asked")
+        raise LaunchError(f"the run in {run_dir} is over; no agent of it is left to ask")
     return list(recorded.live)
 
 

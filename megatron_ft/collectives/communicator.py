@@ -44,7 +44,7 @@ _GRACE_S = 0.1
 """Seconds in which an aborted operation may fail before it is abandoned. A failing one needs a few milliseconds."""
 
 _ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
-_LEFT = "the epoch is over; an operation that not everybody takes part in is not waited for"
+_LEFT = "the epoch is over; an operation in which not all groups take part is not waited for"
 
 
 class Broken(Exception):

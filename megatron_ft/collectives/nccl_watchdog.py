@@ -51,7 +51,12 @@ _SETTINGS = (
     # The watchdog sleeps four times as long (60 s by default), holding a lock that every new collective needs.
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1", "1?[0-9]?[0-9]", "collectives cannot start meanwhile"),
     ("TORCH_NCCL_PROPAGATE_ERROR", "1", f"{_OFF}|{_ON}", "it lets the peers of a broken group know"),
-    ("TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE", "512", "[0-9]+", "so many collectives are remembered"),
+    (
+        "TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "512",
+        "[0-9]+",
+        "the number of collectives that are remembered",
+    ),
     ("TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "", _OFF, "with it NCCL starts no watchdog"),
     ("TORCH_NCCL_DESYNC_DEBUG NCCL_DESYNC_DEBUG", "", _OFF, "it turns ASYNC_ERROR_HANDLING back to 3"),
     ("TORCH_DISTRIBUTED_DEBUG", "", "off|info", "DETAIL turns ASYNC_ERROR_HANDLING back to 3"),

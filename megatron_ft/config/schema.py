@@ -192,7 +192,7 @@ class FaultToleranceConfig:
     """The section ``fault_tolerance``. The defaults suit most runs."""
 
     policy: str = setting(STACKED_QUOTA, one_of(STACKED_QUOTA, DROP, RESTART))
-    """What happens to the microbatches of a lost group. ``stacked_quota``: the other groups compute them. Two baselines
+    """The treatment of the microbatches of a lost group. ``stacked_quota``: the other groups compute them. Two baselines
     to compare with: ``drop``, the batch becomes smaller, and a slow group keeps its load (``straggler_factor`` is 0);
     ``restart``, the loss of any group ends the run, and the launcher starts it again from the newest checkpoint."""
     redundancy: int | Auto = setting(AUTO, or_auto(whole_number(1)))
@@ -223,14 +223,14 @@ class FaultToleranceConfig:
     """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
     exact in both."""
     loss_reduction: str = setting("microbatch", one_of("microbatch", "token"))
-    """What the loss and the gradient of a step are averaged over. ``microbatch``: the loss function returns the mean
-    loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens' losses
-    and the number of these tokens, and all tokens of the step have equal weight."""
+    """The unit over which the loss and the gradient of a step are averaged. ``microbatch``: the loss function returns the
+    mean loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens'
+    losses and the number of these tokens, and all tokens of the step have equal weight."""
     overlap: bool = setting(True, TRUE_OR_FALSE)
     """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
     either way."""
     nonfinite: str = setting("skip", one_of("skip", "recompute", "stop"))
-    """What follows a step whose gradient has an inf or nan. ``skip``: the step makes no update. ``recompute``: another
+    """The treatment of a step whose gradient has an inf or nan. ``skip``: the step makes no update. ``recompute``: another
     group first computes the microbatches it came from. ``stop``: the run ends."""
     seed: int = setting(0, whole_number(0))
     """Seed, >= 0, of everything random that belongs to a microbatch: its samples and its dropout masks."""

@@ -152,7 +152,7 @@ class CoordinationClient:
         now = time.monotonic()
         if since is not None and now - since >= self._patience_s:
             raise StoreError(
-                f"nobody can be left out of the run since {self._patience_s:g} s, and the interrupted step needs it: {why}"
+                f"no group can be left out of the run since {self._patience_s:g} s, and the interrupted step needs it: {why}"
             )
         return now if since is None else since
 

@@ -41,7 +41,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one host knows about the check.
+    """The knowledge of one host about the check.
 
     Attributes:
         hosts: number of hosts.

@@ -394,7 +394,7 @@ class _Bitflip:
     def __init__(self, order: FaultCommand, engine: Corruptible) -> None:
         rng = random.Random(order.seed)
         begins = _NAMED.get(order.what)
-        # Of ``data`` torch counts no writes: memory that fails tells nobody.
+        # Of ``data`` torch counts no writes: memory that fails gives no sign.
         if begins is None:
             named = [(f"bucket {number}", gradient) for number, gradient in enumerate(engine.local_gradients())]
         else:

@@ -19,7 +19,7 @@ FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the launcher's environment says.
+    """The values in the launcher's environment.
 
     Attributes:
         what: description of the launcher for messages.

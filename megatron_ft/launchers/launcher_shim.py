@@ -24,7 +24,8 @@ _FROM = f"--ranks-per-group, or {parallelism.STAGES} x {parallelism.SLICES} of t
 
 @dataclass(frozen=True)
 class Found:
-    """What the launcher's environment says: ``ranks`` on all hosts, ``local`` of them here; ``port`` is free on host 0."""
+    """The values in the launcher's environment: ``ranks`` on all hosts, ``local`` of them here; ``port`` is free on
+    host 0."""
 
     launcher: str
     ranks: int

@@ -191,7 +191,7 @@ class _Columns:
         self.seconds: dict[str, array] = {}
 
     def add(self, span: Span) -> None:
-        """What a column does not show, its neighbours do: no span is left out, however short."""
+        """Neighbouring columns show what a column does not: no span is left out, however short."""
         seconds = self.seconds.get(span.phase)
         if seconds is None:
             seconds = self.seconds[span.phase] = array("d", bytes(8 * _COLUMNS))

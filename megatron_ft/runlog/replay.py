@@ -327,7 +327,7 @@ class _Run:
         for view in proposed:
             if differences := _compare(new.to_json(), view.to_json()):
                 return differences
-        return () if proposed else (Difference("who proposes it", "somebody", "nobody, a report is still awaited"),)
+        return () if proposed else (Difference("who proposes it", "a group", "no group, a report is still awaited"),)
 
     def _decide_view(self, line: int, view: View, differences: tuple[Difference, ...]) -> None:
         parts = [f"view {view.epoch}: live {listed(view.live)}"]

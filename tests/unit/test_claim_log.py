@@ -182,7 +182,7 @@ def test_a_group_waits_no_longer_than_its_patience_for_a_log_that_does_not_answe
     assert agreement.log_answers()
     log.answers.return_value = False
     assert not agreement.log_answers()
-    with pytest.raises(StoreError, match="nobody can be left out of the run since 0 s"):
+    with pytest.raises(StoreError, match="no group can be left out of the run since 0 s"):
         agreement.log_answers()
 
 

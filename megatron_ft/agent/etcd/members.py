@@ -372,6 +372,6 @@ def _check_addresses(cards: Mapping[int, dict[str, Any]]) -> None:
         loopback = ipaddress.ip_address(card["address"].partition("%")[0]).is_loopback
         if loopback and len({other["name"] for other in cards.values()}) > 1:
             raise LaunchError(
-                f"{host_name(card['name'], rank)} has the address {card['address']}, at which nobody else reaches it; give "
-                f"--address there, the one by which the other hosts reach it"
+                f"{host_name(card['name'], rank)} has the address {card['address']}, at which no other host reaches it; "
+                f"give --address there, the one by which the other hosts reach it"
             )

@@ -26,7 +26,8 @@ class Outcome:
 
 @dataclass
 class Following:
-    """What one incarnation has received. ``asked``: when it asked for a seat; ``arrived`` is called when there is news."""
+    """The data that one incarnation has received. ``asked``: when it asked for a seat; ``arrived`` is called when there
+    is news."""
 
     donors: tuple[Donor, ...]
     since: float

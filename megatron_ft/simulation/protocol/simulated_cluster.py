@@ -249,7 +249,7 @@ class Cluster:
         self.look_for_end()
 
     def _tell_end(self, me: GroupId, incarnation: int, detail: str) -> None:
-        """An agent saw the process end, or somebody believes it did."""
+        """An agent saw the process end, or another process believes it did."""
         ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
         delay = self.rng.uniform(0.05, 3.0)
         if self.hosts is None:
@@ -446,7 +446,7 @@ class Cluster:
                         hosts.agents[host].take_over("it was told to")
 
     def _accuse(self, group: Group) -> None:
-        """Everybody is told that it is dead; it is not."""
+        """All groups are told that it is dead; it is not."""
         if self.hosts is None:
             self._tell_end(group.me, group.incarnation, "taken for dead")
         elif group.me in self.hosts.agents:

@@ -29,7 +29,7 @@ class Loss:
 
 
 class Policy(Protocol):
-    """What a simulated run needs to know of a policy."""
+    """The properties of a policy that a simulated run needs."""
 
     live: set[GroupId]
     hosts: int

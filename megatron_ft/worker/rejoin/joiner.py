@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DONE, INTERRUPTED, ASTRAY = 2, 1, 0
 """A rank's answers to the order to follow; the worst answer counts."""
 _NEVER = -(2**62)
-"""What a rank gives for the step it can be given the state of when it cannot reach its donors."""
+"""The answer of a rank that cannot reach its donors, in place of a step."""
 _MOST_DONORS = 4
 _POLL_S, _AGAIN_S = 0.002, 0.1
 _ALONE_S = 10.0
