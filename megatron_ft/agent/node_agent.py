@@ -31,6 +31,7 @@ from megatron_ft.agent import (
     stall_watch,
     store_takeover,
 )
+from megatron_ft.agent.agent_record import AgentRecord
 from megatron_ft.agent.operator_requests import STORE_KEY, host_key
 from megatron_ft.agent.rank_process import Rank
 from megatron_ft.agent.spare_host import Spare, start_key
@@ -59,9 +60,6 @@ _KILLED_S, _KILLED_LOOK_S = 10.0, 0.005
 """The agent waits at most this long for killed ranks; a rank that is inside the kernel may not end for hours."""
 _STARTING_S = 5.0
 """Before the first step, a shorter silence of a host does not count."""
-_RECORD_EVERY_S = 5.0
-"""The record may be long, so it is not read more often than this while the store is away."""
-_SAID = float("inf")
 _STORE_TIMEOUT_S = 5.0
 _CLOSING_EVERY_S = 3.0
 
@@ -155,9 +153,10 @@ class Agent:
         except BaseException:
             self._release()
             raise
+        self._record = AgentRecord(self._run_dir, lambda: self._claims.usurped)
         self._copies = checkpoint_cache.prepare(self._config, self._hosts)
         self._store = store.ControlStore(self._hosts.store, self._run_id, _STORE_TIMEOUT_S, secret=own)
-        self._store.when_forged(lambda key: self._note("forged", key=key, **self._hosts.who))
+        self._store.when_forged(lambda key: self._record.note("forged", key=key, **self._hosts.who))
         self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
         self._voice = agent_client.AgentClient(self._store, self._first)
         self._returns = self._prepare_returns()
@@ -166,7 +165,7 @@ class Agent:
         )
         self._spare = Spare(self._hosts, self._voice, self._returns)
         watched = self._config.fault_tolerance.detector
-        self._stalls = stall_watch.Stalls(self._voice, self._hosts, self._returns, watched, self._note)
+        self._stalls = stall_watch.Stalls(self._voice, self._hosts, self._returns, watched, self._record.note)
         self._standstill = stall_watch.Standstill(self._config.fault_tolerance.store_patience_s)
         self._idles = newcomer is not None and not newcomer.groups
         self._ranks: list[Rank] = []
@@ -179,10 +178,8 @@ class Agent:
         self._failed_after: list[tuple[Path, Exit, signal.Signals | None]] = []
         self._signalled: signal.Signals | None = None
         self._tracking = Tracking(options.track, self._run_dir)
-        self._complained = self._speaks = False
+        self._speaks = False
         self._closing_due: float | None = None
-        self._history, self._look_again = history.Watched(self._run_dir), 0.0
-        self._last_step: float | None = None  # read from the record when the store was first found away
         self._succession: store_takeover.StoreTakeover | None = None
 
     def _prepare_record(self) -> Path:
@@ -261,9 +258,9 @@ class Agent:
             if self._hosts.place.hosts > 1:
                 say(self._hosts.store_said)
                 fields["store"] = self._hosts.store_said
-            self._note("start", run_id=self._run_id, **self._hosts.who, **fields)
+            self._record.note("start", run_id=self._run_id, **self._hosts.who, **fields)
             if (origin := given(self._saved).origin) is not None:
-                self._note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
+                self._record.note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
 
     def _begin_succession(self) -> None:
         """From here on let another host take over the embedded store of a lost host, if all share the run directory."""
@@ -282,7 +279,7 @@ class Agent:
             lambda: self._returns.seats.view,
             self._starter.told,
             self._voice.hurry,
-            lambda what, detail: self._note("store", what=what, **self._hosts.who, detail=detail),
+            lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
         )
         self._succession.start()
 
@@ -374,7 +371,7 @@ class Agent:
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, **where}
             self._tell(signals.RankUnresponsive(**fields, why=watched.given_up, incarnation=rank.incarnation))
             detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
-            self._record_fault({**fields, **detail}, time.time(), "agent's look at the process")
+            self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
         self._stalls.look(self._living())
         if self._standstill.look(living.values(), bool(self._hosts.unheard()), self._voice.away):
             self._end_standstill()
@@ -393,7 +390,7 @@ class Agent:
 
     def _listen(self) -> None:
         """Report which hosts have become silent or are heard again. Hosts are busiest while ranks start."""
-        if self._hosts.beats.least_s == _STARTING_S and self._recorded().last_step is not None:
+        if self._hosts.beats.least_s == _STARTING_S and self._record.summary().last_step is not None:
             self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
         changes = self._hosts.beats.changes()
         if changes or self._hosts.beats.silent():
@@ -406,7 +403,7 @@ class Agent:
                 assert isinstance(verdict, GroupFailed | LinkDown)
                 say(verdict.reason)
                 self._tell(silent)
-                self._note("silence", **vars(silent))
+                self._record.note("silence", **vars(silent))
 
     def _known_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
         """Return the signal with the newest known starts of groups that were started again."""
@@ -429,7 +426,7 @@ class Agent:
             code=code if code >= 0 else None,
             **rank.last_words(),
         )
-        if code == 0 and not self._ended() and (end := self._recorded_end()):
+        if code == 0 and not self._ended() and (end := self._record.summary().end):
             self._voice.say_ended(end)  # the rank had the store's answer, and the store has died since
         if code and self._is_failure_after(rank):
             self._failed_after.append((rank.log, death, self._signalled))
@@ -440,7 +437,7 @@ class Agent:
                 self._exits.pop(place, None)  # keeps the dict in the order of the exits
                 self._exits[place] = rank, death
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
-                self._record_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
+                self._record.note_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
         self._write_ranks()
 
     def _is_failure_after(self, rank: Rank) -> bool:
@@ -453,20 +450,15 @@ class Agent:
         member = rank.group in view.live and view.incarnations.get(rank.group, 0) == rank.incarnation
         return member and self._voice.done(seat(rank.group, rank.incarnation))
 
-    def _record_fault(self, fields: dict[str, Any], noticed: float, how: str) -> None:
-        """Record a fault. ``detected_s`` counts from the injection; None for a fault that was not injected."""
-        injected = self._recorded().injected(fields["pid"])
-        self._note(
-            "fault",
-            **fields,
-            how=how,
-            detected_s=None if injected is None else round(noticed - injected, 6),
-        )
-
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
         first, self._signalled = self._signalled is None, self._signalled or number
-        if first and self._recorded().begun and self._living() and self._config.fault_tolerance.checkpoint.directory:
+        if (
+            first
+            and self._record.summary().begun
+            and self._living()
+            and self._config.fault_tolerance.checkpoint.directory
+        ):
             self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._living():
@@ -484,7 +476,7 @@ class Agent:
         self._closing_due = now + _CLOSING_EVERY_S
         done = {rank.group for rank in self._living() if self._voice.done(seat(rank.group, rank.incarnation))}
         if done:
-            self._note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
+            self._record.note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
 
     def _kill_leftover(self) -> None:
         """Kill ranks after the grace period: all of them after a stop signal, else only those outside of the run."""
@@ -531,7 +523,7 @@ class Agent:
             first_view(self._config.groups),
             # Where this host has all groups and none of them lives, a store that is away has no news for it.
             settings.store_patience_s if self._hosts.place.others else 0.0,
-            lambda group, incarnation: self._recorded().has_committed(group, incarnation),
+            lambda group, incarnation: self._record.summary().has_committed(group, incarnation),
             fenced=lambda group, incarnation: self._hosts.is_fenced(group, incarnation),
         )
 
@@ -543,7 +535,7 @@ class Agent:
         self._returns.look(heard)
         for part, last in self._spare.look() if self._idles else ():
             self._take_over([(part.group, position) for position in part.positions], last)
-            self._note("host", **self._hosts.who, what="took over", groups=[part.group])
+            self._record.note("host", **self._hosts.who, what="took over", groups=[part.group])
         for start in self._returns.due(self._hosts.unheard()):
             older = [rank for rank in self._living() if rank.group == start.group]
             for rank in older:
@@ -551,7 +543,7 @@ class Agent:
             if not older and self._may_start(start):
                 self._start_again(start)
         for refusal in self._returns.refusals():
-            self._note("given_up", **vars(refusal))
+            self._record.note("given_up", **vars(refusal))
             self._tell(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._returns.hopeless:
             for rank in self._living():
@@ -581,7 +573,7 @@ class Agent:
         self._ranks += new
         self._write_ranks()
         fields = {**vars(start), "after_s": round(start.after_s, 6)}
-        self._note("restart", **fields, pids=[rank.process.pid for rank in new], **where)
+        self._record.note("restart", **fields, pids=[rank.process.pid for rank in new], **where)
 
     # --- hosts that come, and go --------------------------------------------------------------------------------------
 
@@ -591,7 +583,7 @@ class Agent:
         added = [(group, position) for group in groups for position in range(self._config.ranks_per_group)]
         self._hosts.room = len(added) or self._hosts.room
         self._take_over(added, join.FIRST - 1)
-        self._note("host", **self._hosts.who, what="added" if groups else "spare", groups=list(groups))
+        self._record.note("host", **self._hosts.who, what="added" if groups else "spare", groups=list(groups))
         say(self._hosts.store_said)
 
     def _take_over(self, new: Sequence[tuple[int, int]], last: int) -> None:
@@ -645,50 +637,22 @@ class Agent:
         return self._voice.ended()
 
     def _ended_elsewhere(self) -> bool:
-        """Return whether the record shows the end: a host that is cut off from the store cannot hear of it otherwise."""
-        if not self._voice.away:
-            self._last_step = None
-            return False
-        if time.monotonic() < self._look_again:
-            return False
-        self._look_again = time.monotonic() + _RECORD_EVERY_S
-        end = self._recorded_end()
-        self._say_committed(self._recorded().last_step)
-        return bool(end)
-
-    def _say_committed(self, step: int | None) -> None:
-        """Print, once while the store is away, that a step begun since then was committed."""
-        step = -1 if step is None else step
-        if self._last_step is None:
-            self._last_step = step
-        elif step > self._last_step + 1:
-            self._last_step = _SAID
-            say(f"step {step} was committed since: training goes on without the control store")
-
-    def _recorded_end(self) -> Mapping[str, Any] | None:
-        return self._recorded().end
-
-    def _recorded(self) -> history.Summary:
-        """Return what the record says by now; while the file system is away, what it said last."""
-        try:
-            return self._history.look()
-        except OSError:
-            return self._history.known
+        return self._record.has_end(self._voice.away)
 
     def _conclude(self) -> int:
         """Return the exit code, and print the line that explains it."""
         self._voice.stir()
         # All groups may have left with the store's answer and the store have died since: then the record has the end.
-        if self._ended() or self._recorded_end():
-            return self._conclude_end(self._voice.end or self._recorded_end() or {})
-        recorded = self._recorded()
+        if self._ended() or self._record.summary().end:
+            return self._conclude_end(self._voice.end or self._record.summary().end or {})
+        recorded = self._record.summary()
         ended = [(rank.log, death) for rank, death in self._exits.values()]
         code, reason = run_directory.why(recorded.last_step, self._signalled, ended, self._idles)
         if self._signalled is None and (stuck := self._given_up()):  # whatever their exit codes were afterwards
             code, reason = run_directory.why_given_up(recorded.last_step, stuck[-1].log, stuck[-1].watched.given_up)
         reason += run_directory.what_is_saved(recorded) if self._config.fault_tolerance.checkpoint.directory else ""
         if (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced():
-            self._note("stop", reason=reason, exit_code=code)
+            self._record.note("stop", reason=reason, exit_code=code)
         say(reason)
         return code
 
@@ -699,25 +663,11 @@ class Agent:
         if not failure and not unsaved:
             return 0
         if failure or self._leads or self._speaks:
-            self._note("not_saved", reason=failure or unsaved, exit_code=NOT_SAVED)
+            self._record.note("not_saved", reason=failure or unsaved, exit_code=NOT_SAVED)
         say(failure or unsaved)
         return NOT_SAVED
 
     # --- record ------------------------------------------------------------------------------------------------------
-
-    def _note(self, event: str, **fields: Any) -> None:
-        """Append to the record. A failure to write (disk full) is printed once; it is no reason to stop a run."""
-        if self._claims.usurped:  # the directory belongs to another run
-            return
-        try:
-            history.append(self._run_dir, event, **fields)
-        except OSError as error:
-            self._complain(error)
-
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            say(f"run record not written, training goes on: {error}")
-        self._complained = True
 
     def _write_config(self) -> None:
         command = [str(self._options.script), *self._options.arguments]
@@ -727,10 +677,4 @@ class Agent:
         run_directory.write_config(self._run_dir, {**where, **self._config.to_json(), **how})
 
     def _write_ranks(self) -> None:
-        if self._claims.usurped:
-            return
-        living = [rank.listed(self._hosts.name()) for rank in self._living()]
-        try:
-            run_directory.write_ranks(self._run_dir, living, self._hosts.place.rank)
-        except OSError as error:
-            self._complain(error)
+        self._record.write_ranks(self._living(), self._hosts.name(), self._hosts.place.rank)

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ft.agent import node_agent as agent_module
+from megatron_ft.agent import agent_record
 from megatron_ft.agent.heartbeat import Said
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.agent.store_takeover import StoreTakeover
@@ -16,6 +16,7 @@ from megatron_ft.coordination.store import Locator, Log, LogAway, StoreGone
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.runlog import history
 from megatron_ft.worker.session import Session
 from tests.stores import await_
 from tests.support import SECRET
@@ -141,15 +142,25 @@ def test_a_host_that_was_replaced_does_not_report_the_end_of_the_run(agent):
     assert not Hosts.replaced(host)
 
 
-def test_training_without_a_store_is_reported_once_and_only_after_a_step_was_committed_since(monkeypatch, capsys):
+def test_training_without_a_store_is_reported_once_and_only_after_a_step_was_committed_since(
+    monkeypatch, capsys, tmp_path
+):
     """The step that was going on then may have been committed before."""
-    said, one = [], SimpleNamespace(_last_step=None)
-    monkeypatch.setattr(agent_module, "say", said.append)
+    said, now = [], [100.0]
+    monkeypatch.setattr(agent_record, "say", said.append)
+    monkeypatch.setattr(agent_record, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    record = agent_record.AgentRecord(tmp_path, lambda: False)
+
+    def committed(step: int) -> None:
+        history.append(tmp_path, "step", step=step, epoch=0)
+        now[0] += agent_record._LOOK_S
+        assert not record.has_end(away=True)
+
     for step in (6, 6, 7):
-        agent_module.Agent._say_committed(one, step)
+        committed(step)
     assert said == []
     for step in (8, 9):
-        agent_module.Agent._say_committed(one, step)
+        committed(step)
     assert said == ["step 8 was committed since: training goes on without the control store"]
 
     group = SimpleNamespace(group=1, _store_away=False)
