@@ -22,7 +22,6 @@ from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config.schema import RunConfig, job_of
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import Fenced
-from megatron_ft.core.detection import stragglers
 from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
@@ -40,6 +39,7 @@ from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordinator
+from megatron_ft.worker.step_record import StepRecord
 from megatron_ft.worker.step_timer import StepTimer
 
 _POLL_S = 0.001
@@ -66,18 +66,17 @@ class GroupLeader:
         self._placement = placement
         self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
         self._pace = StepTimer(rank.size)
-        self._measured: Mapping[str, Any] = {"measured": {}}
+        self._record = StepRecord(history, rank.group, first_view)
         self._interruptions = RecoveryMetrics(history, rank.group, placement)
         self._checkpoints = CheckpointCoordinator(rank, self._executor, config, agreement, history)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
         self._agreed, self._over, self._looked = 0, False, 0.0
-        self._first_view = self._committed_under = first_view
+        self._first_view = first_view
         self._memory = agreement.memory
         self._state: machine.GroupState  # from :meth:`enter` on
         self._next: machine.Action = machine.Finish(0)
         self._leaving, self._said_leaving, self._lingers = "", False, False
-        self._line: Mapping[str, Any] = {}
         self._warm = 0.0
         if first_view is not None:
             agreement.adopted(first_view)
@@ -100,7 +99,7 @@ class GroupLeader:
         first = given(self._first_view)
         self._begin_with(first, job, origin)
         self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
-        self._record_view(first)
+        self._record.adopt(first)
         if origin is None:
             # A group that is behind gets another state, unless all that have it die.
             self._executor.carry_out(orders.ShareState())
@@ -120,9 +119,9 @@ class GroupLeader:
         self._points.reach("warm", 0)
         view = RejoinCoordinator(self._rank.following, self._executor, self._hear_before).seat()
         self._agreement.adopted(view)
-        self._first_view = self._committed_under = view
+        self._first_view = self._record.view = view
         self._begin_with(view, job)
-        self._record_view(view)
+        self._record.adopt(view)
         self._rank.prepare(view, view.step)
         self._executor.carry_out(orders.Enter(view.step))
 
@@ -146,8 +145,8 @@ class GroupLeader:
         while self._state.step == step:
             self._drain_verdicts()
             self._perform(self._next)
-        self._record_step(time.monotonic() - started)
-        self._executor.carry_out(orders.EndStep(given(self._committed_under).epoch, self._state.step))
+        self._record.step(given(self._rank.result), time.monotonic() - started)
+        self._executor.carry_out(orders.EndStep(given(self._record.view).epoch, self._state.step))
         return given(self._rank.result)
 
     def finish(self) -> None:
@@ -354,7 +353,7 @@ class GroupLeader:
 
     def _begin(self, dataset: Dataset) -> None:
         state = self._state
-        self._checkpoints.boundary(state, self._line.get("duration_s", 0.0))
+        self._checkpoints.boundary(state, self._record.line.get("duration_s", 0.0))
         self._executor.carry_out(orders.Begin(state.step, cache(lambda: self._needs(state)), dataset))
         self._rank.say_seconds(self._pace.begin())
 
@@ -419,9 +418,9 @@ class GroupLeader:
     def _update(self, step: int) -> None:
         speeds, measured = self._state.speeds, self._rank.measured()
         before = speeds.slow
-        self._measured = stragglers.brief(measured, speeds, self._state.job.straggler_factor)
+        self._record.measure(measured, speeds, self._state.job.straggler_factor)
         self._executor.carry_out(orders.Update(step, self._state.microbatches))
-        self._committed_under = self._state.view  # the next view may be adopted before the step is recorded
+        self._record.view = self._state.view
         self._feed(machine.Updated(step, measured))
         slow = self._state.speeds.slow
         if slow != before:
@@ -434,20 +433,20 @@ class GroupLeader:
         # If this failed, a verdict came in, and the next turn reads it.
 
     def _transfer(self, view: View) -> None:
-        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": self._measured}
+        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": self._record.measured}
         self._executor.carry_out(orders.Transfer())
         speeds = None
         if self.group in view.behind:
             taken = self._rank.carried
             speeds = Speeds.from_json(taken["speeds"])
-            self._measured = taken["measured"]
+            self._record.measured = taken["measured"]
             if self._rank.result is not None:
-                self._committed_under = view
+                self._record.view = view
         self._feed(machine.Transferred(view.epoch, speeds))
 
     def _carried(self) -> Mapping[str, Any]:
         """Return the state beside the model: the groups' speeds, and the record's line of the step that made it."""
-        return {"speeds": self._state.speeds.to_json(), "line": self._line}
+        return {"speeds": self._state.speeds.to_json(), "line": self._record.line}
 
     def _follow(self, step: int) -> None:
         """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
@@ -465,18 +464,12 @@ class GroupLeader:
         carried, self._rank.result = following.carried, following.result or self._rank.result
         self._executor.carry_out(orders.Arrive())
         if carried["line"]:
-            self._take_line(carried["line"])
+            self._record.take(carried["line"])
         times = {"seconds": time.monotonic() - self._warm, "receive_s": following.received - self._warm}
         took = {**{name: round(value, 6) for name, value in times.items()}, "received_bytes": following.bytes}
         who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
         self._feed(machine.CaughtUp(Speeds.from_json(carried["speeds"])))
-
-    def _take_line(self, line: Mapping[str, Any]) -> None:
-        """Take the record's line of the last step before this group: its successors as writer may need it."""
-        self._line = line
-        self._measured = {name: line[name] for name in ("measured", "measured_rest") if name in line}
-        self._history.record("step", **line)
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         if not self._look_is_due(epoch):
@@ -547,8 +540,7 @@ class GroupLeader:
             self._lingers = False
             self._executor.carry_out(orders.CloseEpoch())
         if self.group in view.live:
-            self._history.set_writer(self.group == min(view.live))
-            self._record_view(view)
+            self._record.adopt(view)
             self._interruptions.adopted(view)
             self._checkpoints.adopted(view)
             self._rank.prepare(view, self._state.step)
@@ -562,19 +554,3 @@ class GroupLeader:
             if why is not None:
                 self._executor.carry_out(orders.Stop(why))
                 raise DataError(why)
-
-    def _record_view(self, view: View) -> None:
-        self._history.record("view", **view.to_json())
-
-    def _record_step(self, duration_s: float) -> None:
-        view, result = given(self._committed_under), given(self._rank.result)
-        self._line = {
-            "step": result.step,
-            "loss": result.loss,
-            "microbatches": result.microbatches,
-            "epoch": view.epoch,
-            "live": list(view.live),
-            "duration_s": round(duration_s, 6),
-            **self._measured,
-        }
-        self._history.record("step", later=True, **self._line)  # ``EndStep`` decides when
