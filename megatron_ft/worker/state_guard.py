@@ -57,6 +57,7 @@ class StateGuard:
         self._env, self._slots, self._states = env, slots, states
         self._nonfinite, self._agreement, self._history = nonfinite, agreement, history
         self._accused: set[tuple[GroupId, int]] = set()
+        self._ties: set[tuple[tuple[GroupId, ...], ...]] = set()
         self._halted = False
 
     def say(self, step: int) -> None:
@@ -134,7 +135,7 @@ class StateGuard:
 
         Args:
             incarnations: the incarnation of each group; 0 where it is missing.
-            everyone: True if all living groups have sent one. If not, a tie is recorded, and does not end the run.
+            everyone: True if all living groups have sent one. If not, a tie is recorded (once), and does not end the run.
 
         Returns:
             The groups that are out.
@@ -142,8 +143,10 @@ class StateGuard:
         found = state_divergence.compare(states)
         if found.tied and not self._halted:
             self._halted = everyone
-            one, other = min(found.tied[0]), min(found.tied[1])
-            self._record(step, **self._what(step, states, incarnations, one, other), tied=found.tied)
+            if found.tied not in self._ties:
+                self._ties.add(found.tied)
+                one, other = min(found.tied[0]), min(found.tied[1])
+                self._record(step, **self._what(step, states, incarnations, one, other), tied=found.tied)
             if everyone:
                 self._agreement.announce(signals.RunHalted(step, _tie(when, found)))
         others = state_divergence.words((tuple(group for group in sorted(states) if group not in found.minority),))

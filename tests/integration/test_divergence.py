@@ -129,7 +129,8 @@ torch_native.TorchNativeEngine.update = flipped
 
 
 def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path, data_dir):
-    """One of its three donors has diverged, and no step has compared the states yet."""
+    """One of its three donors has diverged, and no step has compared the states yet. If it finds only two of them at
+    first, a tie may be recorded before the third one decides."""
     steps = 200
     gate = support.Gate(tmp_path, slowly=steps, script=flipping(tmp_path / "flip.py", 1))
     options = {"detector": {"state_check_steps": 8000}, "rejoin": {"enabled": True}, "steps": steps, "groups": 4}
@@ -141,7 +142,7 @@ def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path,
     gate.open()
     run.finish()
     assert run.process.returncode == 0, run.logs()
-    (line,) = run.events("divergence")
+    (line,) = (line for line in run.events("divergence") if "tied" not in line)
     assert (line["group"], line["incarnation"], line["tensors"]) == (1, 0, 1) and line["what"][0].startswith(
         "parameter"
     )

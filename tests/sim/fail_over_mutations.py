@@ -51,7 +51,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("a fenced seat goes on, and may claim")
+@mutation("a fenced seat goes on, and may claim", range(2000, 2400))
 def _(patch):
     only_what_follows(patch)
 

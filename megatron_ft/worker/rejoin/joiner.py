@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from megatron_ft.worker.group_executor import GroupExecutor
     from megatron_ft.worker.rank_executor import RankExecutor
 
-DONE, INTERRUPTED, ASTRAY = 2, 1, 0
-"""A rank's answers to the order to follow; the worst answer counts."""
+DONE, INTERRUPTED, ASTRAY, LATE = 2, 1, 0, -1
+"""A rank's answers to the order to follow; the worst answer counts. LATE: astray, because a donor had begun the step."""
 _NEVER = -(2**62)
 """The answer of a rank that cannot reach its donors, in place of a step."""
 _MOST_DONORS = 4
@@ -44,8 +44,8 @@ _POLL_S, _AGAIN_S = 0.002, 0.1
 _ALONE_S = 10.0
 """Seconds for which a group that finds one donor, although several groups live, looks for a second one."""
 _MARGIN = (0, 256)
-"""The number of steps by which the state is asked for later than is expected to be soon enough: at first, and at most
-after it was too late repeatedly."""
+"""The number of steps between the soonest step that donors can give and the one that is asked for: at first, and at
+most after it was too late repeatedly."""
 
 
 def address_key(group: int, position: int) -> str:
@@ -96,8 +96,8 @@ class RejoinClient:
         return given(self._guest).result
 
     def begin(self, donors: Sequence[tuple[int, int]], margin: int, epoch: int) -> int:
-        """Connect to donors, (group, incarnation), in that epoch, and ask for the state of the soonest step that the
-        donors of all ranks can give, or of one that is ``margin`` steps later.
+        """Connect to donors, (group, incarnation), in that epoch, and ask for the state of the soonest step that no donor
+        of any rank has begun, or of one that is ``margin`` steps later.
 
         The step is chosen once the connections are there: steps may be shorter than a connection takes.
         """
@@ -189,7 +189,7 @@ class RejoinClient:
             there = wait(self._guest, lambda: interrupted() or bool(self._rank.lost_because))
             answer = DONE if there else INTERRUPTED
         except Gone as gone:
-            self.astray, answer = str(gone), ASTRAY
+            self.astray, answer = str(gone), LATE if given(self._guest).late else ASTRAY
         answer = self._together(answer)
         if answer == DONE:
             self._rank.pulse.enter("working")
@@ -230,7 +230,7 @@ class RejoinCoordinator:
     def __init__(self, following: RejoinClient, executor: GroupExecutor, hear: Callable[[], None]) -> None:
         self._following, self._executor, self._hear = following, executor, hear
         self._env, self._agreement = following.env, following.agreement
-        self._margin, self._tries = _MARGIN[0], 0
+        self._margin, self._tries, self._late = _MARGIN[0], 0, False
         self._epoch = self._env.epoch
         self._view: View | None = None
         self._alone_since: float | None = None
@@ -239,12 +239,13 @@ class RejoinCoordinator:
         """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
         while True:
             self._hear()
+            self._late = False
             donors = self._find_donors()
             view = self._follow(donors) if donors else None
             if view is not None:
                 return view
             self._look_for_end()
-            if not donors:
+            if not self._late:
                 time.sleep(_AGAIN_S)
 
     def _find_donors(self) -> list[Peer]:
@@ -289,9 +290,13 @@ class RejoinCoordinator:
     def _follow(self, donors: list[Peer]) -> View | None:
         """Get a state, follow, and ask for a seat; None if another attempt has to be made."""
         names = [(donor.group, donor.incarnation) for donor in donors]
-        follows = self._executor.carry_out(orders.Follow(names, self._margin, given(donors[0].epoch)))
-        if follows != DONE or self._executor.carry_out(orders.TakeState()) != DONE:
-            self._margin, self._tries = min(max(1, 2 * self._margin), _MARGIN[1]), self._tries + 1
+        answer = self._executor.carry_out(orders.Follow(names, self._margin, given(donors[0].epoch)))
+        if answer == DONE:
+            answer = self._executor.carry_out(orders.TakeState())
+        if answer != DONE:
+            self._tries, self._late = self._tries + 1, answer == LATE
+            if self._late:
+                self._margin = min(max(1, 2 * self._margin), _MARGIN[1])
             return None
         asked = False
         while True:

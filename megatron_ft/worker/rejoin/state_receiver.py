@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +35,7 @@ class Gone(Exception):
 
 
 class Peer(NamedTuple):
-    """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands;
-    ``ahead``: the number of steps that it makes while it answers a call."""
+    """A group that this rank can follow: at ``address`` and ``port``; ``step``, ``epoch``: where it stands."""
 
     group: int
     incarnation: int
@@ -45,18 +43,16 @@ class Peer(NamedTuple):
     port: int
     step: int = -1
     epoch: int | None = None
-    ahead: int = 0
 
 
 def look_up(donor: Peer, key: Key, position: int, who: str) -> tuple[Peer, socket.socket] | None:
     """Connect to a donor and read where it stands; None if it does not answer. ``key``: the run's."""
-    end, began = None, time.monotonic()
+    end = None
     try:
         end = framing.call(donor.address, donor.port, key.of(DONOR), {"position": position, "who": who})
         said = framing.hear(end, LONGEST_HELLO)
         if said["incarnation"] == donor.incarnation:
-            ahead = int((time.monotonic() - began) / step_s) if (step_s := said["step_s"]) > 0 else 0
-            return donor._replace(step=said["step"], epoch=said["epoch"], ahead=ahead), end
+            return donor._replace(step=said["step"], epoch=said["epoch"]), end
     except (OSError, ValueError, KeyError, TypeError):
         pass
     if end is not None:
@@ -76,8 +72,9 @@ class _Stream:
 
 class StateReceiver:
     """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
-    whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step whose state all donors
-    can be expected to give; ``patience_s``: seconds after which a donor that sends nothing is given up.
+    whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step that no donor had begun
+    when it answered; ``late``: a donor had begun step ``at`` before it was asked; ``patience_s``: seconds after which a
+    donor that sends nothing is given up.
 
     Raises :class:`Gone`."""
 
@@ -93,6 +90,7 @@ class StateReceiver:
         self._engine, self._patience_s = engine, patience_s
         self.stands = self.at = -1
         self.received = self.soonest = 0
+        self.late = False
         self.carried: Mapping[str, Any] = {}
         self.result: StepResult | None = None
         self._changed = threading.Condition()
@@ -105,7 +103,7 @@ class StateReceiver:
                 self.close()
                 raise Gone(f"group {donor.group} cannot be reached")
             self._streams.append(_Stream(donor.group, found[1], part, len(donors)))
-            self.soonest = max(self.soonest, found[0].step + 1 + found[0].ahead)
+            self.soonest = max(self.soonest, found[0].step + 1)
 
     def ask(self, at: int) -> None:
         """Ask all donors for the state of step ``at``, each for its share."""
@@ -125,6 +123,9 @@ class StateReceiver:
         try:
             while True:
                 words = framing.hear(stream.end)
+                if "late" in words:
+                    self.late = True
+                    raise Gone(f"step {self.at} was asked for in step {words['late']}")
                 if "state" in words:
                     self._receive_state(stream, words)
                 else:

@@ -223,8 +223,7 @@ class StateSender:
             if hello.get("position") != self._env.position:
                 end.close()
                 return
-            stands = {"step": self._step, "step_s": self._step_s, "epoch": self._epoch()}
-            framing.say(end, {"incarnation": self._env.incarnation, **stands})
+            framing.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
             asked = framing.hear(end, LONGEST_HELLO)
             end.settimeout(_SEND_S)
             part, parts, at = int(asked["part"]), int(asked["parts"]), int(asked["at"])
@@ -237,6 +236,8 @@ class StateSender:
         with self._lock:  # a boundary may be far away: gone followers are not kept until then
             self._followers = [*(other for other in self._followers if not other.gone), follower]
         if self._step >= follower.at:  # this boundary has passed
+            with contextlib.suppress(OSError):
+                framing.say(end, {"late": self._step})
             follower.drop()
             return
         _log.info(f"group {self._env.group}: {follower.who} follows from step {follower.at}")
