@@ -89,7 +89,7 @@ class Survivor:
         own |= {
             f"agreement.{name}": len(value) for name, value in vars(self.agreement).items() if hasattr(value, "__len__")
         }
-        own["heard"] = len(self.rank._heard)
+        own["heard"] = len(self.rank.link._heard)
         own["census"] = len(self.census._gone) + len(self.census._silent) + len(self.census._groups)
         own["threads"] = threading.active_count()
         own["descriptors"] = len(os.listdir("/proc/self/fd"))
