@@ -89,7 +89,7 @@ def write(run_dir: Path, groups: int, steps: int) -> None:
 
 
 def agent(run_dir: Path) -> None:
-    assert history.Watched(run_dir).look().last_step
+    assert history.Watched(run_dir).poll().last_step
 
 
 def write_timelines(run_dir: Path, groups: int, steps: int) -> int:
@@ -126,12 +126,12 @@ def measure(name: str, run_dir: Path) -> dict[str, Any]:
 
     watched = history.Watched(run_dir)
     if name == "later look":
-        watched.look()
+        watched.poll()
         live = list(range(512))
         history.append(run_dir, "step", step=10**6, loss=1.0, microbatches=512, epoch=10**6, live=live, duration_s=0.1)
     before, began, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter(), time.process_time()
     if name == "later look":
-        assert watched.look().last_step == 10**6
+        assert watched.poll().last_step == 10**6
     else:
         READERS[name](run_dir)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu

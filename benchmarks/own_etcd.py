@@ -160,7 +160,7 @@ def host(rank: int, run_dir: Path, store: str) -> None:
     print(f"at {members.address}", flush=True)
     told = rank < MEMBERS
     while not over.wait(0.1):
-        members.look()
+        members.poll()
         if not told and members.keeping and members._voter:
             print(time.time(), flush=True)
             told = True

@@ -132,7 +132,7 @@ class Real:
         self.leader = GroupLeader(rank, config, agreement, History(directory), placement_of(config), view)
         self.leader.enter(total=10**6, comes_back=False)
         self.had: dict[int, float] = {}
-        watcher.Watcher(store.clone(), self.leader.hear, lambda error: None).start()
+        watcher.Watcher(store.clone(), self.leader.on_signal, lambda error: None).start()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

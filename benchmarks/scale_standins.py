@@ -124,7 +124,7 @@ class Group:
         self._dead, self._broken, self._agreed, self._reported = False, False, 0, -1
         self.leader: Line | None = None
 
-    def hear(self, signal: signals.Signal) -> None:
+    def on_signal(self, signal: signals.Signal) -> None:
         match signal:
             case signals.RankExited(exit=exit_):
                 self._dead |= exit_.group == self._me
@@ -157,7 +157,7 @@ class Agent:
         self._stirred, self._agreed = False, False
         self.voice: Line | None = None
 
-    def hear(self, signal: signals.Signal) -> None:
+    def on_signal(self, signal: signals.Signal) -> None:
         self._stirred = True
         self._agreed |= isinstance(signal, signals.ViewAgreed)
         self.voice.poke()
@@ -196,11 +196,11 @@ class Crowd:
         for number in range(options.groups):
             group = Group(options.first + number, view, self)
             group.leader = Line(options.run, group.script())
-            lines += [group.leader, Line(options.run, _notices(group.hear))]
+            lines += [group.leader, Line(options.run, _notices(group.on_signal))]
         for _ in range(options.agents):
             agent = Agent()
             agent.voice = Line(options.run, agent.script())
-            lines += [agent.voice, Line(options.run, _notices(agent.hear))]
+            lines += [agent.voice, Line(options.run, _notices(agent.on_signal))]
         for _ in range(options.listeners):
             lines.append(Line(options.run, _notices(self._listened)))
         self._lines = lines

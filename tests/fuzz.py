@@ -146,7 +146,7 @@ def message(rng: random.Random, good: dict) -> bytes:
         return noise(rng)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        framing.say(ours, near(rng, good))
+        framing.send_message(ours, near(rng, good))
         data = bytearray(theirs.recv(65536))
     if rng.random() < 0.3:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -242,7 +242,7 @@ def _copies(member: bool) -> Iterator[Target]:
 
         def serves() -> bool:
             with framing.call(*address, KEY.of(COPIES), {"what": "want", "sha256": "0" * 64, "bytes": 1}) as end:
-                return framing.hear(end) == {"there": False}
+                return framing.receive_message(end) == {"there": False}
 
         good = {"what": "want", "sha256": "0" * 64, "bytes": 10}
         give = (

@@ -56,7 +56,7 @@ class Changes:
         self.group.announce(signals.ViewAgreed(view.epoch))
         self.group.adopted(view)
         for group in view.live:
-            self.group.say(f"ready/{view.epoch}/{group}.0", True)
+            self.group.put(f"ready/{view.epoch}/{group}.0", True)
             self.store.set(f"outer/{view.epoch}/0/rank_{group}", "x" * 100)  # gloo writes a key like this
 
     def size(self) -> tuple[int, int]:

@@ -378,7 +378,7 @@ class World:
 
     def tell(self, signal: signals.Signal) -> None:
         """Append a signal to the log, as the verdict that every reader of the log derives from it."""
-        self.places, verdicts = group_locations.hear(self.places, signal)
+        self.places, verdicts = group_locations.apply(self.places, signal)
         self.notices += [verdict for verdict in verdicts if not isinstance(verdict, signals.HostAssigned)]
 
     def store_away(self) -> None:

@@ -57,10 +57,10 @@ class AgentClient:
     def listen(self, heard: Callable[[signals.Verdict], None] = lambda verdict: None) -> None:
         """Listen from now on; the run must have begun. ``heard`` gets every verdict, in the listening thread."""
         self._also = heard
-        self._ear = watcher.Watcher(self._store.clone(), self._hear, self.stir, self.stir, failed=self._deafen)
+        self._ear = watcher.Watcher(self._store.clone(), self._on_signal, self.stir, self.stir, failed=self._deafen)
         self._ear.start()
 
-    def _hear(self, verdict: signals.Verdict) -> None:
+    def _on_signal(self, verdict: signals.Verdict) -> None:
         self._also(verdict)
         questions = {signals.ViewAgreed: (_NEWS, _VIEW), signals.RunFinished: (_NEWS, _ENDED)}
         self._stirred |= dict.fromkeys(questions.get(type(verdict), (_NEWS,)), time.monotonic())
@@ -92,7 +92,7 @@ class AgentClient:
             self._asked[question] = now
         return due
 
-    def tell(self, signal: signals.Signal | None = None) -> None:
+    def announce(self, signal: signals.Signal | None = None) -> None:
         """Tell every group this signal, after all that could not be told before."""
         if signal is not None:
             self._unsaid.append((signal, uuid.uuid4().hex))
@@ -122,7 +122,7 @@ class AgentClient:
             found.append(signals.from_json(entry))
         if self._deaf:
             for signal in found:
-                self._also(signals.judge(signal))
+                self._also(signals.classify(signal))
         return found
 
     def _skipped(self) -> list[signals.Signal]:
@@ -175,7 +175,7 @@ class AgentClient:
         present = key_lifetimes.Present(view, key_lifetimes.floor_of(view, 0))
         self._own = {key: value for key, value in self._own.items() if not key_lifetimes.expired(key, present)}
 
-    def say(self, key: str, value: Any) -> bool:
+    def put(self, key: str, value: Any) -> bool:
         """Write a key that only this agent writes, and again after the store came back empty. False: it is away."""
         self._own[key] = value
 
@@ -221,7 +221,7 @@ class AgentClient:
 
     def say_ended(self, end: Mapping[str, Any]) -> None:
         """Announce the end that the record shows, for agents that have not heard of it if the store has forgotten."""
-        self.say(_ENDED, {name: end[name] for name in ("step", "saved") if name in end})
+        self.put(_ENDED, {name: end[name] for name in ("step", "saved") if name in end})
 
     def done(self, seat: str) -> bool:
         """Return whether that start of a group is done; False while that is unknown."""

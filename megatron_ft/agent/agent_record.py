@@ -58,7 +58,7 @@ class AgentRecord:
     def summary(self) -> history.Summary:
         """Return what the record says by now."""
         try:
-            return self._watched.look()
+            return self._watched.poll()
         except OSError:
             return self._watched.known
 

@@ -60,12 +60,12 @@ class CheckpointCache:
             digest, size = str(words["sha256"]), int(words["bytes"])
             if words["what"] == "want":
                 path = self._shelf.find(digest, size)
-                framing.say(end, {"there": path is not None})
+                framing.send_message(end, {"there": path is not None})
                 if path is not None:
                     framing.send(end, [_content(path, size)], lambda _: None)
             elif words["what"] == "give":
                 there = self._shelf.find(digest, size) is not None
-                framing.say(end, {"there": there})
+                framing.send_message(end, {"there": there})
                 if not there:
                     self._received.add(digest)
                     receive_into(end, self._shelf, digest, size)
@@ -98,7 +98,7 @@ class CheckpointCache:
         words = {"what": "give", "sha256": digest, "bytes": size}
         with framing.call(*partner, self._key, words) as end:
             end.settimeout(_TIMEOUT_S)
-            if not framing.hear(end)["there"]:
+            if not framing.receive_message(end)["there"]:
                 framing.send(end, [_content(path, size)], lambda _: None)
 
 

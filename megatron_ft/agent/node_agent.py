@@ -250,9 +250,9 @@ class Agent:
             self._hosts.greet(self._newcomer.cards)
         self._store.check_begun()
         self._begin_succession()
-        self._voice.listen(self._sweeper.hear)
+        self._voice.listen(self._sweeper.on_signal)
         self._sweeper.start()
-        self._voice.say(host_key(self._hosts.place.rank), self._hosts.card)
+        self._voice.put(host_key(self._hosts.place.rank), self._hosts.card)
         fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             if self._hosts.place.hosts > 1:
@@ -325,11 +325,11 @@ class Agent:
                     self._buried(rank)
             self._reap_strays()
             self._hosts.look_after_store()
-            self._claims.look(self._hosts.foremost)
-            self._look()
+            self._claims.check(self._hosts.foremost)
+            self._poll()
             self._listen()
-            self._voice.tell()
-            self._tracking.look()
+            self._voice.announce()
+            self._tracking.poll()
             if deadline is None and (self._ended() or self._ended_elsewhere()):
                 deadline = time.monotonic() + _GRACE_S
             self._say_closing()
@@ -358,22 +358,22 @@ class Agent:
     def _living(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.ended is None]
 
-    def _tell(self, said: signals.Signal) -> None:
-        self._voice.tell(said)
-        self._returns.hear(said)
+    def _announce(self, said: signals.Signal) -> None:
+        self._voice.announce(said)
+        self._returns.on_signal(said)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Give up ranks that live but cannot continue by themselves."""
         living = {rank.watched.pid: rank for rank in self._living()}
-        for watched in self._monitor.look([rank.watched for rank in living.values()], self._stalls.is_outage):
+        for watched in self._monitor.poll_ranks([rank.watched for rank in living.values()], self._stalls.is_outage):
             rank, where = living[watched.pid], self._hosts.who
             self._stuck[rank.group, rank.position] = rank
             fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, **where}
-            self._tell(signals.RankUnresponsive(**fields, why=watched.given_up, incarnation=rank.incarnation))
+            self._announce(signals.RankUnresponsive(**fields, why=watched.given_up, incarnation=rank.incarnation))
             detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
             self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
-        self._stalls.look(self._living())
-        if self._standstill.look(living.values(), bool(self._hosts.unheard()), self._voice.away):
+        self._stalls.poll_ranks(self._living())
+        if self._standstill.poll_ranks(living.values(), bool(self._hosts.unheard()), self._voice.away):
             self._end_standstill()
 
     def _end_standstill(self) -> None:
@@ -399,10 +399,10 @@ class Agent:
             parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
             silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
             if not self._ended():
-                verdict = signals.judge(silent)
+                verdict = signals.classify(silent)
                 assert isinstance(verdict, GroupFailed | LinkDown)
                 say(verdict.reason)
-                self._tell(silent)
+                self._announce(silent)
                 self._record.note("silence", **vars(silent))
 
     def _known_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
@@ -431,7 +431,7 @@ class Agent:
         if code and self._is_failure_after(rank):
             self._failed_after.append((rank.log, death, self._signalled))
         if not rank.dropped and not self._ended():
-            self._tell(signals.RankExited(death, rank.incarnation))
+            self._announce(signals.RankExited(death, rank.incarnation))
             if not self._exits or self._returns.seated(rank.group, rank.incarnation):
                 place = rank.group, rank.position  # a newcomer without a seat is not why the run ends
                 self._exits.pop(place, None)  # keeps the dict in the order of the exits
@@ -459,7 +459,7 @@ class Agent:
             and self._living()
             and self._config.fault_tolerance.checkpoint.directory
         ):
-            self._tell(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
+            self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._living():
             rank.process.send_signal(signal.SIGINT)  # SIGTERM would ask a group to leave in order
@@ -493,7 +493,7 @@ class Agent:
                 return
             self._hosts.look_after_store()
             self._listen()
-            self._voice.tell()
+            self._voice.announce()
 
     def _end_all(self) -> None:
         """End every process of the run, in whatever state the agent is."""
@@ -531,9 +531,9 @@ class Agent:
         """Start groups that are due, and end ranks that wait for a seat when no group has the model any more."""
         heard = self._voice.news()
         for signal_ in heard:
-            self._hear(signal_)
-        self._returns.look(heard)
-        for part, last in self._spare.look() if self._idles else ():
+            self._on_signal(signal_)
+        self._returns.check(heard)
+        for part, last in self._spare.poll() if self._idles else ():
             self._take_over([(part.group, position) for position in part.positions], last)
             self._record.note("host", **self._hosts.who, what="took over", groups=[part.group])
         for start in self._returns.due(self._hosts.unheard()):
@@ -544,7 +544,7 @@ class Agent:
                 self._start_again(start)
         for refusal in self._returns.refusals():
             self._record.note("given_up", **vars(refusal))
-            self._tell(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
+            self._announce(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._returns.hopeless:
             for rank in self._living():
                 if not self._returns.seated(rank.group, rank.incarnation):
@@ -568,7 +568,7 @@ class Agent:
             except OSError as error:  # no process, memory or file available: that start counts as died
                 why = f"could not be started: {error}"
                 gone = {"group": start.group, "position": position, "pid": 0, **where}
-                self._tell(signals.RankUnresponsive(**gone, why=why, incarnation=start.incarnation))
+                self._announce(signals.RankUnresponsive(**gone, why=why, incarnation=start.incarnation))
                 break
         self._ranks += new
         self._write_ranks()
@@ -591,22 +591,22 @@ class Agent:
         me = self._hosts.place.rank
         corrections = self._hosts.move(me, new, last + 1)
         self._starter.house(self._hosts.ranks)
-        self._tell(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
+        self._announce(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
         for correction in corrections:
-            self._tell(self._known_starts(correction))
+            self._announce(self._known_starts(correction))
         shared = self._hosts.shared()
         for part in spare_policy.parts_of(me, new):
             self._returns.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
 
-    def _hear(self, signal_: signals.Signal) -> None:
-        self._spare.hear(signal_)
+    def _on_signal(self, signal_: signals.Signal) -> None:
+        self._spare.on_signal(signal_)
         if isinstance(signal_, Stops) and not self._config.fault_tolerance.checkpoint.directory:
             signal.raise_signal(signal.SIGTERM)  # without checkpoints, act as if each agent had been signalled itself
         if not isinstance(signal_, signals.HostAssigned) or signal_.host == self._hosts.place.rank:
             return
         before = self._hosts.ranks
-        for correction in self._hosts.hear(signal_):
-            self._tell(self._known_starts(correction))
+        for correction in self._hosts.on_signal(signal_):
+            self._announce(self._known_starts(correction))
         if (
             signal_.host in self._hosts.beats.known()
         ):  # otherwise its number is given away again after the host and the store are lost

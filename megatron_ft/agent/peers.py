@@ -299,7 +299,7 @@ class Hosts:
         if not self.succeeds:
             return False
         try:
-            given(self.locator).look()
+            given(self.locator).poll()
         except store.LogAway:
             return True
         return given(self.locator).claims[-1].host != self.place.rank
@@ -313,7 +313,7 @@ class Hosts:
         """Restart a dead keeper of this host's store or member. Called regularly."""
         for kept in (self.keeper, self._members):
             if kept is not None:
-                kept.look()
+                kept.poll()
 
     def pids(self) -> set[int]:
         """Return the pids of the processes that are started and waited for here."""
@@ -464,7 +464,7 @@ class Hosts:
             if shared and not self.place.late:
                 self.locator.create(Claim(0, self.run_id, 0, self.locator.text, reason="the run begins"))
             elif shared:
-                self.locator.look()
+                self.locator.poll()
         except store.LogAway as error:
             say(f"{error}; the run ends with the host of its control store")
         self.succeeds = bool(self.locator.claims)
@@ -478,7 +478,7 @@ class Hosts:
         self._know({**cards, self.place.rank: self.card})
         self._prepare_succession(shared=True)
 
-    def hear(self, housed: signals.HostAssigned) -> list[signals.HostSilent]:
+    def on_signal(self, housed: signals.HostAssigned) -> list[signals.HostSilent]:
         """Take in a later host's card and ranks. Return the corrections of :meth:`move`."""
         card = {name: getattr(housed, name) for name in ("name", "address", "port", "copies")}
         self._know({housed.host: card})

@@ -52,7 +52,7 @@ class Monitor:
         """Make a look due now: a child has changed its state (SIGCHLD), and may have been stopped."""
         self._due = self._clock()
 
-    def look(self, ranks: Iterable[Watched], is_outage: Callable[[], bool] = lambda: False) -> list[Watched]:
+    def poll_ranks(self, ranks: Iterable[Watched], is_outage: Callable[[], bool] = lambda: False) -> list[Watched]:
         """Return the ranks that are newly given up, if a look is due.
 
         ``is_outage``: returns whether other groups are stuck in storage, too; called at most once, and only before a
@@ -68,7 +68,7 @@ class Monitor:
         limits, asks = self._limits, [rank for rank, _ in looked if rank.health.is_overdue(self._limits)]
         outage = any(rank.health.in_storage(limits) for rank in asks) and is_outage()
         for rank, sample in looked:
-            rank.health, rank.given_up = rank_health.judge(rank.health, limits, outage)
+            rank.health, rank.given_up = rank_health.classify(rank.health, limits, outage)
             if not rank.given_up and sample.state in "Tt":
                 left_s = limits.stopped_s - rank.health.stopped_s
                 self._due = min(self._due, now + max(left_s, _LEAST_S))

@@ -89,10 +89,10 @@ class RestartManager:
         known = self._groups.get(group)
         return 0 if known is None else known.incarnation
 
-    def hear(self, signal: signals.Signal) -> None:
+    def on_signal(self, signal: signals.Signal) -> None:
         """Take in what this agent has seen itself, without waiting for the store."""
         if self._off:
-            self._bury(signals.judge(signal))
+            self._bury(signals.classify(signal))
             return
         stopped = isinstance(signal, signals.RankExited) and signal.exit.code == RunStopped.exit_code
         if stopped:  # the newest view decides whether all stop, or go on without this group
@@ -100,14 +100,14 @@ class RestartManager:
         else:
             self._take(signal)
 
-    def look(self, heard: Collection[signals.Signal]) -> None:
+    def check(self, heard: Collection[signals.Signal]) -> None:
         """Take in what has happened, as far as the store tells. ``heard``: the news that were read just now."""
         # Read after the news: a group that was dead by then has written no view since.
         self._seats = self._seats.after(self._voice.newest_view(self._seats.view))
         self._known = not self._voice.away
         if self._off:
             for signal in heard:
-                self._bury(signals.judge(signal))
+                self._bury(signals.classify(signal))
             return
         if not self._known:
             self._unjudged += heard
@@ -123,7 +123,7 @@ class RestartManager:
         for group in self._shared & self._leads.keys():
             if not self._leads[group]:
                 self._follow(group)
-        self._to_say = {key: value for key, value in self._to_say.items() if not self._voice.say(key, value)}
+        self._to_say = {key: value for key, value in self._to_say.items() if not self._voice.put(key, value)}
         if not self._seats.enough:  # no group could hand over the model, so none comes back, and none is reported
             self._refusals = []
             self._groups = {g: restart_policy.never(group, "no group is left") for g, group in self._groups.items()}
@@ -199,7 +199,7 @@ class RestartManager:
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def _take(self, signal: signals.Signal) -> None:
-        verdict = signals.judge(signal)
+        verdict = signals.classify(signal)
         if isinstance(verdict, LeaveAnnounced):
             self._leaves(verdict)
         if not isinstance(verdict, GroupFailed):

@@ -55,7 +55,7 @@ class Claims:
         for lock in self._locks:
             lock.begin()
 
-    def look(self, foremost: bool) -> None:
+    def check(self, foremost: bool) -> None:
         """Take over, once, when all hosts before this one are lost. Raises ``LaunchError`` if another run has the run
         directory by now."""
         if foremost and not self._tried:

@@ -38,7 +38,7 @@ class Spare:
         self._ended: list[signals.RankExited] = []
         self._silences: dict[tuple[Unit, Unit], signals.HostSilent] = {}
 
-    def hear(self, signal: signals.Signal) -> None:
+    def on_signal(self, signal: signals.Signal) -> None:
         match signal:
             case signals.RestartRefused(host=host, group=group):
                 self._refused.add((host, group))
@@ -48,10 +48,10 @@ class Spare:
                 self._silences[signal.units] = signal
             case signals.RankExited():
                 self._ended.append(signal)
-            case _ if isinstance(verdict := signals.judge(signal), LeaveAnnounced):
+            case _ if isinstance(verdict := signals.classify(signal), LeaveAnnounced):
                 self._unwanted.add(verdict.group)
 
-    def look(self) -> list[tuple[spare_policy.Part, int]]:
+    def poll(self) -> list[tuple[spare_policy.Part, int]]:
         """Return the parts that this host has now, each with the last incarnation on another host."""
         me = self._hosts.place.rank
         if self._voice.away or any(host == me for host, _ in self._refused):

@@ -50,7 +50,7 @@ class Stalls:
         self._asked = self._looked = 0.0
         self._outage = False
 
-    def look(self, ranks: Iterable[Rank]) -> None:
+    def poll_ranks(self, ranks: Iterable[Rank]) -> None:
         """Write what has changed and report what is due; called after each look at the living ``ranks`` of this host."""
         least_s = self._notice_s / _SHARE
         seen = [rank for rank in ranks if not rank.watched.given_up and not rank.dropped]
@@ -85,7 +85,7 @@ class Stalls:
             return
         now = time.time()
         value = [{**asdict(spot), "since": round(now - spot.seconds, 3)} for spot in told]
-        if self._voice.say(self._key(self._hosts.place.rank), value):
+        if self._voice.put(self._key(self._hosts.place.rank), value):
             self._written = picture
 
     @staticmethod
@@ -135,7 +135,7 @@ class Stalls:
             if theirs is None:
                 return
             spots += theirs
-        self._told, lines = group_stalls.look(self._told, group_stalls.together(spots), self._notice_s)
+        self._told, lines = group_stalls.observe(self._told, group_stalls.together(spots), self._notice_s)
         for line in lines:
             say(str(line))
             fields = {"late": list(line.late), "waiting": list(line.waiting), "place": group_stalls.WORDS[line.place]}
@@ -154,7 +154,7 @@ class Standstill:
         self._patience_s, self._clock = patience_s, clock
         self._looked, self._seconds = clock(), 0.0
 
-    def look(self, ranks: Iterable[Rank], silent: bool, away: bool) -> bool:
+    def poll_ranks(self, ranks: Iterable[Rank], silent: bool, away: bool) -> bool:
         """Return whether that has lasted for longer than ``patience_s``.
 
         Args:

@@ -51,7 +51,7 @@ class StoreSupervisor:
         self._lock = threading.Lock()
         self.pid: int | None = self._start()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start another keeper if this one has died: it was killed, because it does not end by itself."""
         with self._lock:
             if self.pid is None:

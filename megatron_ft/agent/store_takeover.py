@@ -90,14 +90,14 @@ class StoreTakeover:
         self._looked = time.monotonic()
         while not self._stop.wait(BEAT_S):
             try:
-                self._look()
+                self._poll()
             except Exception as error:  # of a bug, too: this host would not take the store over any more
                 known = isinstance(error, StoreError | LaunchError | OSError)
                 if (why := str(error) if known else f"the look at the control store {described(error)}") != self._said:
                     self._said = why
                     say(f"{why}; no host takes the control store over meanwhile")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         beats, me, locator = self._hosts.beats, self._hosts.place.rank, self._locator
         now = time.monotonic()
         elapsed_s, self._looked = min(now - self._looked, _MOST_S), now
@@ -108,7 +108,7 @@ class StoreTakeover:
             (lost or not said) and now - self._read_at > _LOOK_S
         ):
             self._read_at = now
-            if locator.look():
+            if locator.poll():
                 self._follow()
                 return  # all of the above was observed of an older store
         self._follow()
@@ -145,7 +145,7 @@ class StoreTakeover:
     def _take_over(self, outlook: Outlook) -> None:
         """Start this host's store, and claim it; the groups and agents rebuild it."""
         locator, last = self._locator, self._newest()
-        if locator.look() or last.host != outlook.store or not store_failover.may_claim(outlook.seats, locator.claims):
+        if locator.poll() or last.host != outlook.store or not store_failover.may_claim(outlook.seats, locator.claims):
             return  # another host was faster, or this one is out of the run
         keeper = given(self._hosts.keeper)
         keeper.serve()

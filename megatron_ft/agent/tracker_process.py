@@ -22,7 +22,7 @@ class Tracking:
     def pids(self) -> set[int]:
         return set() if self._process is None else {self._process.pid}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start the process again if it has died; one that exited with 0 is done."""
         if self._process is not None and self._process.poll():
             self.start()

@@ -43,7 +43,7 @@ def fetch(shelf: ReplicaCache, others: Sequence[Address], key: Key, digest: str,
 def _ask(address: str, port: int, shelf: ReplicaCache, key: Key, digest: str, size: int) -> bool:
     try:
         with framing.call(address, port, key.of(COPIES), {"what": "want", "sha256": digest, "bytes": size}) as end:
-            return framing.hear(end)["there"] and receive_into(end, shelf, digest, size)
+            return framing.receive_message(end)["there"] and receive_into(end, shelf, digest, size)
     except (OSError, ValueError, KeyError, RuntimeError):
         return False
 

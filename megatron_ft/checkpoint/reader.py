@@ -39,10 +39,10 @@ def find(directory: Path) -> list[Found]:
             names = os.listdir(directory)
         except FileNotFoundError:
             return []
-    return newest_first([look(Path(directory) / name) for name in names if NAME.fullmatch(name)])
+    return newest_first([inspect(Path(directory) / name) for name in names if NAME.fullmatch(name)])
 
 
-def look(place: Path) -> Found:
+def inspect(place: Path) -> Found:
     """Return the state of the checkpoint at ``place``, judged by its manifest and the sizes of its files."""
     path, step = os.fspath(place), int(given(NAME.fullmatch(place.name))[1])
     try:

@@ -118,7 +118,7 @@ def _shown(value: Any) -> str:
 def load(origin: Origin, config: RunConfig, position: int, engine: Engine, copies: Locate = nowhere) -> StepResult:
     """Load the state of ``position`` into the engine. Returns the result of the last step. Raises ``FTError``."""
     check(config, origin.path, origin.meta)
-    state = checkpoint.load(checkpoint.look(Path(origin.path)), position, copies)
+    state = checkpoint.load(checkpoint.inspect(Path(origin.path)), position, copies)
     own = dict(_tensors(engine.state(), ""))
     saved = dict(_tensors(state, ""))
     for path, tensor in own.items():

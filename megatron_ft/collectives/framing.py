@@ -55,13 +55,13 @@ def call(address: str, port: int, key: Key, hello: Mapping[str, Any]) -> socket.
     return end
 
 
-def say(end: socket.socket, words: Mapping[str, Any]) -> None:
+def send_message(end: socket.socket, words: Mapping[str, Any]) -> None:
     """Send one message. Raises ``OSError``."""
     text = json.dumps(words).encode()
     end.sendall(_HEAD.pack(_MAGIC, len(text)) + text + _SUM.pack(zlib.crc32(text)))
 
 
-def hear(end: socket.socket, longest: int = _LONGEST_HEAD) -> dict[str, Any]:
+def receive_message(end: socket.socket, longest: int = _LONGEST_HEAD) -> dict[str, Any]:
     """Return the next message; a message of more than ``longest`` bytes is refused unread. Raises ``OSError``."""
     magic, length = _HEAD.unpack(_exactly(end, _HEAD.size))
     if magic != _MAGIC or length > longest:

@@ -80,7 +80,7 @@ class World:
         if env.position == 0:
             with listen(env.address, 0) as listener:
                 store = serve_on(listener, _START_TIMEOUT)
-            agreement.say(name, [env.address, store.port])
+            agreement.put(name, [env.address, store.port])
         else:
             if not wait_for(lambda: agreement.get(name) is not None, interrupted):
                 raise Lost("a rank of the group was gone before all of them had started")

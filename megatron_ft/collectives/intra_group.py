@@ -58,7 +58,7 @@ def _meet(
         communicator = build.result()
     except Broken as error:
         why = error.in_full
-    agreement.say(f"{name}/{env.position}", why)
+    agreement.put(f"{name}/{env.position}", why)
     reasons: list[str] = []
 
     def all_said() -> bool:
@@ -118,7 +118,7 @@ class IntraGroup:
         name, fields = json.loads(message[_LENGTH : _LENGTH + length].numpy().tobytes())
         return name, fields
 
-    def least(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """Return the least ``value`` of all ranks, once every rank has given one."""
         said = torch.zeros(self.size, dtype=torch.int64)
         said[self.position] = value

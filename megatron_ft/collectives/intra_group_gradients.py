@@ -38,7 +38,7 @@ class SharedGradients:
         """Sum the ranks' parts. All ranks call it, again whenever one of them has computed something since."""
         self._inner.sum(*(self._sums[bucket].copy_(self._engine.local(bucket)) for bucket in buckets))
 
-    def spread(self, bucket: Bucket) -> None:
+    def broadcast(self, bucket: Bucket) -> None:
         """Copy the owner's result to all ranks. All ranks call it."""
         self._inner.share(self._engine.reduced(bucket), self.owner(bucket))
 
@@ -84,7 +84,7 @@ class OwnGradients:
     def collect(self, buckets: Sequence[Bucket]) -> None:
         """Do nothing: a rank's own results are in its buckets already."""
 
-    def spread(self, bucket: Bucket) -> None:
+    def broadcast(self, bucket: Bucket) -> None:
         """Do nothing: no other rank needs the bucket."""
 
     def tail(self, bucket: Bucket) -> int:

@@ -56,7 +56,7 @@ class P2PChannels:
             port = listener.getsockname()[1]
             door = Door(listener, _key(env), lambda *caller: callers.put(caller), "megatron_ft-lines")
             try:
-                agreement.say(f"line/{env.seat}/{env.position}", [env.address, port])
+                agreement.put(f"line/{env.seat}/{env.position}", [env.address, port])
                 for peer in (peer for peer in peers if peer < env.position):
                     ends[peer] = _call(agreement, env, peer, interrupted)
                 expected = {peer for peer in peers if peer > env.position}
@@ -75,7 +75,7 @@ class P2PChannels:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(ends)
 
-    def tell(self, position: int, words: Sequence[int]) -> None:
+    def send_words(self, position: int, words: Sequence[int]) -> None:
         """Send at most eight integers without blocking."""
         try:
             self._ends[position].sendall(_MESSAGE.pack(*words, *(0,) * (_WORDS - len(words))))
@@ -91,7 +91,7 @@ class P2PChannels:
             self._receive(position)
         return self._take(position)
 
-    def hear(self, position: int) -> tuple[int, ...]:
+    def receive_words(self, position: int) -> tuple[int, ...]:
         """Wait for the next message and return it."""
         while len(self._received[position]) < _MESSAGE.size:
             self._receive(position)

@@ -44,7 +44,7 @@ class Connector:
         if self._build is not None:
             self._build.give_up()
         env, store = self._env, self._elsewhere
-        agreement.say(self._ready(view, env.group), True)
+        agreement.put(self._ready(view, env.group), True)
         timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
         # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"

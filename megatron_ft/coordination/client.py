@@ -255,7 +255,7 @@ class CoordinationClient:
             self._said.append((signal, by))
         self._ask(lambda: watcher.announce(self._store, signal, by))
 
-    def say(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
         """Write a key that only this group writes, and remember it in case the store forgets."""
         if self._remembers:
             self._mine[key] = value

@@ -89,7 +89,7 @@ class Sweeper:
     def start(self) -> None:
         self._thread.start()
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Take in any notice, and return at once. To be called by one thread."""
         self._notices_heard += 1
         if isinstance(verdict, signals.ViewAgreed) or self._notices_heard >= MANY:

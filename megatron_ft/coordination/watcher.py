@@ -112,7 +112,7 @@ class Watcher:
             self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
-        self._places, verdicts = group_locations.hear(self._places, signals.from_json(entry))
+        self._places, verdicts = group_locations.apply(self._places, signals.from_json(entry))
         for verdict in verdicts:
             self._heard(verdict)
 

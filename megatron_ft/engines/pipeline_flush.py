@@ -93,14 +93,14 @@ class Flow:
     def _later(self) -> Pass | None:
         before, layout = self._layout.head - self._layout.slices, self._layout
         while not self._ended and (word := self._control.heard(before)) is not None:
-            self._hear(word)
+            self._on_word(word)
         while not self._ended:
             room = self._done.forwards - self._done.backwards < layout.stages - layout.stage
             waits = room and self._done.forwards == len(self._listed) and self._done.forwards < self._count
             idle = self._done.backwards == len(self._listed)
             if not waits and not idle:
                 break
-            self._hear(self._control.hear(before))
+            self._on_word(self._control.receive_words(before))
         return self._decide()
 
     def _decide(self) -> Pass | None:
@@ -110,7 +110,7 @@ class Flow:
             return None
         return Pass(instruction.kind, instruction.index, self._listed[instruction.index])
 
-    def _hear(self, word: tuple[int, ...]) -> None:
+    def _on_word(self, word: tuple[int, ...]) -> None:
         kind, self._count, *rest = word
         if kind == _END:
             self._ended = True
@@ -123,17 +123,17 @@ class Flow:
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
         words = (_END,) if found is None else (_FORWARD, self._count, found.listed.patch, *found.listed.microbatch)
-        self._control.tell(layout.head + layout.slices, words)
+        self._control.send_words(layout.head + layout.slices, words)
 
     def _tell_slices(self, found: Pass | None) -> None:
         words: tuple[int, ...] = (_END,)
         if found is not None:
             words = (_NUMBERS[found.kind], found.index, found.listed.patch, *found.listed.microbatch)
         for other in range(self._layout.head + 1, self._layout.head + self._layout.slices):
-            self._control.tell(other, words)
+            self._control.send_words(other, words)
 
     def _obey(self) -> Pass | None:
-        kind, index, *rest = self._control.hear(self._layout.head)
+        kind, index, *rest = self._control.receive_words(self._layout.head)
         return None if kind == _END else Pass(_KINDS[kind], index, _parse(rest))
 
 

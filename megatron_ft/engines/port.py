@@ -171,13 +171,13 @@ class Engine(Gradients, Protocol):
 class Control(Protocol):
     """A channel for short messages (a few integers) between ranks of a group that compute together."""
 
-    def tell(self, position: int, words: Sequence[int]) -> None:
+    def send_words(self, position: int, words: Sequence[int]) -> None:
         """Send ``words`` to the rank at ``position`` without blocking."""
 
     def heard(self, position: int) -> tuple[int, ...] | None:
         """Return the next message from ``position``, or None if none has arrived."""
 
-    def hear(self, position: int) -> tuple[int, ...]:
+    def receive_words(self, position: int) -> tuple[int, ...]:
         """Wait for the next message from ``position`` and return it."""
 
 

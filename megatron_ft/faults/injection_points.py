@@ -204,7 +204,7 @@ class InjectionPoints:
         Raises ``InjectedError`` or ``torch.OutOfMemoryError`` when an order demands it.
         """
         if self._mailbox is not None and point in _LOOKS:
-            self._look()
+            self._poll()
         if not self._armed:
             return
         if self._slow is not None:
@@ -235,7 +235,7 @@ class InjectionPoints:
                     change.make(engine.local_losses())
         self._armed = bool(self._orders) or self._slow is not None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Reads the mailbox if it has changed."""
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY_S:
@@ -271,7 +271,7 @@ class InjectionPoints:
     def _still_stands(self, order: FaultCommand) -> bool:
         """Returns False for an order that was withdrawn or carried out before."""
         if order.fault:
-            self._look()
+            self._poll()
             if order not in self._orders:
                 return False
             self._done.add(order.fault)

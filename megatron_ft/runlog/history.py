@@ -268,7 +268,7 @@ class Watched:
     def __init__(self, run_dir: Path) -> None:
         self._tail, self.known = Tail(run_dir), Summary()
 
-    def look(self) -> Summary:
+    def poll(self) -> Summary:
         """Take in the added lines. Raises ``OSError``; ``known`` then has the lines read before the error."""
         for line in self._tail.each():
             self.known.take(line)
@@ -425,7 +425,7 @@ class History:
                 del self._own[0]
                 size = None
             if self._pending:
-                self._look(self._size() if size is None else size)
+                self._poll(self._size() if size is None else size)
                 self._pending = [line for line in self._pending if _key(line) not in self._present]
                 self._put(self._pending)
                 self._pending = []
@@ -458,7 +458,7 @@ class History:
             self._seen_bytes, status = 0, os.fstat(self._fd)
         return status.st_size
 
-    def _look(self, size: int) -> None:
+    def _poll(self, size: int) -> None:
         """Take in the lines added since the last look, by this and other processes; nearly always few or none."""
         if size == self._seen_bytes:
             return

@@ -176,7 +176,7 @@ class _Machine:
             went_on = {before | _taken_over(self.state) for before in self.counted}
             self.counted = went_on if wrote else self.counted | went_on
 
-    def hear(self, events: Iterable[messages.Event]) -> list[messages.Action]:
+    def feed(self, events: Iterable[messages.Event]) -> list[messages.Action]:
         actions: list[messages.Action] = []
         for event in events:
             self.state, new = recovery.step(self.state, event, 0.0)
@@ -318,11 +318,11 @@ class _Run:
         for report in told:
             machine = self.machines[report.group]
             machine.stand(report)
-            published = [a.report for a in machine.hear([first]) if isinstance(a, messages.Publish)]
+            published = [a.report for a in machine.feed([first]) if isinstance(a, messages.Publish)]
             if published != [report]:
                 return (Difference(f"the report of group {report.group}", report, published),)
             others = tuple(other for other in told if other is not report)
-            machine.hear([*then, messages.ReportsSeen(others)])
+            machine.feed([*then, messages.ReportsSeen(others)])
             proposed += machine.propose(any(_SILENT in why for why in new.lost.values()))
         for view in proposed:
             if differences := _compare(new.to_json(), view.to_json()):

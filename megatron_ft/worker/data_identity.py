@@ -111,7 +111,7 @@ class Identities:
     def _refuse(self, name: str, mine: Any, theirs: Any, who: str, remedy: str) -> NoReturn:
         why = f"{name} is {_shown(mine)} for {self._who}, but {who} with {_shown(theirs)}; {remedy}"
         if self._begins:
-            self._agreement.say(REFUSED, why)
+            self._agreement.put(REFUSED, why)
         raise DataError(why)
 
 

@@ -1,6 +1,6 @@
 """One rank's connection to the ranks of equal position in the other groups, from view to view.
 
-The watcher's thread brings verdicts (:meth:`EpochLink.hear`): one that ends the epoch aborts the communicator, so that a
+The watcher's thread brings verdicts (:meth:`EpochLink.on_signal`): one that ends the epoch aborts the communicator, and a
 training thread that waits in a collective returns within milliseconds. All other methods belong to the training thread,
 except :meth:`EpochLink.abort` and :meth:`EpochLink.take_seat`.
 
@@ -39,7 +39,7 @@ class EpochLink:
         self._told = -1
         self._lock = threading.Lock()
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Unblock the training thread if it waits for a group that is gone. Any thread may call it."""
         with self._lock:
             self._heard = signals.remember(self._heard, verdict)

@@ -59,7 +59,7 @@ class GroupFollower:
             self._said_leaving = True
             self._rank.agreement.announce(signals.LeaveRequested(self._rank.group, why))
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Watcher thread: note a request to leave; the rank handles all other verdicts."""
         if isinstance(verdict, signals.LeaveRequested):
             self._said_leaving = True

@@ -189,10 +189,10 @@ class GroupLeader:
         """Leave in order after the present step. Callable from any thread and from a signal handler."""
         self._leaving = self._leaving or why
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Watcher thread: queue a verdict for the training thread."""
         if isinstance(verdict, Saves | Stops):
-            self._checkpoints.hear(verdict)
+            self._checkpoints.on_signal(verdict)
         elif isinstance(verdict, signals.LeaveRequested):
             self.leave(verdict.why)
         else:
@@ -219,13 +219,13 @@ class GroupLeader:
         result = given(self._rank.result)
         saved: dict[str, Any] = self._checkpoints.newest(self._state.step)
         self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self.group])
-        self._agreement.say("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
+        self._agreement.put("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
         self._agreement.announce(signals.RunFinished())
         return True
 
     def _is_over(self) -> bool:
         """Return True if a group has written the end: it is announced, and looked for from time to time."""
-        if not self._over and self._look_is_due():
+        if not self._over and self._poll_is_due():
             self._looked = time.monotonic()
             self._over = self._agreement.get("ended") is not None
         return self._over
@@ -238,7 +238,9 @@ class GroupLeader:
         self._said_leaving = True
         self._agreement.announce(said)
         self._history.note("leave", group=self.group, after=said.after, reason=said.why)
-        self._feed(cast(machine.Event, signals.judge(said)))  # now: this group must not begin to reduce the next step
+        self._feed(
+            cast(machine.Event, signals.classify(said))
+        )  # now: this group must not begin to reduce the next step
 
     def _drain_verdicts(self) -> None:
         self._agreement.check()
@@ -387,7 +389,7 @@ class GroupLeader:
     def _glance(self) -> None:
         """Look for the next view without waiting, if it is being agreed on."""
         awaited = machine.awaited(self._state)
-        if awaited and self._look_is_due(awaited.epoch) and not self._look(awaited.epoch, awaited.missing):
+        if awaited and self._poll_is_due(awaited.epoch) and not self._poll_store(awaited.epoch, awaited.missing):
             self._count()
 
     def _flush(self) -> None:
@@ -472,13 +474,13 @@ class GroupLeader:
         self._feed(machine.CaughtUp(Speeds.from_json(carried["speeds"])))
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
-        if not self._look_is_due(epoch):
+        if not self._poll_is_due(epoch):
             self._pause(_FAR_S / 2)
-        elif not self._look(epoch, missing):
+        elif not self._poll_store(epoch, missing):
             self._count()
             self._pause(_SPARING * (time.monotonic() - self._looked))
 
-    def _look(self, epoch: int, missing: tuple[int, ...]) -> bool:
+    def _poll_store(self, epoch: int, missing: tuple[int, ...]) -> bool:
         """Look once for the next view, else for reports. Return True if there were any."""
         self._looked = time.monotonic()
         standing = self._agreement.view(epoch + 1)
@@ -497,7 +499,7 @@ class GroupLeader:
         if self._agreement.log_answers():
             self._feed(machine.Tick())
 
-    def _look_is_due(self, epoch: int | None = None) -> bool:
+    def _poll_is_due(self, epoch: int | None = None) -> bool:
         """Return True if a look is due. The collecting group always looks; it tells the others, but may be lost."""
         told = epoch is not None and (self._state.collects or self._agreed > epoch)
         return told or time.monotonic() - self._looked > _FAR_S
@@ -525,7 +527,7 @@ class GroupLeader:
     def _break_epoch(self, reason: str, detail: str = "") -> None:
         """End the present epoch for all groups; this group is the first to know."""
         said = self._rank.link.tell_broken(self._state.view.epoch, reason, detail=detail)
-        self._feed(cast(machine.Event, signals.judge(said)))
+        self._feed(cast(machine.Event, signals.classify(said)))
 
     def _adopt(self, view: View) -> None:
         if view.epoch <= self._state.view.epoch:

@@ -86,7 +86,7 @@ class NonFinite:
         if self._policy == "stop":
             why = f"{what}, and nonfinite is 'stop'; the groups it came from are in the run record"
             with suppress(StoreError):  # before it ends: a group that is still in that step receives an end, and asks
-                self._agreement.say(_STOP, {"step": result.step, "why": why})
+                self._agreement.put(_STOP, {"step": result.step, "why": why})
             raise RunStopped(why)
         if self._in_a_row >= MOST_IN_A_ROW:
             raise RunStopped(f"{what}, like those of the {MOST_IN_A_ROW - 1} steps before; the model has diverged")

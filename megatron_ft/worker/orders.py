@@ -154,7 +154,7 @@ class Connect(Order[bool]):
         except Broken as error:
             rank.link.tell_broken(view.epoch, f"rank {rank.position}: {error}", detail=error.detail)
             answer = _BROKEN
-        worst = rank.inner.least(answer)
+        worst = rank.inner.all_reduce_min(answer)
         if worst == _BROKEN:
             raise Broken(f"a rank of group {rank.group} could not build its communicator of epoch {view.epoch}")
         return worst == _BUILT

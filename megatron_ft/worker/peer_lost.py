@@ -42,7 +42,7 @@ class LivenessTracker:
         self.halted = ""
         self.changed = threading.Event()
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         match verdict:
             case LinkDown(by=by, about=about, heard=heard):
                 (self._silent.discard if heard else self._silent.add)((by, about))

@@ -1,7 +1,7 @@
 """The operations of one rank on its engine and its communicators. It makes no decisions.
 
 The leader of a group (``worker.group_leader``) and its followers (``worker.group_follower``) both drive one. The
-training thread calls everything here except :meth:`RankExecutor.hear` and :meth:`RankExecutor.lose`, which the
+training thread calls everything here except :meth:`RankExecutor.on_signal` and :meth:`RankExecutor.lose`, which the
 watcher's thread calls: they abort the communicators that a verdict concerns, so a training thread that waits in a
 collective returns within milliseconds.
 
@@ -139,7 +139,7 @@ class RankExecutor:
         if self.inner is not None:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         if settings.rejoin.enabled:
-            where = lambda place: self.agreement.say(address_key(self.group, self.position), place)  # noqa: E731
+            where = lambda place: self.agreement.put(address_key(self.group, self.position), place)  # noqa: E731
             self._donor = StateSender(self._env, engine, self.states, self._epoch_of_state, where)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
@@ -160,10 +160,10 @@ class RankExecutor:
 
     # --- verdicts, in the watcher's thread ----------------------------------------------------------------------------
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Unblock the training thread if it waits for a group or rank that is gone."""
-        self.following.hear(verdict)
-        self.link.hear(verdict)
+        self.following.on_signal(verdict)
+        self.link.on_signal(verdict)
 
     def _epoch_of_state(self) -> int | None:
         """Return ``epoch``; at a rank that is not its group's leader, the epoch of its communicator."""
@@ -319,7 +319,7 @@ class RankExecutor:
         inner.sum(flags)
         for bucket, flag in zip(buckets, flags.tolist(), strict=True):
             if flag:
-                shared.spread(bucket)
+                shared.broadcast(bucket)
                 done(bucket)
         if not flags.all():
             raise Broken("a rank of the group could not finish its reductions")
@@ -345,11 +345,11 @@ class RankExecutor:
         if self._shared is not None:
             if broken is not None:
                 self._say_broken(broken)
-            if not given(self.inner).least(broken is None):
+            if not given(self.inner).all_reduce_min(broken is None):
                 raise Broken("a rank of the group could not finish the view's transfers")
             for bucket, lacking in view.missing.items():
                 if self.group in lacking:
-                    self._shared.spread(bucket)
+                    self._shared.broadcast(bucket)
         elif broken is not None:
             try:
                 raise broken
@@ -470,7 +470,7 @@ class RankExecutor:
             said = torch.tensor(list(bytes.fromhex(sha256)), dtype=torch.uint8)
             self.inner.share(said, 0)
             leader = bytes(said.tolist()).hex()
-            if not self.inner.least(leader == sha256):
+            if not self.inner.all_reduce_min(leader == sha256):
                 raise StartOver(f"group {self.group} leaves: its ranks hold different parameters after the last step")
         whole = hashlib.sha256(repr(states).encode()).hexdigest()[:_STATE_DIGITS]
         return {"params_norm": norm, "params_sha256": sha256, "state": whole}

@@ -153,7 +153,7 @@ class Session:
             )
         else:
             self._part = GroupFollower(self._rank, 0 if first is None else first.step)
-        Watcher(self._store.clone(), self._hear, self._store_is, self._store_is, agreement.restore).start()
+        Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
         self._rank.pulse.start()
         if self._claimant is not None:
             self._claimant.log.follow(
@@ -406,7 +406,7 @@ class Session:
             return None
         log = Locator(Log(env.run_dir, env.run_id, env.secret), env.store)
         with suppress(LogAway):  # then the agent's address is the newest known one
-            log.look()
+            log.poll()
         assert env.host_rank is not None, "an agent that keeps a claim log says which host it is on"
         return Claimant(log, (env.group, env.incarnation), env.host_rank)
 
@@ -420,23 +420,23 @@ class Session:
             if isinstance(self._part, GroupLeader):
                 self._part.claims_changed()
 
-    def _hear(self, verdict: signals.Verdict) -> None:
+    def _on_signal(self, verdict: signals.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
         if isinstance(verdict, signals.HostAssigned | signals.RestartRefused):
             return  # only agents use these
         if isinstance(verdict, signals.LeaveRequested):
             if verdict.group == self.group and not self._leaving:
-                self._part.hear(verdict)
+                self._part.on_signal(verdict)
                 self._leaving = verdict.why
                 _log.info(f"group {self.group} is asked to leave: {verdict.why}")
             return
         if isinstance(verdict, Saves | Stops | signals.ViewAgreed | signals.RunFinished):  # steps do not wait for these
-            self._part.hear(verdict)
+            self._part.on_signal(verdict)
             return
         if isinstance(verdict, signals.ChecksumsRequested):
             self._rank.publish_checksums(verdict)
             return
-        self._census.hear(verdict)
+        self._census.on_signal(verdict)
         if (
             isinstance(verdict, GroupFailed)
             and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
@@ -446,8 +446,8 @@ class Session:
             self._inside.abort()
             if self._world is not None:
                 self._world.cut()
-        self._part.hear(verdict)  # first: a training thread that is unblocked finds the reason there
-        self._rank.hear(verdict)
+        self._part.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
+        self._rank.on_signal(verdict)
 
     def _record_forged(self, key: str) -> None:
         """Record a forged entry of the control store, at position 0 only.

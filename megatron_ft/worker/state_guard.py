@@ -95,7 +95,7 @@ class StateGuard:
         mine = self._states.details(step)
         with suppress(StoreError):
             if me in map(min, sets):
-                agreement.say(f"{key}/{me}", mine)
+                agreement.put(f"{key}/{me}", mine)
             if me == min(said) if found.tied else me in found.minority:
                 deadline = time.monotonic() + _NAMING_S
                 differ, is_mine = self._slots.differing(said[me], said[other])
@@ -104,7 +104,7 @@ class StateGuard:
                     who = {"tied": found.tied} if found.tied else {"group": me, "incarnation": self._env.incarnation}
                     what = [] if theirs is None else differing(mine, theirs)
                     self._record(step, what, position=self._env.position, **who)
-                    agreement.say(f"{key}/recorded/{me}", True)
+                    agreement.put(f"{key}/recorded/{me}", True)
                 for position in differ - {self._env.position} if len(said[me]) > 1 else ():
                     recorded = f"divergence/{step}/{position}/recorded/{me}"
                     _await(partial(agreement.get, recorded), deadline)
@@ -194,7 +194,7 @@ class StateGuard:
 
     def _publish(self, key: str, sums: Mapping[str, int]) -> None:
         with suppress(StoreError):
-            self._agreement.clone(_NAMING_S).say(key, sums)
+            self._agreement.clone(_NAMING_S).put(key, sums)
 
     def awaits_view(self, view: View) -> bool:
         """Return True if ``view`` has a group that was told to be out; states are not compared until it is gone."""

@@ -420,7 +420,7 @@ MISSED = """
 import os, time
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator as Coordinator
-hear, boundary, ask, missed, left = Coordinator.hear, Coordinator.boundary, Coordinator._ask, [], [-1]
+hear, boundary, ask, missed, left = Coordinator.on_signal, Coordinator.boundary, Coordinator._ask, [], [-1]
 group = os.environ["MEGATRON_FT_GROUP"]
 def hear_late(self, word):
     misses = isinstance(word, Saves) and word.last and not missed and group == "2"
@@ -440,7 +440,7 @@ def ask_in_time(self, *arguments):
     ask(self, *arguments)
     while not all((HERE / f"{self._heard.attempt}-{other}").exists() for other in (1, 2)):
         time.sleep(0.001)
-Coordinator.hear, Coordinator.boundary, Coordinator._ask = hear_late, leave, ask_in_time
+Coordinator.on_signal, Coordinator.boundary, Coordinator._ask = hear_late, leave, ask_in_time
 """
 """No other group can give this order, or give it again: the group that gives an order waits until the order is stored,
 before its next step."""

@@ -87,14 +87,14 @@ SAYS_WHAT_IT_HEARS = """
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.worker.group_leader import GroupLeader
 
-hear = GroupLeader.hear
+hear = GroupLeader.on_signal
 
 def says(self, verdict):
     hear(self, verdict)
     if isinstance(verdict, GroupFailed):
         print(f"group {self.group} has heard of the death of group {verdict.group}", flush=True)
 
-GroupLeader.hear = says
+GroupLeader.on_signal = says
 """
 
 

@@ -145,12 +145,12 @@ DEAF = """
 import os
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.worker.session import Session
-hear = Session._hear
+hear = Session._on_signal
 def hear_with_a_bug(self, verdict):
     if isinstance(verdict, GroupFailed) and (self.group, self.env.incarnation) == (1, 0):
         raise ZeroDivisionError("of a test")
     hear(self, verdict)
-Session._hear = hear_with_a_bug
+Session._on_signal = hear_with_a_bug
 """
 
 

@@ -201,7 +201,7 @@ def test_a_keeper_on_standby_has_a_store_from_the_order_on_and_for_its_own_lifet
     kept = keep(serves=False)
     for times in range(3):
         assert not (tmp_path / STORE).exists()
-        kept.look()
+        kept.poll()
         kept.serve()
         await_((tmp_path / STORE).exists, "there is a store")
         asked = ControlStore(kept.address, "run", DEADLINE_S)
@@ -217,7 +217,7 @@ def test_a_keeper_on_standby_has_a_store_from_the_order_on_and_for_its_own_lifet
     if kept.pid is not None:
         os.kill(kept.pid, signal.SIGKILL)
     kept.serve()
-    await_(lambda: kept.look() or (tmp_path / STORE).exists(), "one that was killed is replaced")
+    await_(lambda: kept.poll() or (tmp_path / STORE).exists(), "one that was killed is replaced")
 
 
 def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_runs(keep, tmp_path):

@@ -40,7 +40,7 @@ def _(patch):
         return replace(state, reports={**state.reports, **taken})
 
     patch.setattr(machine, "_reports", reports)
-    patch.setattr(simulated_group, "look", lambda store, epoch, missing: _older(store, epoch, missing))
+    patch.setattr(simulated_group, "read_view", lambda store, epoch, missing: _older(store, epoch, missing))
 
 
 def _older(store, epoch, missing):
@@ -388,7 +388,7 @@ def _change_views(patch, change):
 
 
 ANSWER = checkpoint_protocol.answer
-LOOK = simulated_group.look
+LOOK = simulated_group.read_view
 START = machine.start
 CLOSE = machine._close
 FOLLOW = Group._follow

@@ -93,11 +93,11 @@ class Launch:
 
     def look(self) -> None:
         for host in self.hosts.values():
-            host.members.look()
+            host.members.poll()
 
     def await_(self, condition, what: str) -> None:
         def looked() -> bool:
-            self.look()
+            self.poll()
             return condition()
 
         await_(looked, what, every_s=0.05)
@@ -176,7 +176,7 @@ def test_a_keeper_that_is_killed_is_started_again_and_its_member_goes_on(launch)
     own = launch.hosts[1].members._own
     before = launch.hosts[1].entry
     os.kill(own.pid, signal.SIGKILL)
-    launch.await_(lambda: own.look() and (launch.hosts[1].entry or before)["pid"] != before["pid"], "another runs")
+    launch.await_(lambda: own.poll() and (launch.hosts[1].entry or before)["pid"] != before["pid"], "another runs")
     launch.lose(0)
     patient(lambda: launch.store.set("key", 1), patience_s=DEADLINE_S)
 

@@ -84,7 +84,7 @@ def test_a_failed_question_is_repeated_when_the_store_answers_another_one(place,
 def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent):
     """The survivors put back their newest view only; earlier notices are announced again."""
     agent.tell(RESETS[0])
-    assert agent.say("restart/1.1", {}) and agent.news() == [RESETS[0]]
+    assert agent.put("restart/1.1", {}) and agent.news() == [RESETS[0]]
     place.start_empty()
     survivor = place.client()
     survivor.begin()
@@ -137,7 +137,7 @@ def test_a_store_that_comes_back_empty_is_noticed_and_its_contents_are_restored_
 
 def test_a_failed_write_is_reported(place, agent):
     place.close()
-    assert not agent.say("restart/1.1", {}) and agent.away
+    assert not agent.put("restart/1.1", {}) and agent.away
     agent.tell(RESETS[0])
     assert not agent.told and agent.news() == [] and agent.newest_view(FIRST) == FIRST and agent.get("view/0") is None
 
@@ -159,4 +159,4 @@ def test_an_agent_whose_listening_thread_ends_by_a_bug_says_so_and_asks_the_stor
     assert agent.news() == [RESETS[0]]
     watcher.announce(other, RESETS[1])
     assert agent.news() == [RESETS[1]], "it asks although no thread hears of the notice"
-    assert passed_on == [signals.judge(reset) for reset in RESETS]
+    assert passed_on == [signals.classify(reset) for reset in RESETS]

@@ -181,9 +181,9 @@ def test_an_unchanged_beat_is_silent_and_the_first_other_element_decides(tmp_pat
     board, zero, two = (ArrayState(tmp_path, lambda: now[0]) for _ in range(3))
     zero.beat(Beat(0))
     two.beat(Beat(2, restarts=4))
-    assert board.look(range(4)) == ({}, {0: Beat(0), 2: Beat(2, restarts=4)})
+    assert board.read_beats(range(4)) == ({}, {0: Beat(0), 2: Beat(2, restarts=4)})
     two.beat(Beat(2, restarts=4))
-    assert board.look(range(4)) == ({2: Beat(2, restarts=4)}, {0: Beat(0)}) and board.first(range(4)) == 0
+    assert board.read_beats(range(4)) == ({2: Beat(2, restarts=4)}, {0: Beat(0)}) and board.first(range(4)) == 0
     now[0] = SILENT_S + 1.0
     two.beat(Beat(2, restarts=4))
     assert board.first(range(4)) == 2 and board.last(0) == Beat(0)

@@ -123,7 +123,7 @@ def test_every_position_comes_back_with_the_part_that_the_caller_asks_for(tmp_pa
         assert same(state, state_of(5, position))
     assert found.step == 5 and found.manifest["meta"] == {"seed": 7, "step": 5} and found.manifest["groups"] == PARTS
     checkpoint.verify(found)
-    assert checkpoint.look(place) == found
+    assert checkpoint.inspect(place) == found
     with pytest.raises(CheckpointError, match=f"positions 0 to {POSITIONS - 1}, not 9"):
         checkpoint.load(found, 9)
     assert not list(place.rglob("*.tmp"))

@@ -111,7 +111,7 @@ def test_an_end_that_was_planned_is_no_failure():
 @pytest.mark.parametrize("signal", [ORDER, Stops((0, 1), "SIGTERM")])
 def test_the_words_travel_with_the_notices(signal):
     there = signals.from_json(signals.to_json(signal))
-    assert there == signal and signals.judge(there) == signal
+    assert there == signal and signals.classify(there) == signal
     assert not signals.ends(signal, VIEW, 12)
 
 

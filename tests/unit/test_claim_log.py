@@ -145,12 +145,12 @@ def test_a_claim_that_came_first_is_followed_by_the_process_own_claim(tmp_path):
     """Another process makes a claim between this one's look and its own claim."""
     first, second = (Locator(log_of(tmp_path), OLD) for _ in range(2))
     first.create(FIRST)
-    second.look()
+    second.poll()
     first.create(store_failover.taken_over(FIRST, 1, NEW, "host 0 is lost"))
     assert not second.create(store_failover.taken_over(FIRST, 2, "127.0.0.3:3", "host 0 is lost"))
     assert (second.newest, second.text, second.address) == (1, NEW, ("127.0.0.2", 2))
     assert second.fence([(0, 0)], (2, 0), 2, "silent", since=0) == ()
-    assert first.look() and first.claims[-1].address == NEW and first.claims[-1].fenced == {(0, 0)}
+    assert first.poll() and first.claims[-1].address == NEW and first.claims[-1].fenced == {(0, 0)}
 
 
 def test_a_log_that_is_asked_for_is_read_and_one_that_hangs_does_not_answer(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_log_that_is_asked_for_is_read_and_one_that_hangs_does_not_answer(tmp_
     assert not locator._is_read_due(), "nobody asks"
     assert answers_after(0.0) and answers_after(1.9) and locator._is_read_due()
     assert not answers_after(0.2)
-    locator.look()
+    locator.poll()
     assert not locator._is_read_due() and answers_after(1.9) and not answers_after(0.2)
     assert answers_after(60.0), "what was asked before says nothing"
     locator.follow(tmp_path / "told")

@@ -22,7 +22,7 @@ class Store:
     def settle(self, key, value):
         return self.keys.setdefault(key, value)
 
-    def say(self, key, value):
+    def put(self, key, value):
         self.keys[key] = value
 
 

@@ -154,7 +154,7 @@ def test_as_long_as_a_majority_lives_three_members_stand_again_whichever_are_los
     etcd.running |= set(names)
     for what, host, synced in turns:
         if what == "look" and host in etcd.living:
-            etcd.look(host, synced)
+            etcd.poll(host, synced)
         elif what == "lose" and len(etcd.living) > etcd_membership.SIZE:
             before = set(etcd.living)
             etcd.living.discard(host)
@@ -162,6 +162,6 @@ def test_as_long_as_a_majority_lives_three_members_stand_again_whichever_are_los
                 etcd.living = before  # no etcd survives that loss
     for _ in range(8):
         for host in sorted(etcd.living):
-            etcd.look(host, synced=True)
+            etcd.poll(host, synced=True)
     assert all(etcd.home[id_] in etcd.living for id_ in etcd.members), etcd
     assert len(etcd.voters()) == etcd_membership.SIZE == len(etcd.members)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol import key_lifetimes
-from megatron_ft.core.protocol.group_locations import GroupLocations, hear
+from megatron_ft.core.protocol.group_locations import GroupLocations, apply
 from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
 from megatron_ft.core.protocol.signals import HostAssigned, HostSilent, JoinRequested, RankExited, ends, remember
 from megatron_ft.types import Exit, View
@@ -21,7 +21,7 @@ def standing(notices) -> set:
     """Return what is left of all silences for the protocol, which knows pairs of groups."""
     places, left = GroupLocations(), set()
     for notice in notices:
-        places, verdicts = hear(places, notice)
+        places, verdicts = apply(places, notice)
         for verdict in verdicts:
             if isinstance(verdict, LinkDown):
                 (left.discard if verdict.heard else left.add)((verdict.by, verdict.about))
@@ -51,8 +51,8 @@ def test_silences_of_a_lost_host_are_withdrawn_when_its_groups_are_started_elsew
 
 
 def test_a_group_with_ranks_on_both_hosts_has_come_apart_whatever_has_moved():
-    places, _ = hear(GroupLocations(), housed(3, 1, 4))
-    _, (verdict,) = hear(places, HostSilent("h2", "h1", (1,), (1,), 0.9, incarnation=4))
+    places, _ = apply(GroupLocations(), housed(3, 1, 4))
+    _, (verdict,) = apply(places, HostSilent("h2", "h1", (1,), (1,), 0.9, incarnation=4))
     assert isinstance(verdict, GroupFailed) and verdict.incarnation == 4
 
 
@@ -110,7 +110,7 @@ def accused(notices, view: View, one_by_one: bool = True) -> bool:
     places, found = GroupLocations(), False
     remembered: tuple = ()
     for notice in notices:
-        places, verdicts = hear(places, notice)
+        places, verdicts = apply(places, notice)
         for verdict in verdicts:
             remembered = remember(remembered, verdict)
             found |= one_by_one and any(ends(said, view, 9) for said in remembered)
@@ -177,6 +177,6 @@ def _standing_of(notices) -> list[LinkDown]:
     """Return the silences that a reader ever takes in, one by one."""
     places, found = GroupLocations(), []
     for notice in notices:
-        places, verdicts = hear(places, notice)
+        places, verdicts = apply(places, notice)
         found += [verdict for verdict in verdicts if isinstance(verdict, LinkDown) and not verdict.heard]
     return found

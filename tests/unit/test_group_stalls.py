@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.agent import stall_watch
 from megatron_ft.config.schema import DetectorConfig
-from megatron_ft.core.detection.group_stalls import Line, Spot, look, together
+from megatron_ft.core.detection.group_stalls import Line, Spot, observe, together
 from megatron_ft.core.detection.rank_health import Health, Sample
 from megatron_ft.types import View
 
@@ -21,20 +21,20 @@ def spots(*named):
 
 
 def test_a_line_names_groups_place_and_seconds():
-    _, (line,) = look({}, spots((0, "waiting", 25), (1, "outside", 30), (2, "waiting", 29)), NOTICE_S)
+    _, (line,) = observe({}, spots((0, "waiting", 25), (1, "outside", 30), (2, "waiting", 29)), NOTICE_S)
     assert str(line) == "groups 0 2 wait for group 1, between two steps, 30 s"
-    _, (line,) = look({}, spots((0, "waiting", 25), (1, "starting", 30), (2, "starting", 29)), NOTICE_S)
+    _, (line,) = observe({}, spots((0, "waiting", 25), (1, "starting", 30), (2, "starting", 29)), NOTICE_S)
     assert str(line) == "group 0 waits for groups 1 2, before its first step, 30 s"
 
 
 def test_a_group_that_no_other_waits_for_is_not_named():
     """All groups may evaluate at the same time; a group may be at work for as long as it usually is."""
-    assert look({}, spots((0, "outside", 500), (1, "outside", 600)), NOTICE_S) == ({}, [])
-    assert look({}, spots((0, "waiting", 500), (1, "busy", 600)), NOTICE_S) == ({}, [])
+    assert observe({}, spots((0, "outside", 500), (1, "outside", 600)), NOTICE_S) == ({}, [])
+    assert observe({}, spots((0, "waiting", 500), (1, "busy", 600)), NOTICE_S) == ({}, [])
 
 
 def test_storage_that_is_away_for_all_is_reported():
-    _, (line,) = look({}, spots((0, "dataset", 31, True), (1, "dataset", 30, True)), NOTICE_S)
+    _, (line,) = observe({}, spots((0, "dataset", 31, True), (1, "dataset", 30, True)), NOTICE_S)
     assert str(line) == "groups 0 1 are inside the dataset for 31 s: storage does not answer"
 
 
@@ -42,18 +42,18 @@ def test_storage_that_is_away_for_all_is_reported():
 def test_there_is_one_line_for_each_doubling_of_the_time_and_one_at_the_end(seconds, every):
     told, said = {}, []
     for now in range(0, seconds, every):
-        told, lines = look(told, spots((0, "waiting", now), (1, "outside", now)), NOTICE_S)
+        told, lines = observe(told, spots((0, "waiting", now), (1, "outside", now)), NOTICE_S)
         said += lines
     times = [line.seconds for line in said]
     assert all(after >= 2 * before for before, after in zip(times, times[1:], strict=False))
     assert (times != []) == (now >= NOTICE_S) and (not times or now < 2 * times[-1] + every)
-    told, lines = look(told, spots((0, "busy", 0), (1, "busy", 0)), NOTICE_S)
+    told, lines = observe(told, spots((0, "busy", 0), (1, "busy", 0)), NOTICE_S)
     assert lines == ([Line((1,), (), "outside", now, over=True)] if times else []) and not told
 
 
 def test_another_stall_of_the_same_group_is_reported_anew():
-    told, _ = look({}, spots((0, "waiting", 40), (1, "outside", 40)), NOTICE_S)
-    told, lines = look(told, spots((0, "waiting", 11), (1, "outside", 11)), NOTICE_S)
+    told, _ = observe({}, spots((0, "waiting", 40), (1, "outside", 40)), NOTICE_S)
+    told, lines = observe(told, spots((0, "waiting", 11), (1, "outside", 11)), NOTICE_S)
     assert [str(line) for line in lines] == [
         "group 1 goes on after 40 s between two steps",
         "group 0 waits for group 1, between two steps, 11 s",
@@ -94,7 +94,7 @@ class Agent:
         )
         watched = SimpleNamespace(health=health, given_up="")
         rank = SimpleNamespace(group=self.host, incarnation=0, watched=watched, dropped=False)
-        self.stalls.look([rank])
+        self.stalls.poll_ranks([rank])
         return self.noted
 
 

@@ -214,14 +214,14 @@ def test_a_look_at_a_growing_record_reads_only_what_was_added(tmp_path, monkeypa
     watched = history.Watched(tmp_path)
     for step in range(1000):
         history.append(tmp_path, "step", step=step, epoch=0)
-    assert watched.look().last_step == 999
+    assert watched.poll().last_step == 999
     monkeypatch.setattr(Path, "open", counting)
     before = (tmp_path / history.FILE).stat().st_size
     history.append(tmp_path, "step", step=1000, epoch=0)
-    assert watched.look().last_step == 1000
+    assert watched.poll().last_step == 1000
     assert sum(map(len, read)) == (tmp_path / history.FILE).stat().st_size - before < 100
     read.clear()
-    assert watched.look().last_step == 1000 and b"".join(read) == b""
+    assert watched.poll().last_step == 1000 and b"".join(read) == b""
 
 
 def test_a_line_of_many_groups_is_short_and_comes_back_whole(tmp_path):

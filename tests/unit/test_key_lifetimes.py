@@ -57,7 +57,7 @@ def known(notices, view: View) -> dict[str, object]:
     broken, deadly, cards, ranks, refused, stops = {}, {}, {}, {}, set(), set()
     saves, over, dismissed = (-1, -1), False, set()
     for signal in notices:
-        place, verdicts = group_locations.hear(place, signal)
+        place, verdicts = group_locations.apply(place, signal)
         for verdict in verdicts:
             match verdict:
                 case GroupFailed(group=g, incarnation=n):

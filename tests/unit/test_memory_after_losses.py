@@ -53,8 +53,8 @@ class Survivor:
         self.deaths = 0
 
     def _hear(self, verdict) -> None:
-        self.census.hear(verdict)
-        self.rank.hear(verdict)
+        self.census.on_signal(verdict)
+        self.rank.on_signal(verdict)
         if isinstance(verdict, GroupFailed):  # one that was deleted before it was read is superseded by a later one
             self.deaths = max(self.deaths, verdict.incarnation + 1)
         if isinstance(verdict, GroupFailed | EpochAborted):

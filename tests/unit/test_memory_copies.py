@@ -121,16 +121,16 @@ def test_a_state_is_loaded_from_memory_if_the_disk_is_damaged_and_from_disk_if_m
     whole = (made / name).read_bytes()
     (made / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.load(checkpoint.look(made), 0)
+        checkpoint.load(checkpoint.inspect(made), 0)
     with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.verify(checkpoint.look(made))
-    assert torch.equal(checkpoint.load(checkpoint.look(made), 0, shelf.find)["weight"], state["weight"])
-    checkpoint.verify(checkpoint.look(made), shelf.find)
+        checkpoint.verify(checkpoint.inspect(made))
+    assert torch.equal(checkpoint.load(checkpoint.inspect(made), 0, shelf.find)["weight"], state["weight"])
+    checkpoint.verify(checkpoint.inspect(made), shelf.find)
     (made / name).write_bytes(whole)
     copy = shelf.find(entry["sha256"], entry["bytes"])
     copy.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert torch.equal(checkpoint.load(checkpoint.look(made), 0, shelf.find)["weight"], state["weight"])
-    checkpoint.verify(checkpoint.look(made), shelf.find)
+    assert torch.equal(checkpoint.load(checkpoint.inspect(made), 0, shelf.find)["weight"], state["weight"])
+    checkpoint.verify(checkpoint.inspect(made), shelf.find)
 
 
 @given(

@@ -26,10 +26,10 @@ def test_a_run_that_was_halted_ends_every_rank_with_the_same_error(later):
     first."""
     census = LivenessTracker(2)
     if later:
-        threading.Timer(0.2, census.hear, [RunHalted(3, "the states differ")]).start()
+        threading.Timer(0.2, census.on_signal, [RunHalted(3, "the states differ")]).start()
     else:
         for verdict in (RunHalted(3, "the states differ"), *DEATHS):
-            census.hear(verdict)
+            census.on_signal(verdict)
     with pytest.raises(InvariantBroken, match="the states differ"):
         wait(census)
 
@@ -37,7 +37,7 @@ def test_a_run_that_was_halted_ends_every_rank_with_the_same_error(later):
 def test_without_another_group_the_rank_ends_as_left_out():
     census = LivenessTracker(2)
     for death in DEATHS:
-        census.hear(death)
+        census.on_signal(death)
     with pytest.raises(RunStopped, match="was left out: its rank 1 has ended") as caught:
         wait(census)
     assert caught.type is RunStopped

@@ -33,26 +33,26 @@ def test_the_newest_start_of_a_group_determines_its_host_in_whatever_order_it_is
     """All processes put everything back at once into a store that came back empty."""
     news = [housed(2, 0), housed(2, 1, (1, 0)), housed(3, 2, (1, 0)), housed(2, 3, (1, 0))]
     for number in order:
-        hosts.hear(news[number])
-    hosts.hear(news[1])
+        hosts.on_signal(news[number])
+    hosts.on_signal(news[1])
     assert {host: hosts.groups(host) for host in range(4)} == {0: {0}, 1: set(), 2: {1}, 3: set()}
     assert hosts.unheard() == set()
 
 
 def test_a_host_that_does_not_hear_another_corrects_which_groups_that_has(hosts, monkeypatch):
-    hosts.hear(housed(0, 0)), hosts.hear(housed(1, 0))
+    hosts.on_signal(housed(0, 0)), hosts.on_signal(housed(1, 0))
     monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
     hosts.take(4, [(0, 0)], 1)
     said = hosts.signal(Change(1, 1.0, heard=False))
     assert said.units == ((0,), (1,))
-    taken_back, now = hosts.hear(housed(2, 1, (1, 0)))
+    taken_back, now = hosts.on_signal(housed(2, 1, (1, 0)))
     assert taken_back.heard and taken_back.units == said.units
     assert not now.heard and now.units == ((0,), ()) and now.silent_s == 2.5
-    assert hosts.hear(housed(3, 0)) == [], "nothing has moved"
+    assert hosts.on_signal(housed(3, 0)) == [], "nothing has moved"
 
 
 def test_a_spare_that_takes_a_group_over_accuses_in_its_name_the_hosts_it_does_not_hear(hosts, monkeypatch):
-    hosts.hear(housed(0, 0)), hosts.hear(housed(1, 0))
+    hosts.on_signal(housed(0, 0)), hosts.on_signal(housed(1, 0))
     monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
     taken_back, now = hosts.move(4, [(0, 0)], 1)
     assert taken_back.heard and taken_back.units == ((), (1,))

@@ -36,7 +36,7 @@ class Ends:
     def __init__(self, wire: Wire, position: int) -> None:
         self.wire, self.position = wire, position
 
-    def tell(self, position, words):
+    def send_words(self, position, words):
         self.wire.of("words", self.position, position).put((*words, *(0,) * (8 - len(words))))
 
     def heard(self, position):
@@ -45,7 +45,7 @@ class Ends:
         except queue.Empty:
             return None
 
-    def hear(self, position):
+    def receive_words(self, position):
         return self.wire.of("words", position, self.position).get(timeout=PATIENCE_S)
 
 

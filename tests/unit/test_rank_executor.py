@@ -39,7 +39,7 @@ def begin(rank: RankExecutor, step: int) -> None:
 def test_an_epoch_that_ends_in_order_ends_for_a_rank_that_comes_to_its_step_later(rank):
     """A follower has heard of it in the step before; its leader, which has not, lets the follower reduce the next
     one."""
-    rank.hear(EpochAborted(0, "group 1 leaves", after=3))
+    rank.on_signal(EpochAborted(0, "group 1 leaves", after=3))
     rank.link.outer.all_reduce(torch.ones(1)).wait()
     begin(rank, 4)
     with pytest.raises(Left):
@@ -47,15 +47,15 @@ def test_an_epoch_that_ends_in_order_ends_for_a_rank_that_comes_to_its_step_late
 
 
 def test_a_death_ends_the_epoch_at_once_and_cuts_the_connections(rank):
-    rank.hear(EpochAborted(0, "group 1 leaves", after=3))
-    rank.hear(GroupFailed(1, "group 1 died"))
+    rank.on_signal(EpochAborted(0, "group 1 leaves", after=3))
+    rank.on_signal(GroupFailed(1, "group 1 died"))
     assert rank.link.outer._over.aborted
     with pytest.raises(Broken, match="aborted"):
         rank.link.outer.all_reduce(torch.ones(1))
 
 
 def test_news_of_another_epoch_end_nothing(rank):
-    rank.hear(EpochAborted(1, "a connection failed"))
+    rank.on_signal(EpochAborted(1, "a connection failed"))
     begin(rank, 4)
     rank.link.outer.all_reduce(torch.ones(1)).wait()
 
@@ -63,4 +63,4 @@ def test_news_of_another_epoch_end_nothing(rank):
 def test_a_rank_without_an_engine_ignores_a_question_about_its_state(rank):
     """The notice log holds questions that were asked of an earlier start of the group."""
     rank.publish_checksums(signals.ChecksumsRequested(3, (rank.group,)))
-    rank.agreement.say.assert_not_called()
+    rank.agreement.put.assert_not_called()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.agent.rank_monitor import LOOK_EVERY_S, Monitor, Watched, limits
 from megatron_ft.config.schema import DetectorConfig
-from megatron_ft.core.detection.rank_health import LOOK_S, Health, Limits, Sample, is_outage, look
+from megatron_ft.core.detection.rank_health import LOOK_S, Health, Limits, Sample, is_outage, observe
 from megatron_ft.worker import progress_counters
 
 LOOK = 0.1
@@ -25,7 +25,7 @@ def run(samples, limits=None, step_s=LOOK):
     limits, health, now = limits or Limits(), Health(), 0.0
     for sample, looks in samples:
         for _ in range(looks):
-            health, why = look(health, sample, now, limits)
+            health, why = observe(health, sample, now, limits)
             if why:
                 return now, why
             now += step_s
@@ -107,10 +107,10 @@ def in_storage(outage, limits, looks=4000, state="S", dataset=1):
     """Let a rank learn a limit, then hang; return the verdict when it is given up, or its health at the end."""
     health, now = Health(), 0.0
     for progress in range(4):
-        health, _ = look(health, working(progress), now, limits)
+        health, _ = observe(health, working(progress), now, limits)
         now += LOOK
     for _ in range(looks):
-        health, why = look(health, Sample(state, 0.0, 0, 3, "working", dataset), now, limits, outage)
+        health, why = observe(health, Sample(state, 0.0, 0, 3, "working", dataset), now, limits, outage)
         if why:
             return now, why
         now += LOOK
@@ -135,13 +135,13 @@ def test_work_that_follows_an_outage_has_the_limit_of_a_new_piece_of_work(rest):
     health, now = in_storage(True, limits, looks=200), 100.0
     for number in range(17):
         sample = Sample("S", 0.0, 0, 3, "working", 2 if rest == "computes" else 1)
-        health, why = look(health, sample, now + number * LOOK, limits, outage=False)
+        health, why = observe(health, sample, now + number * LOOK, limits, outage=False)
         assert not why
     while not why:
         number += 1
-        health, why = look(health, sample, now + number * LOOK, limits, outage=False)
+        health, why = observe(health, sample, now + number * LOOK, limits, outage=False)
     assert number < 30 and "2 s allowed: hang_timeout_s, after storage was away for other groups as well" in why
-    health, why = look(health, Sample("S", 0.0, 0, 4, "working", 2), now + number * LOOK, limits)
+    health, why = observe(health, Sample("S", 0.0, 0, 4, "working", 2), now + number * LOOK, limits)
     assert not health.excused_s
 
 
@@ -160,7 +160,7 @@ def test_an_outage_excuses_no_rank_that_hangs_elsewhere_and_is_not_learned():
     assert now < 3.0 and "hang_timeout_s" in why
     limits = Limits(storage_s=1000.0)
     health = in_storage(True, limits)
-    after, why = look(health, working(4), 0.0, limits)
+    after, why = observe(health, working(4), 0.0, limits)
     assert not why and after.longest_s == health.longest_s < 1, (
         "a hang of 400 s must not be taken for a long piece of work"
     )
@@ -184,10 +184,10 @@ def test_storage_is_away_when_several_hosts_miss_it_or_no_group_would_be_left(st
 @given(st.floats(1, 1e6))
 def test_time_without_a_look_of_the_agent_does_not_count(gap_s):
     """The agent's host was suspended: both processes stood still, and one look afterwards must not end the rank."""
-    health, _ = look(Health(), working(0), 0.0, Limits())
-    health, why = look(health, working(0, state="T"), gap_s, Limits())
+    health, _ = observe(Health(), working(0), 0.0, Limits())
+    health, why = observe(health, working(0, state="T"), gap_s, Limits())
     assert not why and health.stopped_s <= LOOK_S
-    health, why = look(health, working(0, state="T"), 2 * gap_s, Limits(hang_s=0.1))
+    health, why = observe(health, working(0, state="T"), 2 * gap_s, Limits(hang_s=0.1))
     assert not why and health.still_s <= LOOK_S
 
 
@@ -248,7 +248,7 @@ def watch(monitor, watched, until, limit_s=60.0, between=lambda: None):
     while not until():
         assert time.monotonic() < deadline, watched
         between()
-        monitor.look([watched])
+        monitor.poll_ranks([watched])
         select.select([], [], [], 0.02)
 
 
@@ -282,7 +282,7 @@ def test_a_stopped_process_is_found_and_a_dead_one_is_left_to_waitpid(child):
     other = Watched(process.pid, watched.pulse)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert Monitor(Limits(stopped_s=1e-9)).look([other]) == [] and other.health == Health()
+    assert Monitor(Limits(stopped_s=1e-9)).poll_ranks([other]) == [] and other.health == Health()
 
 
 def test_a_stopped_process_is_looked_at_when_it_stops_and_when_its_time_is_over(child):
@@ -290,12 +290,12 @@ def test_a_stopped_process_is_looked_at_when_it_stops_and_when_its_time_is_over(
     watched, process = child("sleep")
     now = 0.0
     monitor = Monitor(Limits(stopped_s=0.25), lambda: now)
-    assert monitor.look([watched]) == [] and monitor.pause_s == pytest.approx(LOOK_EVERY_S)
+    assert monitor.poll_ranks([watched]) == [] and monitor.pause_s == pytest.approx(LOOK_EVERY_S)
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     now = 0.03
     monitor.stir()
-    assert monitor.pause_s == 0.0 and monitor.look([watched]) == []
-    looks = [now := now + monitor.pause_s for _ in range(3) if monitor.look([watched]) == []]
+    assert monitor.pause_s == 0.0 and monitor.poll_ranks([watched]) == []
+    looks = [now := now + monitor.pause_s for _ in range(3) if monitor.poll_ranks([watched]) == []]
     assert looks == pytest.approx([0.13, 0.23, 0.28])
-    assert monitor.look([watched]) == [watched] and "is stopped (process state T) for 0.2 s" in watched.given_up
+    assert monitor.poll_ranks([watched]) == [watched] and "is stopped (process state T) for 0.2 s" in watched.given_up

@@ -420,8 +420,8 @@ def test_a_follower_that_takes_nothing_is_dropped(trainers):
     end = framing.call(*donor.place[2:4], KEY.of(state_receiver.DONOR), {"position": 0, "who": "a lazy one"})
     with end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        framing.hear(end)
-        framing.say(end, {"at": 3, "part": 0, "parts": 1})
+        framing.receive_message(end)
+        framing.send_message(end, {"at": 3, "part": 0, "parts": 1})
         while not donor.donor._followers:
             threading.Event().wait(0.001)
         (one,) = donor.donor._followers
@@ -474,7 +474,7 @@ def test_a_bit_that_flips_on_the_way_is_found(where, bit):
     ours, theirs = socket.socketpair()
     between, end = socket.socketpair()
     with ours, theirs, between, end:
-        framing.say(ours, {"words": 1})
+        framing.send_message(ours, {"words": 1})
         framing.send(ours, [framing.as_bytes(values)], lambda count: None)
         ours.shutdown(socket.SHUT_WR)
         data = bytearray()
@@ -484,5 +484,5 @@ def test_a_bit_that_flips_on_the_way_is_found(where, bit):
         between.sendall(data)
         between.shutdown(socket.SHUT_WR)
         with pytest.raises((OSError, ValueError)):
-            framing.hear(end)
+            framing.receive_message(end)
             framing.receive(end, [torch.empty(4000, dtype=torch.uint8)])

@@ -48,7 +48,7 @@ class Voice:
     def newest_view(self, known):
         return known if self.away else self.store.view
 
-    def say(self, key, value):
+    def put(self, key, value):
         self.store.keys[key] = value
         return True
 
@@ -84,7 +84,7 @@ def dead(group, incarnation=0, **how):
 
 def look(made):
     """Look as the agent does."""
-    made.look(made._voice.news())
+    made.check(made._voice.news())
 
 
 def due(made, unheard=()):
@@ -103,7 +103,7 @@ def start_all(made, unheard=()):
 def test_a_killed_group_is_started_again_at_once_and_then_less_soon(clock):
     made, voice = agent(clock)
     for incarnation, pause in enumerate((0, 1, 2)):
-        made.hear(dead(1, incarnation))
+        made.on_signal(dead(1, incarnation))
         voice.store.log.append(dead(1, incarnation))  # the agent hears its own notice, too
         if pause:
             assert due(made) == [] and made.pending()
@@ -117,7 +117,7 @@ def test_a_killed_group_is_started_again_at_once_and_then_less_soon(clock):
 def test_a_group_that_worked_for_long_after_a_short_return_is_started_at_once_again(clock):
     made, voice = agent(clock)
     for incarnation in range(3):
-        made.hear(dead(1, incarnation))
+        made.on_signal(dead(1, incarnation))
         (start,) = start_all(made)
         assert (start.attempt, start.after_s) == (1, 0.0)
         clock.now += 0.5
@@ -130,7 +130,7 @@ def test_a_group_that_worked_for_long_after_a_short_return_is_started_at_once_ag
 def test_nothing_is_started_while_the_store_is_away_or_the_loss_is_not_told(clock):
     made, voice = agent(clock)
     voice.away = True
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     assert due(made) == [] and made.pending()
     voice.away, voice.told = False, False
     assert due(made) == []
@@ -141,7 +141,7 @@ def test_nothing_is_started_while_the_store_is_away_or_the_loss_is_not_told(cloc
 def test_a_store_that_stays_away_is_not_waited_for_for_ever(clock):
     made, voice = agent(clock)
     voice.away = True
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     look(made)
     clock.now += 29.0
     look(made)
@@ -152,13 +152,13 @@ def test_a_store_that_stays_away_is_not_waited_for_for_ever(clock):
 
 def test_without_rejoin_no_group_comes_back(clock):
     made, _ = agent(clock, enabled=False)
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     assert due(made) == [] and not made.pending() and not made.hopeless and made.seated(1, 0)
 
 
 def test_the_last_group_takes_those_along_that_wait_for_a_seat(clock):
     made, voice = agent(clock)
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     assert [start.incarnation for start in start_all(made)] == [1]
     voice.store.log += [dead(0), dead(2)]
     assert due(made) == [] and not made.pending() and made.hopeless
@@ -167,7 +167,7 @@ def test_the_last_group_takes_those_along_that_wait_for_a_seat(clock):
 
 def test_a_newcomer_with_a_seat_counts_as_a_member(clock):
     made, voice = agent(clock)
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     start_all(made)
     voice.store.view = View(1, (0, 1, 2), "", incarnations={1: 1})
     voice.store.log += [dead(0), dead(2)]
@@ -177,14 +177,14 @@ def test_a_newcomer_with_a_seat_counts_as_a_member(clock):
 def test_a_group_that_was_left_out_while_it_lived_comes_back(clock):
     made, voice = agent(clock)
     voice.store.view = View(1, (0, 2), "", lost={1: "cut off"})
-    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
+    made.on_signal(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
     assert due(made) == [(1, 1)]
 
 
 def test_a_group_is_checked_for_being_left_out_when_the_store_answers(clock):
     made, voice = agent(clock)
     voice.away = True
-    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
+    made.on_signal(dead(1, signal=None, code=RunStopped.exit_code, detail="group 1 is outside view 1"))
     assert due(made) == [] and made.pending()
     voice.away, voice.store.view = False, View(1, (0, 2), "", lost={1: "cut off"})
     assert due(made) == [(1, 1)]
@@ -193,7 +193,7 @@ def test_a_group_is_checked_for_being_left_out_when_the_store_answers(clock):
 def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
     made, voice = agent(clock)
     voice.away = True
-    made.hear(dead(1, signal=None, code=0))
+    made.on_signal(dead(1, signal=None, code=0))
     look(made)
     assert not made.pending()
 
@@ -201,19 +201,19 @@ def test_a_script_that_is_done_is_not_waited_for_while_the_store_is_away(clock):
 def test_a_group_that_is_killed_while_it_leaves_stays_away(clock):
     made, voice = agent(clock)
     voice.store.log.append(signals.LeaveAnnounced(1, 3, "SIGTERM"))
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
 def test_a_group_that_stops_with_the_run_does_not_come_back(clock):
     made, _ = agent(clock)
-    made.hear(dead(1, signal=None, code=RunStopped.exit_code, detail="min_groups"))
+    made.on_signal(dead(1, signal=None, code=RunStopped.exit_code, detail="min_groups"))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
 
 def test_a_group_that_leaves_in_order_is_not_refused_but_gone(clock):
     made, voice = agent(clock)
-    made.hear(dead(1, signal=None, code=GroupLeft.exit_code))
+    made.on_signal(dead(1, signal=None, code=GroupLeft.exit_code))
     voice.store.log.append(signals.LeaveAnnounced(1, 3, "SIGTERM"))
     assert due(made) == [] and not made.pending() and not made.refusals()
 
@@ -224,7 +224,7 @@ def test_a_group_that_leaves_in_order_is_not_refused_but_gone(clock):
 )
 def test_a_group_that_was_ended_from_outside_is_reported(clock, how, words):
     made, _ = agent(clock)
-    made.hear(dead(1, **how))
+    made.on_signal(dead(1, **how))
     assert due(made) == [] and not made.pending()
     (refusal,) = made.refusals()
     assert words in refusal.reason and not made.refusals()
@@ -233,7 +233,7 @@ def test_a_group_that_was_ended_from_outside_is_reported(clock, how, words):
 def test_the_same_failure_twice_before_the_first_step_is_refused(clock):
     made, _ = agent(clock, begun=lambda *_: False)
     for incarnation in range(2):
-        made.hear(dead(1, incarnation, signal=None, code=1, detail="no such file"))
+        made.on_signal(dead(1, incarnation, signal=None, code=1, detail="no such file"))
         clock.now += 0 if due(made) or incarnation else 1
         start_all(made)
     assert not made.pending()
@@ -243,7 +243,7 @@ def test_the_same_failure_twice_before_the_first_step_is_refused(clock):
 
 def test_no_group_starts_on_a_host_that_cannot_reach_a_member(clock):
     made, voice = agent(clock)
-    made.hear(dead(1))
+    made.on_signal(dead(1))
     assert due(made, unheard=[0]) == []
     voice.store.log.append(dead(0))
     assert due(made, unheard=[0]) == [(1, 1)], "that host has nobody to be reached any more"
@@ -262,7 +262,7 @@ def two(clock):
 
 def test_hosts_that_share_a_group_start_the_same_incarnation(two, clock):
     store, leading, other = two
-    other.hear(dead(1))  # a rank of the other host, which announced it
+    other.on_signal(dead(1))  # a rank of the other host, which announced it
     store.log.append(dead(1))
     assert due(other) == [] and other.pending(), "that is for the leading host to say"
     assert [start.incarnation for start in start_all(leading)] == [1]
@@ -355,9 +355,9 @@ def spare(clock):
     def look_around():
         news = voice.news()
         for signal in news:
-            spare.hear(signal)
-        made.look(news)
-        return [(part.group, last) for part, last in spare.look()]
+            spare.on_signal(signal)
+        made.check(news)
+        return [(part.group, last) for part, last in spare.poll()]
 
     return voice.store, hosts, look_around
 

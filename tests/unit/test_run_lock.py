@@ -48,15 +48,15 @@ def test_the_foremost_host_that_is_left_holds_both_directories(tmp_path):
     host_0, host_1 = (run_lock.Claims(tmp_path / "run", settings, "run", others=True) for _ in range(2))
     host_0.take()
     host_0.begin()
-    host_1.look(foremost=False)
+    host_1.check(foremost=False)
     assert json.loads((tmp_path / "run" / run_lock.FILE).read_text())["turn"] == 0 and not saved.exists()
-    host_1.look(foremost=True)
+    host_1.check(foremost=True)
     for path in (tmp_path / "run" / run_lock.FILE, saved / directory_lock.FILE):
         record = json.loads(path.read_text())
         while json.loads(path.read_text())["beat"] <= record["beat"] + 1:
             threading.Event().wait(0.01)
-    host_1.look(foremost=True)
-    host_0.look(foremost=True)  # the host was only cut off, and its own run has the directory: no reason to end
+    host_1.check(foremost=True)
+    host_0.check(foremost=True)  # the host was only cut off, and its own run has the directory: no reason to end
     assert not host_0.usurped
     host_0.release()
     host_1.release()
@@ -73,7 +73,7 @@ def test_a_run_that_finds_another_one_in_its_directory_ends(tmp_path):
     old.begin()
     old._locks[0]._thread.join()
     with pytest.raises(LaunchError, match="was taken over by run new"):
-        old.look(foremost=True)
+        old.check(foremost=True)
 
 
 def test_a_job_does_not_start_agents_on_the_directory_of_another_one(tmp_path):

@@ -14,9 +14,9 @@ from megatron_ft.core.protocol.signals import (
     HostSilent,
     RankExited,
     RankUnresponsive,
+    classify,
     ends,
     from_json,
-    judge,
     to_json,
 )
 from megatron_ft.types import Exit, Microbatch, View
@@ -63,16 +63,16 @@ silences = st.builds(
 def test_hosts_of_one_name_are_told_apart_by_their_numbers():
     """Notices of runs on one host, and of earlier versions, have no numbers."""
     silent = HostSilent("vm(10.0.0.2)", "vm(10.0.0.3)", (1,), (2,), 0.9, hosts=(1, 2))
-    assert judge(silent).reason == "host 1 (vm) has heard nothing of host 2 (vm) for 0.9 s"
-    assert judge(replace(silent, heard=True)).reason == "host 1 (vm) hears host 2 (vm) again"
-    assert judge(replace(silent, hosts=())).reason.startswith(
+    assert classify(silent).reason == "host 1 (vm) has heard nothing of host 2 (vm) for 0.9 s"
+    assert classify(replace(silent, heard=True)).reason == "host 1 (vm) hears host 2 (vm) again"
+    assert classify(replace(silent, hosts=())).reason.startswith(
         "host vm(10.0.0.2) has heard nothing of host vm(10.0.0.3)"
     )
     ended = Exit(0, 1, 7, "n3", "SIGKILL", None, host_rank=1)
     assert str(ended) == "rank 1 on host 1 (n3), pid 7, ended with SIGKILL"
     assert str(replace(ended, host_rank=None)) == "rank 1 on n3 (pid 7) ended with SIGKILL"
     given_up = RankUnresponsive(0, 1, 7, "n3", "is stopped", host_rank=0)
-    assert judge(given_up).reason == "rank 1 on host 0 (n3), pid 7, is stopped"
+    assert classify(given_up).reason == "rank 1 on host 0 (n3), pid 7, is stopped"
     assert from_json(to_json(silent)) == silent and from_json(to_json(given_up)) == given_up
 
 
@@ -84,7 +84,7 @@ askings = st.builds(JoinRequested, group=numbers, incarnation=numbers, donors=do
 @given(silences)
 def test_silence_accuses_a_pair_of_hosts_and_no_host_alone(signal):
     """A group that has ranks on both hosts has come apart, whichever of them is cut off."""
-    verdict = judge(signal)
+    verdict = classify(signal)
     shared = set(signal.groups_by) & set(signal.groups_about)
     if shared and not signal.heard:
         assert verdict == GroupFailed(min(shared), verdict.reason, signal.incarnation)
@@ -95,18 +95,18 @@ def test_silence_accuses_a_pair_of_hosts_and_no_host_alone(signal):
 
 @given(leavings)
 def test_a_group_that_leaves_is_not_dead_yet(signal):
-    assert judge(signal) == signal
+    assert classify(signal) == signal
     assert signal.why in signal.reason and str(signal.after) in signal.reason
 
 
 @given(askings)
 def test_a_group_that_asks_for_a_seat_is_passed_on_with_its_donors(signal):
-    assert judge(signal) == signal
+    assert classify(signal) == signal
 
 
 @given(accusations)
 def test_a_group_that_is_given_up_is_out_with_the_reason(signal):
-    verdict = judge(signal)
+    verdict = classify(signal)
     assert verdict == GroupFailed(signal.group, verdict.reason, signal.incarnation)
     for word in (f"rank {signal.position}", signal.host, f"pid {signal.pid}", signal.why):
         assert word in verdict.reason
@@ -115,7 +115,7 @@ def test_a_group_that_is_given_up_is_out_with_the_reason(signal):
 @given(deaths)
 def test_a_death_is_a_verdict_against_one_incarnation_of_one_group(signal):
     """One dead rank takes its whole group out; the notice names no epoch, as it concerns whichever the group is in."""
-    verdict = judge(signal)
+    verdict = classify(signal)
     assert verdict == GroupFailed(signal.exit.group, verdict.reason, signal.incarnation, verdict.microbatch, ended=True)
     how = signal.exit.signal or f"exit code {signal.exit.code}"
     for word in (f"rank {signal.exit.position}", signal.exit.host, f"pid {signal.exit.pid}", how, signal.exit.detail):
@@ -131,7 +131,7 @@ def test_a_microbatch_reads_back(microbatch):
 def test_a_microbatch_is_blamed_for_an_exception_only(signal):
     """A signal comes from outside; a torn name accuses nothing."""
     blamed = signal.exit.signal is None and signal.exit.microbatch == "3/1.0"
-    assert judge(signal).microbatch == (Microbatch(3, 1, 0) if blamed else None)
+    assert classify(signal).microbatch == (Microbatch(3, 1, 0) if blamed else None)
 
 
 def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
@@ -145,7 +145,7 @@ def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
         "signal": None,
         "code": 1,
     }
-    assert judge(from_json(wire)).microbatch is None
+    assert classify(from_json(wire)).microbatch is None
     assert "in microbatch 3/1.0 (" in str(Exit(1, 0, 7, "h", None, 1, "IndexError", "3/1.0"))
 
 
@@ -153,13 +153,13 @@ def test_a_notice_of_an_agent_that_names_no_microbatch_is_understood():
 def test_a_reset_ends_its_epoch_and_accuses_no_group(signal):
     """gloo never says which rank is lost, so the rank that reports the reset, or its neighbour, must not be taken for
     dead."""
-    assert judge(signal) == signal
+    assert classify(signal) == signal
     assert signal.reason == f"group {signal.by} reports: {signal.why}"
 
 
 def test_a_reset_without_a_step_ends_the_epoch_at_once():
     said = from_json({"kind": "reset", "epoch": 3, "by": 1, "why": "x"})
-    assert judge(said) == EpochAborted(3, "x", after=-1, by=1)
+    assert classify(said) == EpochAborted(3, "x", after=-1, by=1)
 
 
 @given(deaths | resets | accusations | silences | leavings | askings)
@@ -175,7 +175,7 @@ def test_an_invalid_signal_is_refused():
 def test_a_late_silence_does_not_accuse_the_next_start_of_a_group():
     view = View(5, (0, 1), "", incarnations={1: 2})
     silent = [HostSilent("a", "b", (1,), (1,), 0.9, incarnation=number) for number in (1, 2)]
-    assert [ends(judge(signal), view, 0) for signal in silent] == [False, True]
+    assert [ends(classify(signal), view, 0) for signal in silent] == [False, True]
 
 
 VIEW = View(4, (0, 1, 3), "", incarnations={3: 2})

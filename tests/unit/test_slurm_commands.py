@@ -97,7 +97,7 @@ class Store:
 
 def held(*leases: _Lease) -> list[bool]:
     for lease in leases:
-        lease.look()
+        lease.poll()
     return [lease.held for lease in leases]
 
 

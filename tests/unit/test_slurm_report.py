@@ -36,9 +36,9 @@ def test_notes_wait_for_the_record_of_the_run_that_begins(tmp_path):
     notes = Notes(tmp_path, JOB, print)
     notes.begin()
     notes.note("spare step", node="n2", failures=1)
-    notes.hear({"event": "start", "run_id": "old"})
+    notes.on_line({"event": "start", "run_id": "old"})
     assert not notes.begun and not noted(tmp_path)
-    notes.hear({"event": "start", "run_id": "new"})
+    notes.on_line({"event": "start", "run_id": "new"})
     assert notes.begun
     notes.cancelled("mft/0/n1/0", "12.3")
     notes.cancelled("mft/0/n1/0", "12.3")
@@ -53,7 +53,7 @@ def test_a_record_that_cannot_be_written_is_reported_once(tmp_path):
     (tmp_path / "file").write_text("")
     complaints: list[str] = []
     notes = Notes(tmp_path / "file", JOB, complaints.append)
-    notes.hear({"event": "start", "run_id": "new"})
+    notes.on_line({"event": "start", "run_id": "new"})
     notes.note("requeued", reason="time")
     notes.note("requeued", reason="time")
     assert len(complaints) == 1 and "run record not written" in complaints[0]

@@ -34,7 +34,7 @@ def test_it_stands_still_after_as_much_unbroken_waiting_as_the_store_is_waited_f
     for phases, silent, away, pause_s in looks:
         clock.now += pause_s
         stands = silent and away and set(phases) == {"waiting"}
-        found = standstill.look(ranks(phases), silent, away)
+        found = standstill.poll_ranks(ranks(phases), silent, away)
         since = since if stands else clock.now
         margin_s = 1e-6
         assert not found or clock.now - since > PATIENCE_S - margin_s
@@ -46,6 +46,6 @@ def test_a_host_without_ranks_and_an_agent_that_was_suspended_see_nothing():
     standstill = Standstill(PATIENCE_S, clock)
     for _ in range(100):
         clock.now += 0.25
-        assert not standstill.look([], silent=True, away=True)
+        assert not standstill.poll_ranks([], silent=True, away=True)
     clock.now += 3600.0
-    assert not standstill.look(ranks(["waiting"]), silent=True, away=True)
+    assert not standstill.poll_ranks(ranks(["waiting"]), silent=True, away=True)

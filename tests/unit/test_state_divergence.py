@@ -194,7 +194,7 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
     for group, engine in enumerate(engines):
         agreement, check = MagicMock(), StateCheck(engine, 0)
         agreement.clone.return_value = agreement
-        agreement.say, agreement.get = said.__setitem__, said.get
+        agreement.put, agreement.get = said.__setitem__, said.get
         agreement.announce = lambda signal: (
             isinstance(signal, ChecksumsRequested) and [one.publish(signal.step) for one in guards]
         )

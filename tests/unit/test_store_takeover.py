@@ -41,7 +41,7 @@ class Agent:
         self.log, self.keeper = Log(directory, "run", SECRET), Keeper()
         self.log.create(Claim(0, "run", 0, OLD))
         self.locator = Locator(Log(directory, "run", SECRET), OLD)
-        self.locator.look()
+        self.locator.poll()
         self.said = {2: Said(0, False)}
         self.beats = SimpleNamespace(said=lambda: self.said, says=Said(), silences=lambda: [])
         hosts = SimpleNamespace(
@@ -69,10 +69,10 @@ def agent(tmp_path):
 
 
 def test_the_next_host_takes_the_store_over_and_tells_its_ranks_and_the_other_hosts(agent):
-    agent.agent._look()
+    agent.agent._poll()
     assert agent.claims() == [(0, OLD), (1, OWN)] and agent.keeper.serves
     assert agent.told.read_text() == "1" and agent.moved.called and agent.locator.text == OWN
-    agent.agent._look()
+    agent.agent._poll()
     assert agent.beats.says == Said(1, True)
 
 
@@ -81,13 +81,13 @@ def test_a_store_that_does_not_answer_is_asked_once_before_a_host_that_hears_hal
     agent.said, agent.agent._looked = {}, time.monotonic()
     agent.view = first_view(2)
     while not agent.keeper.serves:
-        agent.agent._look()
+        agent.agent._poll()
     assert agent.agent._probe.get.call_count == 1
 
 
 def test_nothing_is_taken_over_while_another_host_reaches_the_stores_host(agent):
     agent.said = {2: Said(0, True)}
-    agent.agent._look()
+    agent.agent._poll()
     assert agent.claims() == [(0, OLD)] and agent.beats.says == Said(0, False)
 
 
@@ -96,22 +96,22 @@ def test_a_host_that_was_faster_is_followed_and_not_the_one_before_it(agent):
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
     agent.said = {2: Said(1, True)}
     for _ in range(3):
-        agent.agent._look()
+        agent.agent._poll()
     assert agent.claims() == [(0, OLD), (2, OTHER)] and agent.locator.text == OTHER and not agent.keeper.serves
 
 
 def test_the_store_ends_at_a_host_that_finds_it_at_another_host(agent):
-    agent.agent._look()
+    agent.agent._poll()
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 1 is silent"))
     agent.said = {2: Said(2, True)}
-    agent.agent._look()
+    agent.agent._poll()
     assert not agent.keeper.serves and agent.locator.text == OTHER and agent.told.read_text() == "2"
 
 
 def test_a_host_whose_groups_are_all_left_out_takes_nothing_over(agent):
     agent.log.create(store_failover.fence(agent.log.read()[-1], [(1, 0)], 2, "host 1 is silent"))
     for _ in range(3):
-        agent.agent._look()
+        agent.agent._poll()
     assert agent.claims() == [(0, OLD), (0, OLD)]
 
 
@@ -120,9 +120,9 @@ def test_a_group_that_was_started_again_takes_nothing_over_while_it_has_no_seat(
     agent.log.create(store_failover.fence(agent.log.read()[-1], [(0, 0), (1, 0)], 2, "hosts 0 1 are silent"))
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
     agent.seats, agent.said = frozenset({(1, 1)}), {}
-    agent.agent._look()
+    agent.agent._poll()
     agent.agent._waited_s = 100.0
-    agent.agent._look()
+    agent.agent._poll()
     assert agent.claims() == [(0, OLD), (0, OLD), (2, OTHER)]
 
 
@@ -136,7 +136,7 @@ def test_a_host_that_was_replaced_does_not_report_the_end_of_the_run(agent):
     assert locator.newest == 0 and Hosts.replaced(host)
     place.rank = 1
     assert not Hosts.replaced(host)
-    locator.look = MagicMock(side_effect=LogAway("the file system hangs"))
+    locator.poll = MagicMock(side_effect=LogAway("the file system hangs"))
     assert Hosts.replaced(host)
     host.succeeds = False
     assert not Hosts.replaced(host)
@@ -179,7 +179,7 @@ def test_a_bug_in_one_look_does_not_end_the_succession(agent, monkeypatch, caplo
         looks.append(1)
         raise ZeroDivisionError("of a test")
 
-    monkeypatch.setattr(agent.agent, "_look", look)
+    monkeypatch.setattr(agent.agent, "_poll", look)
     with caplog.at_level("INFO"):
         agent.agent.start()
         await_(lambda: len(looks) > 1, "it looks again")

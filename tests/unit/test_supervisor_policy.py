@@ -19,7 +19,7 @@ from megatron_ft.core.lifecycle.supervisor_policy import (
     StartSpare,
     StopRun,
     begun,
-    look,
+    observe,
     started,
 )
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, StoreError
@@ -40,18 +40,18 @@ def seen(now: float, job: Job, without=(), **more) -> Seen:
 
 def test_while_all_goes_well_nothing_is_done():
     job = running()
-    assert look(job, seen(5.0, job), LIMITS) == (job, ())
-    assert look(job, seen(5.0, job, steps=None), LIMITS) == (job, ())
+    assert observe(job, seen(5.0, job), LIMITS) == (job, ())
+    assert observe(job, seen(5.0, job, steps=None), LIMITS) == (job, ())
 
 
 def test_a_node_whose_agent_has_ended_gets_a_spare_and_at_last_nothing_more():
     job, now, done = running(), 0.0, []
     for number in (1, 2, 3):
-        job, actions = look(job, seen(now, job, without=["n2"]), LIMITS)
+        job, actions = observe(job, seen(now, job, without=["n2"]), LIMITS)
         done += actions
         for later in (0.5, 100.0):
             now += later
-            job, actions = look(job, seen(now, job), LIMITS)
+            job, actions = observe(job, seen(now, job), LIMITS)
             done += actions
             if actions:
                 job = started(job, "n2", f"spare {number}")
@@ -62,44 +62,44 @@ def test_a_node_whose_agent_has_ended_gets_a_spare_and_at_last_nothing_more():
 
 def test_a_node_that_is_down_is_waited_for():
     job = running()
-    job, actions = look(job, seen(0.0, job, without=["n2"], up={"n2": None}), LIMITS)
+    job, actions = observe(job, seen(0.0, job, without=["n2"], up={"n2": None}), LIMITS)
     for now, up, expected in ((10.0, None, ()), (20.0, False, ()), (30.0, True, (StartSpare("n2", 1),))):
-        job, actions = look(job, seen(now, job, up={"n2": up}), LIMITS)
+        job, actions = observe(job, seen(now, job, up={"n2": up}), LIMITS)
         assert actions == expected
     job = started(job, "n2", "")
-    job, actions = look(job, seen(31.0, job, without=["n2"]), LIMITS)
+    job, actions = observe(job, seen(31.0, job, without=["n2"]), LIMITS)
     assert actions == () and job.nodes["n2"].failures == 2, "what could not be started has failed"
 
 
 def test_in_time_before_the_limit_the_run_is_stopped_and_the_job_requeued():
     job = running()
-    job, actions = look(job, seen(0.0, job, left_s=301.0), LIMITS)
+    job, actions = observe(job, seen(0.0, job, left_s=301.0), LIMITS)
     assert actions == ()
-    job, (stop,) = look(job, seen(1.0, job, left_s=299.6), LIMITS)
+    job, (stop,) = observe(job, seen(1.0, job, left_s=299.6), LIMITS)
     assert stop == StopRun("the job's time is up in 300 s")
-    assert look(job, seen(2.0, job, left_s=298.0), LIMITS)[1] == (), "once"
-    assert look(job, seen(3.0, job, without=NAMES, over=3), LIMITS)[1] == (Requeue(stop.why),)
-    assert look(job, seen(3.0, job, without=NAMES, over=0), LIMITS)[1][0].code == 0, "it has just got to its end"
+    assert observe(job, seen(2.0, job, left_s=298.0), LIMITS)[1] == (), "once"
+    assert observe(job, seen(3.0, job, without=NAMES, over=3), LIMITS)[1] == (Requeue(stop.why),)
+    assert observe(job, seen(3.0, job, without=NAMES, over=0), LIMITS)[1][0].code == 0, "it has just got to its end"
 
 
 def test_steps_that_do_not_end_are_cancelled_and_those_of_lost_nodes_not_waited_for():
     job = running()
-    job, actions = look(job, seen(0.0, job, over=0), LIMITS)
+    job, actions = observe(job, seen(0.0, job, over=0), LIMITS)
     assert actions == ()
-    job, actions = look(job, seen(LIMITS.grace_s, job, without=["n1", "n3"], over=0), LIMITS)
+    job, actions = observe(job, seen(LIMITS.grace_s, job, without=["n1", "n3"], over=0), LIMITS)
     assert actions == (CancelSteps(("0/n2",)),)
-    job, (end,) = look(job, seen(2 * LIMITS.grace_s, job, without=["n1", "n3"], over=0), LIMITS)
+    job, (end,) = observe(job, seen(2 * LIMITS.grace_s, job, without=["n1", "n3"], over=0), LIMITS)
     assert isinstance(end, Finish) and end.code == 0
 
 
 def test_scripts_that_write_their_final_model_are_waited_for_while_they_report_it():
     job, now = running(), 0.0
     for _ in range(20):
-        job, actions = look(job, seen(now, job, over=0, closing=True), LIMITS)
+        job, actions = observe(job, seen(now, job, over=0, closing=True), LIMITS)
         assert not actions
         now += 0.9 * LIMITS.grace_s
-    assert look(job, seen(now, job, over=0), LIMITS)[1] == ()
-    job, actions = look(job, seen(now + LIMITS.grace_s, job, over=0), LIMITS)
+    assert observe(job, seen(now, job, over=0), LIMITS)[1] == ()
+    job, actions = observe(job, seen(now + LIMITS.grace_s, job, over=0), LIMITS)
     assert actions and isinstance(actions[0], CancelSteps)
 
 
@@ -108,26 +108,26 @@ def test_a_job_without_groups_is_started_again_as_often_as_is_allowed():
     for attempt in (1, 2):
         actions = ()
         while not actions:
-            job, actions = look(job, seen(now, job, without=NAMES), LIMITS)
+            job, actions = observe(job, seen(now, job, without=NAMES), LIMITS)
             now += 10.0
         assert actions == (StartAll(attempt),)
         job = begun(job, {name: f"{attempt}/{name}" for name in NAMES})
-    job, (end,) = look(job, seen(now, job, without=NAMES, over=WIPED_OUT), LIMITS)
+    job, (end,) = observe(job, seen(now, job, without=NAMES, over=WIPED_OUT), LIMITS)
     assert end.code == WIPED_OUT and "started again 2 times within an hour" in end.why
-    never = look(running(), seen(0.0, running(), without=NAMES), Limits())[1]
+    never = observe(running(), seen(0.0, running(), without=NAMES), Limits())[1]
     assert never[0].code == WIPED_OUT and "no checkpoints" in never[0].why
 
 
 def test_a_run_that_has_stopped_by_itself_is_not_started_again():
     job = running()
-    job, (end,) = look(job, seen(0.0, job, without=NAMES, over=2), LIMITS)
+    job, (end,) = observe(job, seen(0.0, job, without=NAMES, over=2), LIMITS)
     assert end == Finish(2, "the run has stopped; its record says why")
 
 
 def test_a_run_that_could_not_save_its_end_is_neither_a_success_nor_requeued():
     job = running()
-    job, _ = look(job, seen(0.0, job, left_s=1.0), LIMITS)
-    (end,) = look(job, seen(1.0, job, without=NAMES, over=NOT_SAVED), LIMITS)[1]
+    job, _ = observe(job, seen(0.0, job, left_s=1.0), LIMITS)
+    (end,) = observe(job, seen(1.0, job, without=NAMES, over=NOT_SAVED), LIMITS)[1]
     assert isinstance(end, Finish) and end.code == NOT_SAVED and "not all of the end is saved" in end.why
 
 
@@ -140,11 +140,11 @@ def test_an_agent_without_a_store_is_no_failure_and_is_replaced_when_the_run_goe
         now = 1000.0 * number
         step = job.nodes["n2"].step
         gone = seen(now, job, without=["n2"], ended={step: WIPED_OUT}, goes_on=True)
-        job, actions = look(job, gone, LIMITS)
+        job, actions = observe(job, gone, LIMITS)
         assert actions == (), "the last step may have been made before that"
-        job, actions = look(job, seen(now + 500.0, job), LIMITS)
+        job, actions = observe(job, seen(now + 500.0, job), LIMITS)
         assert actions == ()
-        job, actions = look(job, seen(now + 501.0, job, goes_on=True), LIMITS)
+        job, actions = observe(job, seen(now + 501.0, job, goes_on=True), LIMITS)
         assert actions == (StartSpare("n2", number),), "each step has a number of its own"
         job = started(job, "n2", f"spare {number}")
     assert job.nodes["n2"].failures == 0
@@ -152,26 +152,26 @@ def test_an_agent_without_a_store_is_no_failure_and_is_replaced_when_the_run_goe
 
 def test_a_run_that_half_of_the_agents_have_given_up_is_over_when_its_record_is_silent():
     job = running()
-    job, _ = look(job, seen(0.0, job, goes_on=True), LIMITS)
+    job, _ = observe(job, seen(0.0, job, goes_on=True), LIMITS)
     ended = {"0/n2": WIPED_OUT, "0/n3": WIPED_OUT}
-    job, actions = look(job, seen(LIMITS.silent_s, job, without=["n2", "n3"], ended=ended), LIMITS)
+    job, actions = observe(job, seen(LIMITS.silent_s, job, without=["n2", "n3"], ended=ended), LIMITS)
     assert actions == ()
-    job, actions = look(job, seen(LIMITS.silent_s + 1.0, job), LIMITS)
+    job, actions = observe(job, seen(LIMITS.silent_s + 1.0, job), LIMITS)
     assert actions == (CancelSteps(("0/n1",)),)
     for over in (None, 143):  # the agent that was cut off, not lost, says that it was cancelled
-        _, actions = look(job, seen(LIMITS.silent_s + 1.0 + LIMITS.grace_s, job, over=over), LIMITS)
+        _, actions = observe(job, seen(LIMITS.silent_s + 1.0 + LIMITS.grace_s, job, over=over), LIMITS)
         assert actions == (StartAll(1, ("n1",)),)
 
 
 def test_a_longer_step_of_the_groups_that_are_left_does_not_end_the_run():
     job = running()
     for now in (0.0, 200.0):
-        job, _ = look(job, seen(now, job, goes_on=True), LIMITS)
+        job, _ = observe(job, seen(now, job, goes_on=True), LIMITS)
     ended = {"0/n2": WIPED_OUT, "0/n3": WIPED_OUT}
     for now in (260.0, 261.0, 590.0):
-        job, actions = look(job, seen(now, job, without=["n2", "n3"], ended=ended), LIMITS)
+        job, actions = observe(job, seen(now, job, without=["n2", "n3"], ended=ended), LIMITS)
         assert actions == ()
-    _, actions = look(job, seen(600.0 + LIMITS.silent_s, job), LIMITS)
+    _, actions = observe(job, seen(600.0 + LIMITS.silent_s, job), LIMITS)
     assert actions == (CancelSteps(("0/n1",)),)
 
 
@@ -196,7 +196,7 @@ def test_a_run_without_a_store_is_started_again_in_time_on_all_nodes_that_are_le
         steps = frozenset(node.step for node in job.nodes.values() if node.step and ends.get(node.step, now) >= now)
         codes = {step: WIPED_OUT if step.startswith("0/") else code for step in ends}
         up = dict.fromkeys(names[1:], True)
-        job, actions = look(job, Seen(now, steps, up, ended=codes, goes_on=goes_on), LIMITS)
+        job, actions = observe(job, Seen(now, steps, up, ended=codes, goes_on=goes_on), LIMITS)
         for action in actions:
             if isinstance(action, StartSpare):
                 step = f"join/{action.node}/{action.number}"
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_is_not_over_because_some_agents_have_given_it_up(cou
         pause_s = data.draw(st.floats(0.5, 5000.0 if minority else max(60.0, 2 * gap_s)))
         for at, goes_on in ((now + 0.9 * pause_s, False), (now + pause_s, True)):
             more = {"up": dict.fromkeys(names, True), "ended": codes, "goes_on": goes_on}
-            job, actions = look(job, seen(at, job, left - started_on if now else (), **more), LIMITS)
+            job, actions = observe(job, seen(at, job, left - started_on if now else (), **more), LIMITS)
             assert all(isinstance(action, StartSpare) for action in actions)
             for action in actions:
                 job = started(job, action.node, f"spare/{action.node}")
@@ -252,7 +252,7 @@ def test_whatever_is_seen_a_node_has_one_step_at_most_and_an_end_is_an_end(looks
         now += after_s
         more = {"over": over, "ended": {node.step: code for node in job.nodes.values()}, "goes_on": goes_on}
         what = seen(now, job, without, **more) if answers else seen(now, job, steps=None, **more)
-        job, actions = look(job, what, LIMITS)
+        job, actions = observe(job, what, LIMITS)
         ends = [action for action in actions if isinstance(action, Finish | Requeue)]
         assert len(ends) <= 1 and (not ends or len(actions) == 1)
         for action in actions:

@@ -112,7 +112,7 @@ def test_a_sweeper_goes_on_after_a_bug_in_one_sweep(monkeypatch, caplog):
     monkeypatch.setattr(key_sweeper.Sweeper, "sweep", sweep)
     sweeper = key_sweeper.Sweeper(SimpleNamespace(memory="a", cut=lambda: None), lambda group: True, first_view(2))
     sweeper.start()
-    sweeper.hear(signals.ViewAgreed(1))
+    sweeper.on_signal(signals.ViewAgreed(1))
     await_(lambda: len(sweeps) > 1, "it sweeps again")
     sweeper.stop()
     assert "a sweep of the control store raised ZeroDivisionError: of a test (test_vital_thread.py" in caplog.text

@@ -85,7 +85,7 @@ class _Own:
         self._command = [self._program, *own, *etcd_tls.options(tls, *certificate)]
         self._keep(again=False)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether this is still a member; start another keeper if this one has been killed."""
         if self._keeper is None or self._keeper.poll() is None:
             return True
@@ -196,7 +196,7 @@ class EtcdCluster:
         own = self._own
         return set() if own is None or own.pid is None else {own.pid}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start and end processes; the agent's main thread calls this regularly."""
         own = self._own
         if own is None:
@@ -205,7 +205,7 @@ class EtcdCluster:
             if self._to_start is not None:
                 own.start(self._to_start, joins=True, tls=self._tls)
                 self._to_start = None
-            elif not own.look():
+            elif not own.poll():
                 own.close()
                 self._own, self._voter, self._vacant = None, False, True
                 self._not_before = time.monotonic() + _AGAIN_S * self._numbers

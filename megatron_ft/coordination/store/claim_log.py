@@ -185,7 +185,7 @@ class Locator:
         with self._lock:
             self._clients.add(client)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read the log. Returns whether there was a new claim. Raises ``LogAway``."""
         began = time.monotonic()
         claims = self._log.read()
@@ -218,7 +218,7 @@ class Locator:
     def create(self, claim: Claim) -> bool:
         """Make that claim, and read the log. Returns whether this call made it. Raises ``LogAway``."""
         made = self._log.create(claim)
-        self.look()
+        self.poll()
         return made
 
     def check(self, seat: Seat) -> None:
@@ -236,7 +236,7 @@ class Locator:
         and ``Fenced`` when a claim leaves ``own`` out.
         """
         while True:
-            self.look()
+            self.poll()
             self.check(own)
             claims = self.claims
             if any(claim.fenced for claim in claims[since:]):
@@ -257,7 +257,7 @@ class Locator:
             pause = threading.Event()
             while not pause.wait(_LOOK_S):
                 try:
-                    if (read_told(told) > self.newest or self._is_read_due()) and self.look():
+                    if (read_told(told) > self.newest or self._is_read_due()) and self.poll():
                         heard()
                 except LogAway:
                     continue

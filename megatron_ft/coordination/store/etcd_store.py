@@ -39,7 +39,7 @@ class EtcdStore:
         self._gateway.call("/v3/kv/put", {"key": encoded(key), "value": encoded(value)})
 
     def get(self, key: str) -> str | None:
-        return self._look(key)[0]
+        return self._read(key)[0]
 
     def create(self, key: str, value: str) -> str:
         name = encoded(key)
@@ -95,12 +95,12 @@ class EtcdStore:
         """Wait for the value. A frozen node keeps a watch open and silent, so a watch is no longer than a call."""
         deadline = time.monotonic() + timeout_s
         while True:
-            value, revision = self._look(key)
+            value, revision = self._read(key)
             left_s = deadline - time.monotonic()
             if value is not None or left_s <= 0:
                 return value
             written = self._gateway.watch(key, revision + 1, min(left_s, self._gateway.timeout_s))
-            if written and (value := self._look(key)[0]) is None:
+            if written and (value := self._read(key)[0]) is None:
                 return None  # it has been deleted since
 
     def beat(self, key: str, value: str, ttl_s: float) -> None:
@@ -129,7 +129,7 @@ class EtcdStore:
     def cut(self) -> None:
         """Do nothing: a thread that waits in Python does not hinder the process's end."""
 
-    def _look(self, key: str) -> tuple[str | None, int]:
+    def _read(self, key: str) -> tuple[str | None, int]:
         """Return the value, and the store's revision when it was read."""
         answer = self._gateway.call("/v3/kv/range", {"key": encoded(key)})
         kvs = answer.get("kvs")

@@ -35,14 +35,14 @@ class TorchEtcdStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._look(key)[0] or b""
+        return self._read(key)[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit_s
         for key in keys:
             while True:
-                value, _, now = self._look(key)
+                value, _, now = self._read(key)
                 if value is not None:
                     break
                 left_s = deadline - time.monotonic()
@@ -51,13 +51,13 @@ class TorchEtcdStore(dist.Store):
                 self._gateway.watch(key, now + 1, min(left_s, self._gateway.timeout_s))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._look(key)[0] is not None for key in keys)
+        return all(self._read(key)[0] is not None for key in keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Compare and set as torch does: an absent key equals an empty ``expected``; return what stands there now."""
         wanted, new = _bytes(expected), _bytes(desired)
         while True:
-            value, revision, _ = self._look(key)
+            value, revision, _ = self._read(key)
             if value is None and wanted:
                 return wanted
             if value is not None and value != wanted:
@@ -69,19 +69,19 @@ class TorchEtcdStore(dist.Store):
         """Add once, also when the answer was lost and the request is repeated: each call leaves its result."""
         call = f"{key}/add/{uuid.uuid4().hex}"
         while True:
-            value, revision, _ = self._look(key)
+            value, revision, _ = self._read(key)
             total = int(value or b"0") + amount
             if self._replace(key, revision, str(total).encode(), call):
                 self.delete_key(call)
                 return total
-            done = self._look(call)[0]
+            done = self._read(call)[0]
             if done is not None:
                 self.delete_key(call)
                 return int(done)
 
     def append(self, key: str, value: str | bytes) -> None:
         while True:
-            standing, revision, _ = self._look(key)
+            standing, revision, _ = self._read(key)
             if self._replace(key, revision, (standing or b"") + _bytes(value)):
                 return
 
@@ -130,7 +130,7 @@ class TorchEtcdStore(dist.Store):
         except StoreError as error:
             raise dist.DistNetworkError(str(error)) from None
 
-    def _look(self, key: str) -> tuple[bytes | None, int, int]:
+    def _read(self, key: str) -> tuple[bytes | None, int, int]:
         """Return (value, revision of its last change or 0, revision of the store)."""
         answer = self._call("/v3/kv/range", {"key": encoded(key)})
         now = int(answer["header"]["revision"])

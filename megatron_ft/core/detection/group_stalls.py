@@ -142,7 +142,7 @@ def _rank(one: Spot) -> tuple[int, float]:
     return (1, 0.0) if one.place == "busy" else (2, one.seconds)
 
 
-def look(
+def observe(
     told: Mapping[GroupId, Told], groups: Mapping[GroupId, Spot], notice_s: float
 ) -> tuple[dict[GroupId, Told], list[Line]]:
     """Return the new ``told`` and the lines that are due now.

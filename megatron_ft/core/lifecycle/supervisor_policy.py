@@ -188,7 +188,7 @@ class Finish:
 Action = StartSpare | Drain | StopRun | CancelSteps | StartAll | Requeue | Finish
 
 
-def look(job: Job, seen: Seen, limits: Limits) -> tuple[Job, tuple[Action, ...]]:
+def observe(job: Job, seen: Seen, limits: Limits) -> tuple[Job, tuple[Action, ...]]:
     """Return the new memory and the actions to do now. After ``StartAll`` the caller tells with :func:`begun` which
     steps run."""
     actions: list[Action] = []

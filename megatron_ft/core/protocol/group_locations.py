@@ -26,7 +26,7 @@ from megatron_ft.core.protocol.signals import (
     JoinRequested,
     Signal,
     Verdict,
-    judge,
+    classify,
 )
 from megatron_ft.types import GroupId
 
@@ -46,7 +46,7 @@ class GroupLocations:
     silences: Mapping[tuple[Unit, Unit], HostSilent] = field(default_factory=dict)
 
 
-def hear(places: GroupLocations, signal: Signal) -> tuple[GroupLocations, tuple[Verdict, ...]]:
+def apply(places: GroupLocations, signal: Signal) -> tuple[GroupLocations, tuple[Verdict, ...]]:
     """Take in the next notice, and return the new locations and the verdicts that it leads to."""
     match signal:
         case ForgedNotice():
@@ -54,7 +54,7 @@ def hear(places: GroupLocations, signal: Signal) -> tuple[GroupLocations, tuple[
         case HostSilent() if not set(signal.groups_by) & set(signal.groups_about):
             rest = {units: said for units, said in places.silences.items() if units != signal.units}
             after = replace(places, silences=rest if signal.heard else {**rest, signal.units: signal})
-            return after, (judge(_at(signal, after)),)
+            return after, (classify(_at(signal, after)),)
         case HostAssigned(ranks=ranks, incarnation=incarnation):
             newest = {group: max(incarnation, places.moved.get(group, 0)) for group, _ in ranks}
             after = replace(places, moved={**places.moved, **newest})
@@ -62,7 +62,7 @@ def hear(places: GroupLocations, signal: Signal) -> tuple[GroupLocations, tuple[
             after = replace(places, asked={**places.asked, group: max(incarnation, places.asked.get(group, 0))})
         case _:
             after = places
-    return after, (*_corrections(places, after), judge(signal))
+    return after, (*_corrections(places, after), classify(signal))
 
 
 def _corrections(before: GroupLocations, after: GroupLocations) -> Iterator[Verdict]:
@@ -71,9 +71,9 @@ def _corrections(before: GroupLocations, after: GroupLocations) -> Iterator[Verd
         for said in before.silences.values():
             old, new = _at(said, before), _at(said, after)
             if old.units != new.units:
-                yield judge(replace(old, heard=True))
+                yield classify(replace(old, heard=True))
             if old != new:
-                yield judge(new)
+                yield classify(new)
 
 
 def _at(said: HostSilent, places: GroupLocations) -> HostSilent:

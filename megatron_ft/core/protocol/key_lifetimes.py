@@ -108,7 +108,7 @@ def graves(notices: Iterable[signals.Signal]) -> dict[GroupId, int]:
     """Return group -> its newest start that one of the notices says is dead."""
     found: dict[GroupId, int] = {}
     for signal in notices:
-        verdict = signals.judge(signal)
+        verdict = signals.classify(signal)
         if isinstance(verdict, GroupFailed):
             found[verdict.group] = max(verdict.incarnation, found.get(verdict.group, 0))
     return found
@@ -139,7 +139,7 @@ def _still_open(signal: signals.Signal, view: View) -> bool:
         case signals.EpochAborted(epoch=epoch) | Saves(epoch=epoch):
             return epoch >= view.epoch
         case signals.RankExited():
-            verdict = signals.judge(signal)  # two deaths in one microbatch end the run
+            verdict = signals.classify(signal)  # two deaths in one microbatch end the run
             assert isinstance(verdict, GroupFailed)
             return verdict.microbatch is not None and verdict.microbatch.step >= view.step
     return False
@@ -152,11 +152,11 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
     """
     match signal:
         case signals.RankExited(incarnation=number) | signals.RankUnresponsive(incarnation=number):
-            verdict = signals.judge(signal)
+            verdict = signals.classify(signal)
             assert isinstance(verdict, GroupFailed)
             return [((type(signal), verdict.group), (number,))]
         case signals.HostSilent(incarnation=number):
-            verdict = signals.judge(signal)
+            verdict = signals.classify(signal)
             apart = [(("apart", verdict.group), (number,))] if isinstance(verdict, GroupFailed) else []
             return [(("silent", signal.units), ()), *apart, (("silent names", signal.by, signal.about), ())]
         case signals.LeaveAnnounced(group=group, incarnation=number, after=after):

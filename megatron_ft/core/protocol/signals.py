@@ -228,7 +228,7 @@ Passed = (
 Signal = RankExited | RankUnresponsive | HostSilent | StateDiverged | Passed
 
 Verdict = GroupFailed | LinkDown | Passed
-"""The result of :func:`judge`: an event of the protocol, or a signal about hosts, checkpoints, views or an operator's
+"""The result of :func:`classify`: an event of the protocol, or a signal about hosts, checkpoints, views or an operator's
 wish, which is passed on unchanged."""
 
 
@@ -248,7 +248,7 @@ def once(signal: Signal) -> str | None:
     return None
 
 
-def judge(signal: Signal) -> Verdict:
+def classify(signal: Signal) -> Verdict:
     """Return the verdict that a signal leads to. ``core.protocol.machine`` decides whether it still concerns a member.
 
     One dead rank takes its whole group out, because the healthy ranks cannot go on without it (architecture.md, *group*).

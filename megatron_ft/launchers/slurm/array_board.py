@@ -41,7 +41,7 @@ class ArrayState:
         text = self._text(element)
         return None if not text else _beat(text)
 
-    def look(self, elements: Iterable[ElementId]) -> tuple[dict[ElementId, Beat], dict[ElementId, Beat]]:
+    def read_beats(self, elements: Iterable[ElementId]) -> tuple[dict[ElementId, Beat], dict[ElementId, Beat]]:
         """Returns the beats of live elements, and those of elements that are not known to be live or silent yet.
 
         An element is live when its beat has changed, and silent when it has not changed for ``SILENT_S``.
@@ -61,7 +61,7 @@ class ArrayState:
 
     def first(self, elements: Iterable[ElementId]) -> ElementId | None:
         """Returns the first element that is not silent. Reads no further files than needed: arrays are large."""
-        return next((element for element in elements if any(self.look([element]))), None)
+        return next((element for element in elements if any(self.read_beats([element]))), None)
 
     def read(self) -> list[Decision]:
         """Returns all decisions in order."""

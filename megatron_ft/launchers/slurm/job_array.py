@@ -110,7 +110,7 @@ class ArrayTask:
         say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
         while True:
             try:
-                code = self._look()
+                code = self._poll()
                 self._complained = ""
             except OSError as error:
                 code = None
@@ -121,7 +121,7 @@ class ArrayTask:
                 return code
             time.sleep(_LOOK_S)
 
-    def _look(self) -> int | None:
+    def _poll(self) -> int | None:
         if self._agent is not None and self._agent.poll() is not None:
             self._buried(self._agent.returncode)
         if self._ending:  # Slurm sends SIGTERM to the agent, too; SIGHUP is passed on
@@ -143,7 +143,7 @@ class ArrayTask:
         leads = self._board.first(element for element in self._all if element < self._where.element) is None
         idle = self._agent is None
         if (idle or leads) and now - self._all_at >= (_BEAT_S if idle and leads else _ALL_S):
-            self._all_at, self._heard = now, self._board.look(self._all)
+            self._all_at, self._heard = now, self._board.read_beats(self._all)
         if leads:
             self._pass_on(made)
         outcome = self._outcome(made) if idle else None

@@ -36,7 +36,7 @@ class Notes:
         """Returns True once the announced start is in the record; earlier lines belong to an earlier start."""
         return self._waiting is None
 
-    def hear(self, line: Mapping[str, Any]) -> None:
+    def on_line(self, line: Mapping[str, Any]) -> None:
         """Takes a line of the record, which another supervisor may have written."""
         if line["event"] == "start" and self._waiting is not None and line["run_id"] not in self._old:
             waiting, self._waiting = self._waiting, None

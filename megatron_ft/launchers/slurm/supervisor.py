@@ -108,7 +108,7 @@ class Supervisor:
                 signal.signal(number, self._signalled)
         code = None
         for line in history.lines(self._options.run_dir):
-            self._notes.hear(line)
+            self._notes.on_line(line)
             code = run_directory.outcome(line, code)
         self._ask_slurm()
         if code == 0:
@@ -123,7 +123,7 @@ class Supervisor:
             run_lock.check_free(self._options.run_dir, self._launches)
             self._start_all(0)
         while True:
-            code = self._look()
+            code = self._poll()
             if code is not None:
                 self._end_steps()
                 return code
@@ -131,7 +131,7 @@ class Supervisor:
 
     # --- observing ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> int | None:
+    def _poll(self) -> int | None:
         self._read_record()
         ended = [name for name, step in self._steps.items() if step.srun.poll() is not None]
         if ended:  # ask Slurm soon: the srun may have ended without its step
@@ -156,7 +156,7 @@ class Supervisor:
             goes_on=self._goes_on,
         )
         self._closing = self._goes_on = False
-        self._job, actions = supervisor_policy.look(self._job, seen, self._options.limits)
+        self._job, actions = supervisor_policy.observe(self._job, seen, self._options.limits)
         for action in actions:
             code = self._do(action)
             if code is not None:
@@ -183,7 +183,7 @@ class Supervisor:
 
     def _read_record(self) -> None:
         for line in self._tail.new():
-            self._notes.hear(line)
+            self._notes.on_line(line)
             if self._notes.begun:  # earlier lines are of an earlier start, which agents move away
                 if line["event"] == "start" and "store" in line:
                     say(line["store"])
@@ -261,10 +261,10 @@ class Supervisor:
 
     def _looked_at(self, lease: _Lease, running: join.Running) -> _Lease:
         try:
-            lease.look()
+            lease.poll()
         except StoreLostMemory:
             lease = self._lease = self._new_lease(running)
-            lease.look()
+            lease.poll()
         return lease
 
     def _left_alone(self) -> bool:
@@ -424,7 +424,7 @@ class _Lease:
         self.number = 0
         self.held = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         while self.store.get(self._key(self.number + 1)) is not None:
             self.number, self.held = self.number + 1, False
         if self.store.get(self._key(self.number)) == self._me:

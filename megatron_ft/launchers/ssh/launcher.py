@@ -252,7 +252,7 @@ class SshLauncher:
             goes_on=self._goes_on,
         )
         self._closing = self._goes_on = False
-        self._job, actions = supervisor_policy.look(self._job, seen, self._limits)
+        self._job, actions = supervisor_policy.observe(self._job, seen, self._limits)
         for action in actions:
             code = self._do(action)
             if code is not None:

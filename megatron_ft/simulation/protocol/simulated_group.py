@@ -125,7 +125,7 @@ class Group:
             return
         waiting, self._backlog = self._backlog, []
         for notice in waiting:
-            self._hear(notice)
+            self._on_notice(notice)
         self._thread.resume()
 
     # --- hearing ------------------------------------------------------------------------------------------------------
@@ -137,16 +137,16 @@ class Group:
     def _heard_notices(self, notices: list[Any]) -> None:
         self._heard += len(notices)
         for notice in notices:
-            self._hear(notice)
+            self._on_notice(notice)
         self._listen()
 
-    def _hear(self, notice: Any) -> None:
+    def _on_notice(self, notice: Any) -> None:
         if self.ended:
             return
         if self.frozen:
             self._backlog.append(notice)
             return
-        self._take_in(cast(machine.Event, signals.judge(notice)))
+        self._take_in(cast(machine.Event, signals.classify(notice)))
 
     def _take_in(self, event: machine.Event) -> None:
         self._inbox.append(event)
@@ -274,7 +274,7 @@ class Group:
         while not answers:
             yield self._wait(self.cluster.kernel.now + self.pace.poll)
             if not answers:
-                view, _ = yield self._ask(lambda store: look(store, epoch, ()))
+                view, _ = yield self._ask(lambda store: read_view(store, epoch, ()))
                 if view is not None:
                     yield from self._adopt(view)
                     return True
@@ -420,7 +420,7 @@ class Group:
 
     def _glance(self, epoch: int, missing: Collection[GroupId]) -> Body:
         """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
-        view, reports = yield self._ask(lambda store: look(store, epoch, missing))
+        view, reports = yield self._ask(lambda store: read_view(store, epoch, missing))
         if view is not None:
             yield from self._adopt(view)
             return True
@@ -551,7 +551,7 @@ def _sum(parts: Iterable[Sum]) -> Sum:
 _HEARD = "a notice has come in"
 
 
-def look(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[machine.Report]]:
+def read_view(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[machine.Report]]:
     """The view after ``epoch`` if there is one, and the reports of these groups that are there."""
     keys = [("report", epoch, group) for group in missing]
     later = [key for key in store.values if key[0] == "view" and key[1] > epoch] if store.forgets else ()

@@ -112,7 +112,7 @@ class CheckpointCoordinator:
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
-    def hear(self, word: Saves | Stops) -> None:
+    def on_signal(self, word: Saves | Stops) -> None:
         """Watcher thread: take in an order to save or to stop."""
         if not self.on:
             return
@@ -155,13 +155,13 @@ class CheckpointCoordinator:
         """Act before a step begins, or after the last one. Raises ``RunStopped`` when the job was told to stop."""
         if self._news or time.monotonic() >= self._wake:
             self._news = False
-            self._wake = self._look(state, step_s)
+            self._wake = self._poll(state, step_s)
         if not state.finished:  # after the last step this is called repeatedly
             self._passed = state.step
         if self._order is not None and self._order.last and self._order.at <= state.step:  # the order has just arrived
-            self._wake = self._look(state, step_s)
+            self._wake = self._poll(state, step_s)
 
-    def _look(self, state: GroupState, step_s: float) -> float:
+    def _poll(self, state: GroupState, step_s: float) -> float:
         """Take all actions that are due. Return the time of the next look."""
         self._settle()
         if self._order is not None:
@@ -305,7 +305,7 @@ class CheckpointCoordinator:
                 reason = self._agreement.get(STOPPED)
             elif self._is_made() and (self._all_stand(order, state.view) or time.monotonic() > deadline):
                 reason = self._why
-                self._agreement.say(STOPPED, reason)
+                self._agreement.put(STOPPED, reason)
                 self._history.write()
             if reason is None and over:  # if all parts come to be written it is an ordinary checkpoint
                 _log.info(f"group {self._rank.group}: step {order.at} is made before the job ends")

@@ -122,6 +122,6 @@ class CheckpointParticipant:
         key = saved_key(order.voices.index(self._group), self._position)
         try:
             with self._speaking:
-                self._agreement.say(key, {**said, "step": order.at, "attempt": order.attempt})
+                self._agreement.put(key, {**said, "step": order.at, "attempt": order.attempt})
         except FTError as error:
             _log.info(f"group {self._group}: step {order.at} is saved in vain: {error}")

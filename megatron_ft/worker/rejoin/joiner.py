@@ -199,9 +199,9 @@ class RejoinClient:
         return answer
 
     def _together(self, answer: int) -> int:
-        return answer if self._rank.inner is None else self._rank.inner.least(answer)
+        return answer if self._rank.inner is None else self._rank.inner.all_reduce_min(answer)
 
-    def hear(self, verdict: signals.Verdict) -> None:
+    def on_signal(self, verdict: signals.Verdict) -> None:
         """Give up a donor that is frozen: it sends nothing more, and its connection stays. Callable from any thread."""
         guest = self._guest
         if guest is None or not isinstance(verdict, GroupFailed):
@@ -225,10 +225,10 @@ class RejoinClient:
 
 
 class RejoinCoordinator:
-    """The leader's part, from the search for donors to the seat. ``hear`` is called regularly, and raises to end it."""
+    """The leader's part, from the search for donors to the seat. ``poll`` is called regularly, and raises to end it."""
 
-    def __init__(self, following: RejoinClient, executor: GroupExecutor, hear: Callable[[], None]) -> None:
-        self._following, self._executor, self._hear = following, executor, hear
+    def __init__(self, following: RejoinClient, executor: GroupExecutor, poll: Callable[[], None]) -> None:
+        self._following, self._executor, self._poll = following, executor, poll
         self._env, self._agreement = following.env, following.agreement
         self._margin, self._tries, self._late = _MARGIN[0], 0, False
         self._epoch = self._env.epoch
@@ -238,7 +238,7 @@ class RejoinCoordinator:
     def seat(self) -> View:
         """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
         while True:
-            self._hear()
+            self._poll()
             self._late = False
             donors = self._find_donors()
             view = self._follow(donors) if donors else None
@@ -300,7 +300,7 @@ class RejoinCoordinator:
             return None
         asked = False
         while True:
-            self._hear()
+            self._poll()
             view = self._following.view
             if view is not None and self._following.has_seat(view):
                 return view

@@ -50,7 +50,7 @@ def look_up(donor: Peer, key: Key, position: int, who: str) -> tuple[Peer, socke
     end = None
     try:
         end = framing.call(donor.address, donor.port, key.of(DONOR), {"position": position, "who": who})
-        said = framing.hear(end, LONGEST_HELLO)
+        said = framing.receive_message(end, LONGEST_HELLO)
         if said["incarnation"] == donor.incarnation:
             return donor._replace(step=said["step"], epoch=said["epoch"]), end
     except (OSError, ValueError, KeyError, TypeError):
@@ -110,7 +110,7 @@ class StateReceiver:
         self.at = at
         for stream in self._streams:
             try:
-                framing.say(stream.end, {"at": at, "part": stream.part, "parts": stream.parts})
+                framing.send_message(stream.end, {"at": at, "part": stream.part, "parts": stream.parts})
                 stream.end.settimeout(self._patience_s)
             except OSError as error:
                 self._fail(stream, f"group {stream.group}: {error}")
@@ -122,7 +122,7 @@ class StateReceiver:
     def _receive(self, stream: _Stream) -> None:
         try:
             while True:
-                words = framing.hear(stream.end)
+                words = framing.receive_message(stream.end)
                 if "late" in words:
                     self.late = True
                     raise Gone(f"step {self.at} was asked for in step {words['late']}")

@@ -120,7 +120,7 @@ class _Follower:
 
     def _send(self, parcel: _Parcel | None) -> None:
         if parcel is not None and not self.gone:
-            framing.say(self.end, parcel.words)
+            framing.send_message(self.end, parcel.words)
             framing.send(self.end, parcel.pieces(), _Pace(parcel.bytes, parcel.pace_s))
 
 
@@ -223,8 +223,10 @@ class StateSender:
             if hello.get("position") != self._env.position:
                 end.close()
                 return
-            framing.say(end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()})
-            asked = framing.hear(end, LONGEST_HELLO)
+            framing.send_message(
+                end, {"incarnation": self._env.incarnation, "step": self._step, "epoch": self._epoch()}
+            )
+            asked = framing.receive_message(end, LONGEST_HELLO)
             end.settimeout(_SEND_S)
             part, parts, at = int(asked["part"]), int(asked["parts"]), int(asked["at"])
             if not 0 <= part < parts:
@@ -237,7 +239,7 @@ class StateSender:
             self._followers = [*(other for other in self._followers if not other.gone), follower]
         if self._step >= follower.at:  # this boundary has passed
             with contextlib.suppress(OSError):
-                framing.say(end, {"late": self._step})
+                framing.send_message(end, {"late": self._step})
             follower.drop()
             return
         _log.info(f"group {self._env.group}: {follower.who} follows from step {follower.at}")
