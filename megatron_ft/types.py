@@ -75,15 +75,15 @@ class Report:
         epoch: the epoch that ends.
         group: the group that reports.
         step: the step that the group works on, so ``step - 1`` is committed there.
-        have: buckets of ``step`` whose reduction the host saw complete before the abort.
+        reduced_buckets: buckets of ``step`` whose reduction the host saw complete before the abort.
         synced: False until the group has received the model state that it starts from.
-        complete: True if ``have`` are all buckets, so that the group can commit ``step`` without another group.
+        complete: True if ``reduced_buckets`` are all buckets, so that the group can commit ``step`` without another group.
     """
 
     epoch: int
     group: GroupId
     step: int
-    have: tuple[Bucket, ...] = ()
+    reduced_buckets: tuple[Bucket, ...] = ()
     synced: bool = True
     complete: bool = False
 
@@ -92,7 +92,7 @@ class Report:
             "epoch": self.epoch,
             "group": self.group,
             "step": self.step,
-            "have": list(self.have),
+            "have": list(self.reduced_buckets),
             "synced": self.synced,
             "complete": self.complete,
         }
@@ -103,7 +103,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PlanOrigin:
     """The origin of a step's plan.
 
     A group that joins in the middle of a step has no share of it, but takes over its part when another is lost.
@@ -116,15 +116,15 @@ class Begun:
     live: tuple[GroupId, ...]
     changes: tuple[tuple[tuple[GroupId, ...], tuple[GroupId, ...]], ...] = ()
 
-    def after(self, lost: Collection[GroupId], joined: Collection[GroupId]) -> Begun:
+    def after(self, lost: Collection[GroupId], joined: Collection[GroupId]) -> PlanOrigin:
         change = (tuple(sorted(lost)), tuple(sorted(joined)))
-        return Begun(self.live, (*self.changes, change)) if any(change) else self
+        return PlanOrigin(self.live, (*self.changes, change)) if any(change) else self
 
     def to_json(self) -> list[Any]:
         return [list(self.live), [[list(lost), list(joined)] for lost, joined in self.changes]]
 
     @classmethod
-    def from_json(cls, raw: list[Any]) -> Begun:
+    def from_json(cls, raw: list[Any]) -> PlanOrigin:
         return cls(groups_of(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
 
 
@@ -143,7 +143,7 @@ class View:
         behind: groups that take the committed state from ``source`` first.
         final: bucket of ``step`` that some survivor holds finished -> the group that the others fetch it from.
         missing: bucket in ``final`` -> groups that lack it.
-        begun: plan origin of ``step``.
+        plan_origin: plan origin of ``step``.
         incarnations: starts of the groups that were started more than once; 0 for the others.
         reports: reports of the epoch before, from which all this was decided.
         noticed: what ended the epoch at the proposer, if that was not a verdict against a group but, for example, a
@@ -160,7 +160,7 @@ class View:
     behind: tuple[GroupId, ...] = ()
     final: Mapping[Bucket, GroupId] = field(default_factory=dict)
     missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
-    begun: Begun = Begun(())
+    plan_origin: PlanOrigin = PlanOrigin(())
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
     reports: tuple[Report, ...] = ()
     noticed: str = ""
@@ -187,7 +187,7 @@ class View:
             "behind": list(self.behind),
             "final": {str(bucket): owner for bucket, owner in self.final.items()},
             "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
-            "begun": self.begun.to_json(),
+            "begun": self.plan_origin.to_json(),
             "incarnations": {str(group): number for group, number in self.incarnations.items()},
             "reports": _fold(self.reports),
         }
@@ -215,7 +215,7 @@ class View:
             behind=groups_of(raw["behind"]),
             final={int(bucket): owner for bucket, owner in raw["final"].items()},
             missing={int(bucket): groups_of(groups) for bucket, groups in raw["missing"].items()},
-            begun=Begun.from_json(raw["begun"]),
+            plan_origin=PlanOrigin.from_json(raw["begun"]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
             reports=_unfold(raw["epoch"] - 1, raw["reports"]),
             noticed=raw.get("noticed", ""),  # records of older versions do not have it
@@ -252,7 +252,7 @@ def _fold(reports: tuple[Report, ...]) -> list[list[Any]]:
     """Return reports as ``[step, have, synced, complete, groups]``: thousands of groups publish few distinct reports."""
     alike: dict[tuple[Any, ...], list[GroupId]] = {}
     for report in reports:
-        alike.setdefault((report.step, report.have, report.synced, report.complete), []).append(report.group)
+        alike.setdefault((report.step, report.reduced_buckets, report.synced, report.complete), []).append(report.group)
     return [[step, list(have), synced, complete, groups] for (step, have, synced, complete), groups in alike.items()]
 
 

@@ -10,7 +10,7 @@ from megatron_ft.coordination.key_sweeper import Sweeper
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
-from megatron_ft.types import Begun, Exit, Report, View
+from megatron_ft.types import Exit, PlanOrigin, Report, View
 
 FIRST = first_view(2)
 
@@ -49,7 +49,7 @@ class Changes:
         self._stand(View(self.view.epoch + 1, (0, 1), "asks", step=self.view.step + 1, joined=(1,)))
 
     def _stand(self, view: View) -> None:
-        view = replace(view, begun=Begun(view.live), incarnations={1: self._start} if self._start else {})
+        view = replace(view, plan_origin=PlanOrigin(view.live), incarnations={1: self._start} if self._start else {})
         self.group.publish(Report(self.view.epoch, 0, view.step))
         self.view, own = self.group.propose(view)
         assert own

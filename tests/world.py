@@ -429,7 +429,9 @@ class World:
             if isinstance(action, machine.Publish):
                 self.reports.setdefault(action.report.epoch, {})[me] = action.report
                 why = group.state.closed_by
-                self.say(f"{me} reports step {action.report.step} have {list(action.report.have)} because {why}")
+                self.say(
+                    f"{me} reports step {action.report.step} have {list(action.report.reduced_buckets)} because {why}"
+                )
             elif isinstance(action, machine.Announce):
                 self.notices.append(machine.EpochAborted(action.epoch, action.reason, action.after))
             elif isinstance(action, machine.Propose):

@@ -259,7 +259,7 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
             raise StoreError("it is only just starting; try again when it has made a step")
         number, name = _claim_number(store, running.hosts)
         claims: dict[str, Any] = {name: socket.gethostname()}
-        for group in range(running.config.groups, running.config.room):
+        for group in range(running.config.groups, running.config.max_groups):
             key = start_key(group, FIRST, 0)
             if len(claims) <= groups and store.create(key, number) == number:
                 claims[key] = number
@@ -268,8 +268,8 @@ def _numbered(running: Running, groups: int, address: str) -> Newcomer:
     taken = tuple(int(key.split("/")[1].partition(".")[0]) for key in list(claims)[1:])
     if len(taken) < groups:
         raise LaunchError(
-            f"there is room for {running.config.room} groups in this run (fault_tolerance.rejoin.max_groups), and no number "
-            f"is left for {groups - len(taken)} of {groups} more; add fewer --groups, or start the run with more room"
+            f"there is room for {running.config.max_groups} groups in this run (fault_tolerance.rejoin.max_groups), and no "
+            f"number is left for {groups - len(taken)} of {groups} more; add fewer --groups, or start the run with more room"
         )
     place = Place(running.hosts, number, address, running.store, running.job)
     return Newcomer(running, place, taken, cards, claims)

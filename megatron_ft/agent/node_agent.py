@@ -581,7 +581,7 @@ class Agent:
         """Announce this host, and that it runs the groups it adds."""
         groups = given(self._newcomer).groups
         added = [(group, position) for group in groups for position in range(self._config.ranks_per_group)]
-        self._hosts.room = len(added) or self._hosts.room
+        self._hosts.max_ranks = len(added) or self._hosts.max_ranks
         self._take_over(added, join.FIRST - 1)
         self._record.note("host", **self._hosts.who, what="added" if groups else "spare", groups=list(groups))
         say(self._hosts.store_said)

@@ -241,7 +241,7 @@ class Hosts:
         sizes = (where.hosts, config.groups, config.ranks_per_group)
         self._ranks = {rank: ranks_of(rank, *sizes) for rank in range(where.hosts)}
         self._since: dict[tuple[GroupId, int], int] = {}
-        self.room = len(self._ranks.setdefault(where.rank, ())) or max(map(len, self._ranks.values()))
+        self.max_ranks = len(self._ranks.setdefault(where.rank, ())) or max(map(len, self._ranks.values()))
         """The number of ranks this host can have: its number at the start; for a spare, the largest of the first hosts."""
         self.copies_port = 0
         self.beats = HeartbeatService(where.address, where.rank, self.key, least_s)

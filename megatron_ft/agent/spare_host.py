@@ -59,7 +59,7 @@ class Spare:
         self._judge()
         away = self._hosts.beats.silent() | self._accused()
         lost = spare_policy.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
-        fit = spare_policy.fitting(lost, self._hosts.room - len(self._hosts.ranks))
+        fit = spare_policy.fitting(lost, self._hosts.max_ranks - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
         return [(part, last) for part, last in found if last is not None]
 

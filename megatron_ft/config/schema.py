@@ -295,7 +295,7 @@ class RunConfig:
         return self.shards * self.microbatches_per_group
 
     @property
-    def room(self) -> int:
+    def max_groups(self) -> int:
         """The largest number of groups at the same time. Group numbers are below it."""
         asked = self.fault_tolerance.rejoin.max_groups
         return 2 * self.groups if asked == AUTO else asked

@@ -108,7 +108,7 @@ class Engine(Gradients, Protocol):
     """The operations that the session needs of an engine."""
 
     @property
-    def alike(self) -> bool:
+    def replicated(self) -> bool:
         """True if all ranks of a group hold the same state. If False, the engine makes their initial states agree."""
 
     @property
@@ -212,7 +212,7 @@ class JointEngine(Engine, Protocol):
     parameters and its own buckets. ``compute`` is not used."""
 
     @property
-    def loads(self) -> bool:
+    def needs_samples(self) -> bool:
         """True if this rank needs samples."""
 
     @property

@@ -113,7 +113,7 @@ class TorchNativeEngine(Bucketed):
         super().__init__(model, parameters, **settings)
         self._arrivals = _Arrivals(self._buckets)
 
-    alike = True
+    replicated = True
 
     def begin_step(self) -> None:
         super().begin_step()

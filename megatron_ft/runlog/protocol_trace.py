@@ -218,7 +218,7 @@ def _sound(view: View) -> bool:
     """Return True if reports, groups and reasons have the right types: replay follows and looks up all of them."""
     numbers = [view.epoch, view.step, *view.live, *view.joined, *view.incarnations.values()]
     for report in view.reports:
-        numbers += [report.group, report.step, *report.have]
+        numbers += [report.group, report.step, *report.reduced_buckets]
     texts = (view.reason, view.noticed, *view.lost.values())
     return all(map(_whole, numbers)) and all(isinstance(text, str) for text in texts)
 

@@ -153,19 +153,25 @@ class _Machine:
         """Advance to the state in which the group published the report."""
 
         def stands(state: GroupState) -> bool:
-            return (state.step, tuple(sorted(state.have)), state.synced) == (report.step, report.have, report.synced)
+            return (state.step, tuple(sorted(state.reduced_buckets)), state.synced) == (
+                report.step,
+                report.reduced_buckets,
+                report.synced,
+            )
 
         def have(state: GroupState) -> Collection | None:
-            return report.have if state.step >= report.step else None
+            return report.reduced_buckets if state.step >= report.step else None
 
         if not self.advance(stands, have):
-            reached = f"step {self.state.step} with buckets {sorted(self.state.have)}, where core asks for"
+            reached = f"step {self.state.step} with buckets {sorted(self.state.reduced_buckets)}, where core asks for"
             asks = f"{reached} {recovery.next_action(self.state)}"
             raise _Differs(f"where group {report.group} stood", report, asks)
         if self.resumed:
             return
         at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (event := _obey(action, self.past, report.have)):  # the report does not tell its progress
+        while stands(at) and (
+            event := _obey(action, self.past, report.reduced_buckets)
+        ):  # the report does not tell its progress
             at, (*_, action) = recovery.step(at, event, 0.0)
         if stands(at) and _resumes(at, action):
             self.resumed = None
@@ -214,7 +220,7 @@ def _obey(action: messages.Action, past: _Past, have: Collection | None = None) 
 
 def _resumes(state: GroupState, action: messages.Action) -> bool:
     """Return True where the session writes its recovery line: an interrupted step goes on."""
-    own_update = isinstance(action, messages.Update) and state.ahead is None
+    own_update = isinstance(action, messages.Update) and state.next_plan_origin is None
     return own_update or isinstance(action, messages.Reduce | messages.Finish)
 
 

@@ -322,7 +322,9 @@ class GroupLeader:
                 self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, reduced)))
                 self._pace.collected(self._rank.collected)
             case machine.Update(step=step):
-                if self._state.ahead is None:  # else other groups have decided it, and the next step was interrupted
+                if (
+                    self._state.next_plan_origin is None
+                ):  # else other groups have decided it, and the next step was interrupted
                     self._interruptions.resumed(self._state)
                 self._update(step)
             case machine.Connect(view=view):

@@ -212,7 +212,7 @@ class RankExecutor:
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Return those of ``microbatches`` that this rank loads."""
         if self.joint:
-            return microbatches if self._joint_engine.loads else ()
+            return microbatches if self._joint_engine.needs_samples else ()
         return microbatches[self.position :: self.size]
 
     def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]) -> None:
@@ -444,7 +444,7 @@ class RankExecutor:
 
     def share_state(self) -> None:
         """Copy the leader's state to the other ranks of the group, if all hold the same."""
-        if not self.engine.alike:
+        if not self.engine.replicated:
             return
         inner = given(self.inner)
         if self.position == 0:

@@ -329,7 +329,7 @@ class Session:
 
     def _slots(self, shared: bool) -> int:
         """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
-        return self.config.room * slots_of_group(self._rank.size if shared else 1)
+        return self.config.max_groups * slots_of_group(self._rank.size if shared else 1)
 
     def _identify(self, dataset: Dataset | None) -> None:
         """Check that all ranks train with the same data; ``dataset`` is None before the first step."""

@@ -17,7 +17,7 @@ from megatron_ft.simulation.protocol import simulated_group
 from megatron_ft.simulation.protocol.returning_group import Following
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.simulation.protocol.simulated_store import Store
-from megatron_ft.types import Begun, Plan
+from megatron_ft.types import Plan, PlanOrigin
 
 MUTATIONS = {}
 
@@ -229,7 +229,7 @@ def _(patch):
 
 @mutation("the interrupted step is planned anew")
 def _(patch):
-    _change_views(patch, lambda view: replace(view, begun=Begun(view.live)))
+    _change_views(patch, lambda view: replace(view, plan_origin=PlanOrigin(view.live)))
 
 
 @mutation("a group that joins in the middle of a step gets a share of it")
@@ -249,14 +249,14 @@ def _(patch):
 def _(patch):
     def hasty(state):
         action = NEXT_ACTION(state)
-        return machine.Update(state.step) if isinstance(action, machine.Reduce) and state.have else action
+        return machine.Update(state.step) if isinstance(action, machine.Reduce) and state.reduced_buckets else action
 
     patch.setattr(machine, "next_action", hasty)
 
 
 @mutation("a decided step is committed by a group that lacks a bucket")
 def _(patch):
-    patch.setattr(GroupState, "complete", property(lambda state: not state.finished and bool(state.have)))
+    patch.setattr(GroupState, "complete", property(lambda state: not state.finished and bool(state.reduced_buckets)))
 
 
 @mutation("final buckets are not fetched")

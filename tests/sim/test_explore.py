@@ -122,7 +122,7 @@ def test_an_entry_that_interrupts_others_is_seen(monkeypatch, when):
 
     def hasty(state):
         asking = {group: replace(asked, after=-1) for group, asked in state.asking.items()}
-        return entry(changed(state, asking=asking, have=frozenset()))
+        return entry(changed(state, asking=asking, reduced_buckets=frozenset()))
 
     if when == "at once":
         monkeypatch.setattr(machine, "_entry", hasty)

@@ -57,7 +57,7 @@ def agent(place):
 def test_an_agent_hears_every_notice_once_and_in_order(place, agent):
     other = place.client()
     watcher.announce(other, RESETS[0])
-    agent.tell(RESETS[1])
+    agent.announce(RESETS[1])
     assert agent.told and agent.news() == RESETS and agent.news() == []
 
 
@@ -77,20 +77,20 @@ def test_a_failed_question_is_repeated_when_the_store_answers_another_one(place,
     agent._away_until = float("inf")  # as after a question that has got no answer
     assert agent.newest_view(FIRST) == FIRST
     agent._away_until = 0.0
-    agent.tell(RESETS[0])
+    agent.announce(RESETS[0])
     assert not agent.away and agent.newest_view(FIRST).epoch == 1
 
 
 def test_a_store_that_comes_back_empty_is_heard_from_the_beginning(place, agent):
     """The survivors put back their newest view only; earlier notices are announced again."""
-    agent.tell(RESETS[0])
+    agent.announce(RESETS[0])
     assert agent.put("restart/1.1", {}) and agent.news() == [RESETS[0]]
     place.start_empty()
     survivor = place.client()
     survivor.begin()
     survivor.set("view/5", View(5, (0,), "").to_json())
     await_(lambda: not (agent.ended() or agent.away), "it answers again")
-    agent.tell()
+    agent.announce()
     assert agent.newest_view(FIRST).epoch == 5
     assert agent.news() == [RESETS[0]] and agent.get("restart/1.1") == {}
 
@@ -127,18 +127,18 @@ def test_while_nothing_happens_no_question_is_asked(place, agent, monkeypatch):
 
 def test_a_store_that_comes_back_empty_is_noticed_and_its_contents_are_restored_unasked(place, agent):
     agent.listen()
-    agent.tell(RESETS[0])
+    agent.announce(RESETS[0])
     await_(lambda: agent.news() == [RESETS[0]], "it hears itself")
     place.start_empty()
     other = place.client()
-    await_(lambda: agent.tell() or agent.news() == [RESETS[0]], "it has said it again")
+    await_(lambda: agent.announce() or agent.news() == [RESETS[0]], "it has said it again")
     assert other.get("view/0") == FIRST.to_json()
 
 
 def test_a_failed_write_is_reported(place, agent):
     place.close()
     assert not agent.put("restart/1.1", {}) and agent.away
-    agent.tell(RESETS[0])
+    agent.announce(RESETS[0])
     assert not agent.told and agent.news() == [] and agent.newest_view(FIRST) == FIRST and agent.get("view/0") is None
 
 

@@ -152,7 +152,7 @@ def test_a_run_can_start_from_a_checkpoint_without_the_buffers_outside_state_dic
     train_step([(trained, IDS)])
     state = {key: value for key, value in trained.state().items() if key != "buffers"}
     monkeypatch.setattr(restore, "check", lambda *_: None)
-    monkeypatch.setattr(restore.checkpoint, "look", lambda path: None)
+    monkeypatch.setattr(restore.checkpoint, "inspect", lambda path: None)
     monkeypatch.setattr(restore.checkpoint, "load", lambda *_: state)
     origin = restore.Origin("there", 1, "a run", {"result": [0, 0.5, 4, 1.0]})
     assert restore.load(origin, None, 0, fresh).tokens == 0

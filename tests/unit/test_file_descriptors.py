@@ -61,7 +61,7 @@ def test_ranks_of_a_group_hear_each_other(crowded):
     with contextlib.closing(one), contextlib.closing(other):
         pair = p2p_channel.P2PChannels({1: one}), p2p_channel.P2PChannels({0: other})
         assert one.fileno() > 1024 and pair[1].heard(0) is None
-        pair[0].tell(1, [7])
+        pair[0].send_words(1, [7])
         assert pair[1].heard(0)[0] == 7
 
 

@@ -9,7 +9,7 @@ from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import machine
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
-from megatron_ft.types import Begun, View
+from megatron_ft.types import PlanOrigin, View
 from megatron_ft.worker.group_leader import GroupLeader
 
 GROUPS = 3
@@ -65,7 +65,13 @@ def view_of_the_others(leader: GroupLeader) -> View:
 def leader_of_group_1(tmp_path) -> GroupLeader:
     rank = MagicMock(group=1, incarnation=0, size=1, inner=None, num_buckets=2, lost_because="")
     rank.nonfinite.stopped.return_value = None
-    first = View(epoch=0, live=tuple(range(GROUPS)), reason="the run starts", step=0, begun=Begun(tuple(range(GROUPS))))
+    first = View(
+        epoch=0,
+        live=tuple(range(GROUPS)),
+        reason="the run starts",
+        step=0,
+        plan_origin=PlanOrigin(tuple(range(GROUPS))),
+    )
     config = RunConfig(groups=GROUPS, microbatches_per_group=2)
     leader = GroupLeader(rank, config, MagicMock(), History(tmp_path), placement_of(config), first)
     leader.enter(total=5, comes_back=False)

@@ -77,7 +77,7 @@ class Agent:
     def __init__(self, host, keys, hosts=2, silent=(), away=False):
         used, beats = set(range(hosts)), SimpleNamespace(silent=lambda: set(silent))
         seats = SimpleNamespace(view=View(0, tuple(range(hosts)), ""))
-        voice = SimpleNamespace(say=lambda key, value: keys.update({key: value}) or True, get=keys.get, away=away)
+        voice = SimpleNamespace(put=lambda key, value: keys.update({key: value}) or True, get=keys.get, away=away)
         place = SimpleNamespace(place=SimpleNamespace(rank=host), used=used, beats=beats)
         self.noted, self.host = [], host
         note = lambda event, **fields: self.noted.append((event, fields))  # noqa: E731

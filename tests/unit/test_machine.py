@@ -92,7 +92,7 @@ def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measure
     progress = machine._progress
 
     def blind(state, event):
-        catches_up = isinstance(event, machine.Updated) and state.ahead is not None
+        catches_up = isinstance(event, machine.Updated) and state.next_plan_origin is not None
         return progress(state, machine.Updated(event.step) if catches_up else event)
 
     monkeypatch.setattr(machine, "_progress", blind)

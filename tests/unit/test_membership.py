@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.membership import admissible, first_view, next_view
 from megatron_ft.core.protocol.messages import JoinRequested
-from megatron_ft.types import Begun, Report, View
+from megatron_ft.types import PlanOrigin, Report, View
 
 VIEW = View(epoch=3, live=(0, 1, 2, 3), reason="before")
 ASKED = JoinRequested(4, 1, donors=((0, 0), (1, 0)), after=4)
@@ -194,7 +194,7 @@ def test_the_wire_form_keeps_everything(data):
         behind=tuple(data.draw(st.lists(groups))),
         final=data.draw(st.dictionaries(groups, groups)),
         missing=data.draw(st.dictionaries(groups, st.lists(groups).map(tuple))),
-        begun=Begun((1, 2)).after(data.draw(st.sets(groups)), data.draw(st.sets(groups))),
+        plan_origin=PlanOrigin((1, 2)).after(data.draw(st.sets(groups)), data.draw(st.sets(groups))),
         incarnations=data.draw(st.dictionaries(groups, groups)),
         reports=tuple(Report(0, group, group // 2, (group % 3,)) for group in sorted(data.draw(st.sets(groups)))),
     )

@@ -60,7 +60,7 @@ def test_a_spare_that_takes_a_group_over_accuses_in_its_name_the_hosts_it_does_n
 
 
 def test_a_spare_has_room_for_as_many_ranks_as_the_first_hosts_have(hosts):
-    assert hosts.ranks == () and hosts.room == 1
+    assert hosts.ranks == () and hosts.max_ranks == 1
     hosts.take(4, [(0, 0)], 1)
     assert hosts.ranks == ((0, 0),) and hosts.groups(0) == set()
     assert [(part.group, part.host) for part in hosts.parts] == [(1, 1), (0, 4)]

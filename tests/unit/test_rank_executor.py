@@ -12,11 +12,11 @@ from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
 from megatron_ft.runlog.history import History
-from megatron_ft.types import Begun, View
+from megatron_ft.types import PlanOrigin, View
 from megatron_ft.worker.progress_counters import ProgressCounters
 from megatron_ft.worker.rank_executor import Needs, RankExecutor
 
-VIEW = View(epoch=0, live=(0, 1), reason="the run starts", step=0, begun=Begun((0, 1)))
+VIEW = View(epoch=0, live=(0, 1), reason="the run starts", step=0, plan_origin=PlanOrigin((0, 1)))
 
 
 @pytest.fixture

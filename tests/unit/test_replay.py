@@ -16,7 +16,7 @@ from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.runlog import history
 from megatron_ft.runlog.protocol_trace import Line, Record, RecordError
 from megatron_ft.runlog.replay import replay
-from megatron_ft.types import Begun, Report, View
+from megatron_ft.types import PlanOrigin, Report, View
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from tests import support
 from tests.world import World
@@ -57,14 +57,16 @@ class RecordedWorld(World):
 
     def act(self, me: int) -> bool:
         group = self.alive[me]
-        action, decided = group.action, group.state.ahead is not None
+        action, decided = group.action, group.state.next_plan_origin is not None
         if isinstance(action, machine.Reduce | machine.Finish) or isinstance(action, machine.Update) and not decided:
             self.books[me][1].resumed(group.state)
         return super().act(me)
 
     def feed(self, me: int, event: machine.Event) -> None:
         state, (lines, account) = self.alive[me].state, self.books[me]
-        caught_up = isinstance(event, machine.Transferred) and state.ahead and event.epoch == state.view.epoch
+        caught_up = (
+            isinstance(event, machine.Transferred) and state.next_plan_origin and event.epoch == state.view.epoch
+        )
         if isinstance(event, machine.Updated) or caught_up and not state.reported:
             live, count = list(state.view.live), self.job.microbatches
             if isinstance(event, machine.Updated):
@@ -175,10 +177,12 @@ def silence(within: str) -> Record:
     """Three groups, of which the last gave no sign in the middle of step 1."""
     run = schema.resolve({}, groups=3)
     lost = {2: f"no report within {within} s of the end of epoch 0"}
-    begun = Begun((0, 1, 2)).after(lost, ())
+    begun = PlanOrigin((0, 1, 2)).after(lost, ())
     reports = tuple(Report(0, group, 1, (0,)) for group in (0, 1))
     noticed = "group 0 reports: an operation timed out"
-    view = View(1, (0, 1), lost[2], step=1, lost=lost, final={0: 0}, begun=begun, reports=reports, noticed=noticed)
+    view = View(
+        1, (0, 1), lost[2], step=1, lost=lost, final={0: 0}, plan_origin=begun, reports=reports, noticed=noticed
+    )
     step = {"event": "step", "step": 0, "epoch": 0, "live": [0, 1, 2], "microbatches": 3}
     begin = {"event": "begin", "steps": 6, "buckets": 3, "microbatches": 3}
     views = [{"event": "view", **v.to_json()} for v in (first_view(3), view)]
@@ -201,7 +205,7 @@ def told(tmp_path_factory) -> RecordedWorld:
     run = schema.resolve({"gradient_accumulation_steps": 4}, groups=4)
     world = RecordedWorld(tmp_path_factory.mktemp("told") / "run", run, buckets=7, steps=8, seed=0)
     world.kill(0)
-    world.play(until=lambda: world.alive[3].state.step == 3 and len(world.alive[3].state.have) == 3)
+    world.play(until=lambda: world.alive[3].state.step == 3 and len(world.alive[3].state.reduced_buckets) == 3)
     world.kill(2)
     world.play()
     world.end()

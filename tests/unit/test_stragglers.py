@@ -25,7 +25,7 @@ from megatron_ft.core.protocol.messages import (
     Stop,
     Tick,
 )
-from megatron_ft.types import Begun, Microbatch, Report, View
+from megatron_ft.types import Microbatch, PlanOrigin, Report, View
 
 FACTOR, STEPS = 1.5, 3
 
@@ -160,8 +160,8 @@ def test_without_measurements_nothing_changes():
 
 
 def test_a_group_that_enters_learns_the_slow_groups_with_the_state():
-    begun_with = Begun((0, 1, 2))
-    view = View(5, (0, 1, 2), "2 joins", step=3, joined=(2,), begun=begun_with, incarnations={2: 1})
+    begun_with = PlanOrigin((0, 1, 2))
+    view = View(5, (0, 1, 2), "2 joins", step=3, joined=(2,), plan_origin=begun_with, incarnations={2: 1})
     state = machine.start(2, JOB, view)
     state, _ = machine.step(state, Connected(5), 0.0)
     known = observe(Speeds(), {0: 1.0, 1: 2.0, 2: 1.0}, 1.5, 1)
@@ -171,7 +171,7 @@ def test_a_group_that_enters_learns_the_slow_groups_with_the_state():
 
 def test_a_group_that_hands_the_state_over_keeps_its_own_measurements():
     state = train(begun(), {0: 1.0, 1: 1.0, 2: 2.0})
-    view = View(1, (0, 1, 2), "3 joins", step=1, source=0, behind=(1,), begun=state.begun)
+    view = View(1, (0, 1, 2), "3 joins", step=1, source=0, behind=(1,), plan_origin=state.plan_origin)
     state, _ = machine.step(state, EpochAborted(0, "3 joins"), 0.0)
     state, _ = machine.step(state, machine.ViewSeen(view), 0.0)
     state, _ = machine.step(state, Connected(1), 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.membership import first_view, follows, next_view
 from megatron_ft.core.protocol.messages import JoinRequested
-from megatron_ft.types import Begun, Report, View
+from megatron_ft.types import PlanOrigin, Report, View
 
 BUCKETS = 3
 
@@ -110,7 +110,7 @@ def test_all_groups_end_up_with_the_state_and_every_final_bucket(case):
     if synced:
         assert set(view.behind) == stay.keys() - by_itself
     assert (view.source is None) == (not view.behind) and view.source not in view.behind
-    holders = {g: set(report.have) for g, report in synced.items() if report.step == view.step}
+    holders = {g: set(report.reduced_buckets) for g, report in synced.items() if report.step == view.step}
     assert set(view.final) == {bucket for have in holders.values() for bucket in have}
     for bucket, owner in view.final.items():
         assert bucket in holders[owner]
@@ -135,7 +135,9 @@ def test_the_order_of_the_notices_does_not_matter(case, shuffle):
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.sets(st.integers(0, 60)))
 def test_a_view_of_many_groups_is_short_on_the_wire(live, behind):
-    view = View(3, tuple(sorted(live)), "why", behind=tuple(sorted(behind)), begun=Begun(tuple(sorted(live))))
+    view = View(
+        3, tuple(sorted(live)), "why", behind=tuple(sorted(behind)), plan_origin=PlanOrigin(tuple(sorted(live)))
+    )
     assert View.from_json(json.loads(json.dumps(view.to_wire()))) == view
     assert len(json.dumps(first_view(100_000).to_wire())) < 500
 
@@ -144,5 +146,5 @@ def test_a_view_of_many_groups_is_short_on_the_wire(live, behind):
 def test_the_run_starts_from_one_model(groups):
     """All groups begin with the model of group 0, whatever their scripts initialised."""
     view = first_view(groups)
-    assert view.live == tuple(range(groups)) and view.begun == Begun(view.live)
+    assert view.live == tuple(range(groups)) and view.plan_origin == PlanOrigin(view.live)
     assert view.source == 0 and view.behind == tuple(range(1, groups)) and (view.epoch, view.step) == (0, 0)

@@ -63,7 +63,7 @@ from megatron_ft.core.protocol.messages import (
     ViewSeen,
 )
 from megatron_ft.core.protocol.state import GroupState, Job, changed
-from megatron_ft.types import Begun, GroupId, Plan, Report, View
+from megatron_ft.types import GroupId, Plan, PlanOrigin, Report, View
 
 _LOOKS = 10
 """The least number of looks for a report before its group is given up."""
@@ -71,14 +71,14 @@ _LOOKS = 10
 
 def start(me: GroupId, job: Job, view: View) -> GroupState:
     """Return the state of group ``me`` that enters with ``view``."""
-    plan = job.plan(view.step, view.begun, Speeds())
+    plan = job.plan(view.step, view.plan_origin, Speeds())
     following = me in view.joined
     return GroupState(
         me=me,
         job=job,
         view=view,
         step=view.step,
-        begun=view.begun,
+        plan_origin=view.plan_origin,
         plan=plan,
         incarnation=view.incarnations.get(me, 0),
         synced=me not in view.behind and not following,
@@ -129,7 +129,7 @@ def next_action(state: GroupState) -> Action:
         if state.todo and state.synced:
             return _compute(state)
         return _await_view(state)
-    if state.complete and state.ahead is not None:
+    if state.complete and state.next_plan_origin is not None:
         return Update(state.step)  # the step is decided, and nothing of it is missing here
     if state.following:
         return Follow(state.step) if state.connected else Connect(state.view)  # others wait for the communicator first
@@ -166,7 +166,7 @@ def _compute(state: GroupState) -> Compute:
 
 def plan_ahead(state: GroupState) -> Plan:
     """Return the plan of the next step, if until then no group dies, enters, or becomes faster or slower."""
-    return state.job.plan(state.step + 1, Begun(state.view.live), state.speeds)
+    return state.job.plan(state.step + 1, PlanOrigin(state.view.live), state.speeds)
 
 
 def _died(state: GroupState, event: GroupFailed) -> GroupState:
@@ -189,8 +189,8 @@ def _blamed(state: GroupState, event: GroupFailed) -> GroupState:
     microbatch = event.microbatch
     if microbatch is None or microbatch.step < state.step:
         return state
-    victims = state.deadly.get(microbatch, frozenset()) | {event.group}
-    state = changed(state, deadly={**state.deadly, microbatch: victims})
+    victims = state.poison_microbatches.get(microbatch, frozenset()) | {event.group}
+    state = changed(state, poison_microbatches={**state.poison_microbatches, microbatch: victims})
     if len(victims) < 2:
         return state
     why = (
@@ -249,14 +249,14 @@ def _progress(state: GroupState, event: Event) -> GroupState:
         case Connected(epoch=epoch):
             return changed(state, connected=True) if _current(state, epoch) else state
         case CaughtUp(speeds=speeds):
-            plan = state.job.plan(state.step, state.begun, speeds)
+            plan = state.job.plan(state.step, state.plan_origin, speeds)
             return changed(state, synced=True, following=False, speeds=speeds, plan=plan)
         case Transferred(epoch=epoch):
             return _transferred(state, event) if _current(state, epoch) else state
         case Reduced(bucket=bucket):
             # A shell that feeds a completion seen after the abort has a bug: the bucket could be garbage.
             assert not state.reported, f"bucket {bucket} finished after the report of epoch {state.view.epoch}"
-            return changed(state, have=state.have | {bucket})
+            return changed(state, reduced_buckets=state.reduced_buckets | {bucket})
         case Updated(step=done, measured=measured):
             assert done == state.step, f"updated step {done} while in step {state.step}"
             job = state.job
@@ -271,17 +271,19 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 def _begin(state: GroupState, new: int) -> GroupState:
     """Enter step ``new`` under the present view, or with the plan that other groups follow for it already."""
-    begun = state.ahead or Begun(state.view.live)
+    begun = state.next_plan_origin or PlanOrigin(state.view.live)
     return changed(
         state,
         step=new,
-        begun=begun,
+        plan_origin=begun,
         plan=state.job.plan(new, begun, state.speeds),
-        ahead=None,
+        next_plan_origin=None,
         computed=frozenset(),
-        have=frozenset(),
+        reduced_buckets=frozenset(),
         # A committed microbatch cannot kill another group.
-        deadly={microbatch: groups for microbatch, groups in state.deadly.items() if microbatch.step >= new},
+        poison_microbatches={
+            microbatch: groups for microbatch, groups in state.poison_microbatches.items() if microbatch.step >= new
+        },
     )
 
 
@@ -309,8 +311,8 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     if not reason:
         return state, ()
     # With ``drop``, a bucket that holds a lost group's part belongs to another batch than those that are reduced again.
-    have = () if state.job.drop else tuple(sorted(state.have))
-    report = Report(epoch, state.me, state.step, have, state.synced, state.complete)
+    reduced = () if state.job.drop else tuple(sorted(state.reduced_buckets))
+    report = Report(epoch, state.me, state.step, reduced, state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     noticed = "" if reason == accused else reason
     state = changed(state, reported=True, closed_by=reason, noticed=noticed, reports=reports, looked=None, waited_s=0.0)
@@ -331,7 +333,7 @@ def _parting(state: GroupState) -> str:
     A step that others have decided must first be committed here: a group that has finished would propose the same
     members again, forever. A group that has left in order stays reachable until a view leaves it out.
     """
-    return "; ".join(state.left.values()) if state.left and _settled(state) and state.ahead is None else ""
+    return "; ".join(state.left.values()) if state.left and _settled(state) and state.next_plan_origin is None else ""
 
 
 def _settled(state: GroupState) -> bool:
@@ -350,7 +352,7 @@ def _entry(state: GroupState) -> str:
     All groups end it at the boundary after the step that the request names, so none is in the middle of a reduction. A
     group that hears of the request later ends the epoch at once: the others already wait in that step.
     """
-    if state.have or state.finished or not _settled(state):
+    if state.reduced_buckets or state.finished or not _settled(state):
         return ""
     asking = sorted(state.asking.items())
     ready = [group for group, asked in asking if asked.after < state.step and admissible(state.view, asked)]
@@ -406,7 +408,7 @@ def _proposal(state: GroupState) -> tuple[Action, ...]:
     view = membership.next_view(
         state.view, state.reports, _out(state, silent), silent, state.closed_by, asking, state.noticed
     )
-    return (_propose(state, replace(view, begun=_origin(state, view)), silent),) if view else ()
+    return (_propose(state, replace(view, plan_origin=_origin(state, view)), silent),) if view else ()
 
 
 def _propose(state: GroupState, view: View, silent: Mapping[GroupId, str]) -> Propose:
@@ -468,7 +470,7 @@ def _give_up(state: GroupState) -> GroupState:
     return changed(state, stopped=f"group {state.me} leaves before it has begun: {why}")
 
 
-def _origin(state: GroupState, view: View) -> Begun:
+def _origin(state: GroupState, view: View) -> PlanOrigin:
     """Return the plan origin of the view's step, the view's own losses included.
 
     A group that is a step ahead began that step under the view that ends now (or stood there in the view before
@@ -476,8 +478,8 @@ def _origin(state: GroupState, view: View) -> Begun:
     next step.
     """
     if view.step == state.step:
-        return state.begun.after(view.lost, view.joined)
-    return (state.ahead or Begun(state.view.live)).after(view.lost, view.joined)
+        return state.plan_origin.after(view.lost, view.joined)
+    return (state.next_plan_origin or PlanOrigin(state.view.live)).after(view.lost, view.joined)
 
 
 def _adopt(state: GroupState, view: View) -> GroupState:
@@ -496,18 +498,18 @@ def _adopt(state: GroupState, view: View) -> GroupState:
             stopped=f"only groups {groups} are left of {state.job.shards}, min_groups is {state.job.min_groups}",
         )
     if not state.synced:
-        state = changed(state, step=view.step, computed=frozenset(), have=frozenset())
+        state = changed(state, step=view.step, computed=frozenset(), reduced_buckets=frozenset())
     behind = view.step > state.step
-    begun = state.begun.after(view.lost, view.joined) if behind else view.begun
+    begun = state.plan_origin.after(view.lost, view.joined) if behind else view.plan_origin
     if state.job.drop and behind and state.complete:
-        begun = state.begun  # all buckets are here, with the parts of all groups
+        begun = state.plan_origin  # all buckets are here, with the parts of all groups
     return changed(
         state,
         view=view,
-        have=frozenset() if state.job.drop and not behind else state.have,
-        begun=begun,
+        reduced_buckets=frozenset() if state.job.drop and not behind else state.reduced_buckets,
+        plan_origin=begun,
         plan=state.job.plan(state.step, begun, state.speeds),
-        ahead=view.begun if behind else None,
+        next_plan_origin=view.plan_origin if behind else None,
         connected=False,
         transferred=False,
         reported=False,
@@ -526,7 +528,7 @@ def _transferred(state: GroupState, event: Transferred) -> GroupState:
     """Take in the end of the view's transfers: a group that was behind is now at its step, and final buckets are held."""
     taken = event.speeds if state.me in state.view.behind else None
     state = changed(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
-    if state.ahead is None:
-        plan = state.plan if taken is None else state.job.plan(state.step, state.begun, taken)
-        return changed(state, have=state.final, plan=plan)
+    if state.next_plan_origin is None:
+        plan = state.plan if taken is None else state.job.plan(state.step, state.plan_origin, taken)
+        return changed(state, reduced_buckets=state.final, plan=plan)
     return _begin(state, state.view.step)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_ft.core.protocol.messages import JoinRequested
-from megatron_ft.types import Begun, Bucket, GroupId, Report, View
+from megatron_ft.types import Bucket, GroupId, PlanOrigin, Report, View
 
 _CAUSES = 3
 """The number of causes in a view's reason; its ``lost`` has the cause of every group."""
@@ -22,8 +22,12 @@ def first_view(groups: int, step: int = 0) -> View:
     """
     live = tuple(range(groups))
     if step:
-        return View(0, live, f"the run goes on from the checkpoint of step {step}", step=step, begun=Begun(live))
-    return View(epoch=0, live=live, reason="the run starts", step=0, source=0, behind=live[1:], begun=Begun(live))
+        return View(
+            0, live, f"the run goes on from the checkpoint of step {step}", step=step, plan_origin=PlanOrigin(live)
+        )
+    return View(
+        epoch=0, live=live, reason="the run starts", step=0, source=0, behind=live[1:], plan_origin=PlanOrigin(live)
+    )
 
 
 def next_view(
@@ -153,10 +157,10 @@ def _bucket_transfer(
     """
     owners: dict[Bucket, GroupId] = {}
     for group in sorted(holders):
-        for bucket in holders[group].have:
+        for bucket in holders[group].reduced_buckets:
             owners.setdefault(bucket, group)
     missing = {
-        bucket: tuple(sorted((*(group for group in holders if bucket not in holders[group].have), *behind)))
+        bucket: tuple(sorted((*(group for group in holders if bucket not in holders[group].reduced_buckets), *behind)))
         for bucket in sorted(owners)
     }
     return dict(sorted(owners.items())), {bucket: groups for bucket, groups in missing.items() if groups}

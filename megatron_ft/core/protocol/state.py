@@ -17,7 +17,7 @@ from megatron_ft.core.protocol.messages import EpochAborted, JoinRequested, Leav
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import baselines
-from megatron_ft.types import Begun, Bucket, GroupId, Microbatch, Plan, Report, View
+from megatron_ft.types import Bucket, GroupId, Microbatch, Plan, PlanOrigin, Report, View
 
 _LONG_MICROBATCHES = 4
 """A report is awaited for at least this multiple of the longest microbatch of the last step."""
@@ -63,23 +63,23 @@ class Job:
         """The number N*G of microbatches that every step sums over; with ``drop`` the largest number."""
         return self.shards * self.per_shard
 
-    def plan(self, step: int, begun: Begun, speeds: Speeds) -> Plan:
-        """Return the plan of a step, from its origin ``begun`` and the speeds known before it.
+    def plan(self, step: int, origin: PlanOrigin, speeds: Speeds) -> Plan:
+        """Return the plan of a step, from its ``origin`` and the speeds known before it.
 
         It is the same at all groups that hold the committed state the step starts from, because ``speeds`` is part of that.
         """
         if self.drop:
-            return self._shrunk(step, begun)
+            return self._shrunk(step, origin)
         slower = stragglers.weights(speeds)
-        plan = assignment.plan_step(step, self.shards, self.per_shard, begun.live, self.placement, slower)
-        for lost, joined in begun.changes:
+        plan = assignment.plan_step(step, self.shards, self.per_shard, origin.live, self.placement, slower)
+        for lost, joined in origin.changes:
             plan = assignment.admit(assignment.patch_plan(plan, lost, self.placement), joined)
         return plan
 
-    def _shrunk(self, step: int, begun: Begun) -> Plan:
+    def _shrunk(self, step: int, origin: PlanOrigin) -> Plan:
         """Return the plan in which each group that has been live since the step began computes its own shard."""
-        lost = {group for gone, _ in begun.changes for group in gone}
-        own = [group for group in begun.live if group not in lost and group < self.shards]
+        lost = {group for gone, _ in origin.changes for group in gone}
+        own = [group for group in origin.live if group not in lost and group < self.shards]
         none = Plan(step, {}, "no group has a shard of its own")
         return baselines.drop(step, self.shards, self.per_shard, own).plan or none
 
@@ -93,13 +93,13 @@ class GroupState:
         job: settings of the run.
         view: the newest view that this group has adopted.
         step: the step this group works on; ``step - 1`` is committed here.
-        begun: plan origin of ``step``.
+        plan_origin: plan origin of ``step``.
         plan: plan of ``step``. It is kept while ``ahead`` is set, because all groups that hold the state of the next
             step may die before they hand it over (hard case 7).
         incarnation: the start of this group.
-        ahead: plan origin of ``step + 1``, while the view says that other groups have decided ``step``; else None.
+        next_plan_origin: plan origin of ``step + 1``, while the view says that others have decided ``step``; else None.
         computed: microbatches of ``step`` whose gradients are in the local buckets.
-        have: buckets of ``step`` whose reduction completed here.
+        reduced_buckets: buckets of ``step`` whose reduction completed here.
         speeds: measured speeds of the groups; part of the state that ``step`` starts from.
         synced: this group holds the model state that ``step`` starts from.
         following: this group has a seat, and not yet the state that it entered with.
@@ -115,7 +115,7 @@ class GroupState:
         asking: group -> its request for a seat.
         reports: group -> its report of the ending epoch.
         leaving: group -> its announcement that it leaves in order.
-        deadly: microbatch -> groups that died while they computed it, for steps not yet committed here.
+        poison_microbatches: microbatch -> groups that died while they computed it, for steps not yet committed here.
         missed: pair of hosts (each as its groups) that do not hear each other -> the message that says so.
         looked: local time in seconds of the last look at the store that found nothing new; None before the first.
         waited_s: seconds for which reports have been awaited while the store answered.
@@ -128,12 +128,12 @@ class GroupState:
     job: Job
     view: View
     step: int
-    begun: Begun
+    plan_origin: PlanOrigin
     plan: Plan
     incarnation: int = 0
-    ahead: Begun | None = None
+    next_plan_origin: PlanOrigin | None = None
     computed: frozenset[Microbatch] = frozenset()
-    have: frozenset[Bucket] = frozenset()
+    reduced_buckets: frozenset[Bucket] = frozenset()
     speeds: Speeds = Speeds()
     synced: bool = True
     following: bool = False
@@ -149,7 +149,7 @@ class GroupState:
     asking: Mapping[GroupId, JoinRequested] = field(default_factory=dict)
     reports: Mapping[GroupId, Report] = field(default_factory=dict)
     leaving: Mapping[GroupId, LeaveAnnounced] = field(default_factory=dict)
-    deadly: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
+    poison_microbatches: Mapping[Microbatch, frozenset[GroupId]] = field(default_factory=dict)
     missed: Mapping[tuple[link_detector.Unit, link_detector.Unit], LinkDown] = field(default_factory=dict)
     looked: float | None = None
     waited_s: float = 0.0
@@ -195,7 +195,7 @@ class GroupState:
     @cached_property
     def final(self) -> frozenset[Bucket]:
         """The buckets of ``step`` that this group holds finished, or that some member hands over under this view."""
-        return self.have | set(self.view.final if self.view.step == self.step else ())
+        return self.reduced_buckets | set(self.view.final if self.view.step == self.step else ())
 
     @cached_property
     def unfinished(self) -> tuple[Bucket, ...]:
@@ -208,7 +208,7 @@ class GroupState:
     @property
     def complete(self) -> bool:
         """True if every bucket of ``step`` is held here."""
-        return not self.finished and len(self.have) == self.job.buckets
+        return not self.finished and len(self.reduced_buckets) == self.job.buckets
 
     @property
     def microbatches(self) -> int:

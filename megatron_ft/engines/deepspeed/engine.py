@@ -52,7 +52,7 @@ class _Adapter(Bucketed, ABC):
         self.engine = engine
         self._optimizer = adapter(engine.optimizer, self._buckets)
 
-    alike = False
+    replicated = False
     """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
 
     def begin_step(self) -> None:
@@ -105,7 +105,7 @@ class DeepSpeedPipeline(_Adapter):
         self._counted = self._unique()
 
     @property
-    def loads(self) -> bool:
+    def needs_samples(self) -> bool:
         return self.engine.is_first_stage() or self.engine.is_last_stage()
 
     @property

@@ -253,7 +253,7 @@ class RejoinCoordinator:
         # A group without a seat only looks: it does not put a view back when the store has forgotten.
         while (view := self._agreement.look_at_view(self._epoch)) is not None:
             self._view, self._epoch = view, view.epoch + 1
-        me, groups = self._env.group, self._env.config.room
+        me, groups = self._env.group, self._env.config.max_groups
         found: list[Peer] = []
         for number in range(groups - 1):
             group = (me + 1 + (self._tries + number) % (groups - 1)) % groups
