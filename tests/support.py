@@ -255,7 +255,7 @@ from megatron_ft.worker.session import Session
 HERE, SHUT, SLOWER_S, LONGEST_S = Path({here!r}), {shut!r}, {slower_s!r}, {longest_s!r}
 passes = Session.train_step
 def train_step(self, *arguments, **options):
-    step, began = self._part.step, time.monotonic()
+    step, began = self._role.step, time.monotonic()
     until = began + (LONGEST_S if step in SHUT else SLOWER_S * step)
     if step in SHUT:
         (HERE / f"waits.{{step}}.{{os.getpid()}}").touch()

@@ -35,7 +35,7 @@ class CheckpointCache:
     """The copies of one host. ``partner``: returns where to pass copies on now, or None; ``key``: the run's."""
 
     def __init__(self, shelf: ReplicaCache, address: str, key: Key) -> None:
-        self._shelf, self._key = shelf, key.of(COPIES)
+        self._replicas, self._key = shelf, key.of(COPIES)
         listener = framing.listen(address)
         self.port = listener.getsockname()[1]
         self._stop = threading.Event()
@@ -50,7 +50,7 @@ class CheckpointCache:
         self._stop.set()
         self._door.close()
         if over:
-            self._shelf.clear()
+            self._replicas.clear()
 
     # --- handing out and taking in ------------------------------------------------------------------------------------
 
@@ -59,16 +59,16 @@ class CheckpointCache:
             end.settimeout(_TIMEOUT_S)
             digest, size = str(words["sha256"]), int(words["bytes"])
             if words["what"] == "want":
-                path = self._shelf.find(digest, size)
+                path = self._replicas.find(digest, size)
                 framing.send_message(end, {"there": path is not None})
                 if path is not None:
                     framing.send(end, [_content(path, size)], lambda _: None)
             elif words["what"] == "give":
-                there = self._shelf.find(digest, size) is not None
+                there = self._replicas.find(digest, size) is not None
                 framing.send_message(end, {"there": there})
                 if not there:
                     self._received.add(digest)
-                    receive_into(end, self._shelf, digest, size)
+                    receive_into(end, self._replicas, digest, size)
 
     # --- passing on ---------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class CheckpointCache:
     def _pass_on(self) -> None:
         """Give the partner each copy here that it has not got, unless that came from another host itself."""
         partner = self.partner()
-        here = {path.name: path for path in self._shelf.listed()}
+        here = {path.name: path for path in self._replicas.listed()}
         self._passed = {digest: where for digest, where in self._passed.items() if digest in here}
         for digest, path in here.items():
             if partner is not None and digest not in self._received and self._passed.get(digest) != partner:

@@ -158,14 +158,14 @@ class Agent:
         self._store = store.ControlStore(self._hosts.store, self._run_id, _STORE_TIMEOUT_S, secret=own)
         self._store.when_forged(lambda key: self._record.note("forged", key=key, **self._hosts.who))
         self._first = self._first_keys() if self._leads else {} if newcomer is None else dict(newcomer.claims)
-        self._voice = agent_client.AgentClient(self._store, self._first)
-        self._returns = self._prepare_returns()
+        self._client = agent_client.AgentClient(self._store, self._first)
+        self._restarts = self._prepare_returns()
         self._sweeper = key_sweeper.Sweeper(
-            self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._returns.seats.view
+            self._store.clone(), lambda group: (group, 0) in self._hosts.ranks, self._restarts.seats.view
         )
-        self._spare = Spare(self._hosts, self._voice, self._returns)
+        self._spare = Spare(self._hosts, self._client, self._restarts)
         watched = self._config.fault_tolerance.detector
-        self._stalls = stall_watch.Stalls(self._voice, self._hosts, self._returns, watched, self._record.note)
+        self._stalls = stall_watch.Stalls(self._client, self._hosts, self._restarts, watched, self._record.note)
         self._standstill = stall_watch.Standstill(self._config.fault_tolerance.store_patience_s)
         self._idles = newcomer is not None and not newcomer.groups
         self._ranks: list[Rank] = []
@@ -220,7 +220,7 @@ class Agent:
             self._tracking.start()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
-            self._speaks = self._hosts.speaks and not self._voice.away  # before hosts leave with the store
+            self._speaks = self._hosts.speaks and not self._client.away  # before hosts leave with the store
         finally:
             self._starter.end_forks()
             self._end_all()
@@ -228,7 +228,7 @@ class Agent:
             self._tracking.end()
             if self._succession is not None:
                 self._succession.stop()
-            self._voice.close()
+            self._client.close()
             self._sweeper.stop()
             self._hosts.leave(self._store)
             if self._copies is not None:
@@ -250,9 +250,9 @@ class Agent:
             self._hosts.greet(self._newcomer.cards)
         self._store.check_begun()
         self._begin_succession()
-        self._voice.listen(self._sweeper.on_signal)
+        self._client.listen(self._sweeper.on_signal)
         self._sweeper.start()
-        self._voice.put(host_key(self._hosts.place.rank), self._hosts.card)
+        self._client.put(host_key(self._hosts.place.rank), self._hosts.card)
         fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             if self._hosts.place.hosts > 1:
@@ -268,17 +268,17 @@ class Agent:
             return
         for key in ("view/0", origins.KEY):  # only host 0's agent would put these back
             if (value := self._store.get(key)) is not None:
-                self._voice.knows(key, value)
+                self._client.knows(key, value)
         for rank, card in self._hosts.partners.items():  # a lost host cannot put its card back, and later hosts need it
-            self._voice.knows(host_key(rank), card)
+            self._client.knows(host_key(rank), card)
         self._succession = store_takeover.StoreTakeover(
             self._hosts,
             given(self._hosts.locator),
             self._run_dir,
             lambda: frozenset((rank.group, rank.incarnation) for rank in self._living()),
-            lambda: self._returns.seats.view,
+            lambda: self._restarts.seats.view,
             self._starter.told,
-            self._voice.hurry,
+            self._client.hurry,
             lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
         )
         self._succession.start()
@@ -296,7 +296,7 @@ class Agent:
             config=self._config,
             incarnation=incarnation,
             copies=self._hosts.copies,
-            epoch=self._returns.seats.view.epoch,
+            epoch=self._restarts.seats.view.epoch,
             host_rank=self._hosts.who["host_rank"],
             claims=self._hosts.succeeds,
             secret=self._hosts.secret,
@@ -312,7 +312,7 @@ class Agent:
     def _supervise(self, wakeup: Wakeup) -> None:
         """Until no rank is left, report deaths, forward signals, and give up ranks that are outside of the ended run."""
         deadline: float | None = None
-        while self._living() or (deadline is None and (self._returns.pending() or self._waits())):
+        while self._living() or (deadline is None and (self._restarts.pending() or self._waits())):
             for number in wakeup.wait(self._monitor.pause_s):
                 if number == signal.SIGCHLD:
                     self._monitor.stir()
@@ -328,7 +328,7 @@ class Agent:
             self._claims.check(self._hosts.foremost)
             self._poll()
             self._listen()
-            self._voice.announce()
+            self._client.announce()
             self._tracking.poll()
             if deadline is None and (self._ended() or self._ended_elsewhere()):
                 deadline = time.monotonic() + _GRACE_S
@@ -344,7 +344,7 @@ class Agent:
 
     def _given_up(self) -> list[Rank]:
         """Return the given-up ranks of this host, of their group's last start, when all groups are lost."""
-        if not self._returns.wiped_out or self._ended():
+        if not self._restarts.wiped_out or self._ended():
             return []
         return [rank for rank in self._stuck.values() if rank.incarnation == self._starts[rank.group]]
 
@@ -359,8 +359,8 @@ class Agent:
         return [rank for rank in self._ranks if rank.ended is None]
 
     def _announce(self, said: signals.Signal) -> None:
-        self._voice.announce(said)
-        self._returns.on_signal(said)
+        self._client.announce(said)
+        self._restarts.on_signal(said)
 
     def _poll(self) -> None:
         """Give up ranks that live but cannot continue by themselves."""
@@ -373,7 +373,7 @@ class Agent:
             detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
             self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
         self._stalls.poll_ranks(self._living())
-        if self._standstill.poll_ranks(living.values(), bool(self._hosts.unheard()), self._voice.away):
+        if self._standstill.poll_ranks(living.values(), bool(self._hosts.unheard()), self._client.away):
             self._end_standstill()
 
     def _end_standstill(self) -> None:
@@ -394,9 +394,9 @@ class Agent:
             self._hosts.beats.least_s = self._config.fault_tolerance.detector.heartbeat_timeout_s
         changes = self._hosts.beats.changes()
         if changes or self._hosts.beats.silent():
-            self._voice.stir()  # where links are cut, a notice may be late or lost
+            self._client.stir()  # where links are cut, a notice may be late or lost
         for change in changes:
-            parts = [self._returns.incarnation(group) for group in self._hosts.shared()]
+            parts = [self._restarts.incarnation(group) for group in self._hosts.shared()]
             silent = self._known_starts(self._hosts.signal(change, *parts))  # a host shares at most one group
             if not self._ended():
                 verdict = signals.classify(silent)
@@ -407,7 +407,7 @@ class Agent:
 
     def _known_starts(self, silent: signals.HostSilent) -> signals.HostSilent:
         """Return the signal with the newest known starts of groups that were started again."""
-        newest = {group: self._returns.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
+        newest = {group: self._restarts.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
         return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
 
     def _buried(self, rank: Rank) -> None:
@@ -415,7 +415,7 @@ class Agent:
         noticed = time.time()
         rank.ended = noticed
         self._ranks.remove(rank)
-        self._voice.stir()  # the meaning depends on whether the run has ended
+        self._client.stir()  # the meaning depends on whether the run has ended
         code = given(rank.process.returncode)
         death = Exit(
             group=rank.group,
@@ -427,12 +427,12 @@ class Agent:
             **rank.last_words(),
         )
         if code == 0 and not self._ended() and (end := self._record.summary().end):
-            self._voice.say_ended(end)  # the rank had the store's answer, and the store has died since
+            self._client.say_ended(end)  # the rank had the store's answer, and the store has died since
         if code and self._is_failure_after(rank):
             self._failed_after.append((rank.log, death, self._signalled))
         if not rank.dropped and not self._ended():
             self._announce(signals.RankExited(death, rank.incarnation))
-            if not self._exits or self._returns.seated(rank.group, rank.incarnation):
+            if not self._exits or self._restarts.seated(rank.group, rank.incarnation):
                 place = rank.group, rank.position  # a newcomer without a seat is not why the run ends
                 self._exits.pop(place, None)  # keeps the dict in the order of the exits
                 self._exits[place] = rank, death
@@ -446,9 +446,9 @@ class Agent:
         left_out = rank.dropped or (rank.killed and self._signalled is None)
         if left_out or not self._ended():
             return False
-        view = self._voice.newest_view(self._returns.seats.view)  # a start that was left out need not write a model
+        view = self._client.newest_view(self._restarts.seats.view)  # a start that was left out need not write a model
         member = rank.group in view.live and view.incarnations.get(rank.group, 0) == rank.incarnation
-        return member and self._voice.done(seat(rank.group, rank.incarnation))
+        return member and self._client.done(seat(rank.group, rank.incarnation))
 
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
@@ -474,14 +474,14 @@ class Agent:
         if due is None or now < due:
             return
         self._closing_due = now + _CLOSING_EVERY_S
-        done = {rank.group for rank in self._living() if self._voice.done(seat(rank.group, rank.incarnation))}
+        done = {rank.group for rank in self._living() if self._client.done(seat(rank.group, rank.incarnation))}
         if done:
             self._record.note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
 
     def _kill_leftover(self) -> None:
         """Kill ranks after the grace period: all of them after a stop signal, else only those outside of the run."""
         for rank in self._living():
-            if self._signalled is not None or not self._voice.done(seat(rank.group, rank.incarnation)):
+            if self._signalled is not None or not self._client.done(seat(rank.group, rank.incarnation)):
                 rank.kill()
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
@@ -493,7 +493,7 @@ class Agent:
                 return
             self._hosts.look_after_store()
             self._listen()
-            self._voice.announce()
+            self._client.announce()
 
     def _end_all(self) -> None:
         """End every process of the run, in whatever state the agent is."""
@@ -516,7 +516,7 @@ class Agent:
         settings = self._config.fault_tolerance
         here = {group: (group, 0) in self._hosts.ranks for group, _ in self._hosts.ranks}
         return restarter.RestartManager(
-            self._voice,
+            self._client,
             settings,
             here,
             self._hosts.shared(),
@@ -529,38 +529,38 @@ class Agent:
 
     def _bring_back(self) -> None:
         """Start groups that are due, and end ranks that wait for a seat when no group has the model any more."""
-        heard = self._voice.news()
+        heard = self._client.news()
         for signal_ in heard:
             self._on_signal(signal_)
-        self._returns.check(heard)
+        self._restarts.check(heard)
         for part, last in self._spare.poll() if self._idles else ():
             self._take_over([(part.group, position) for position in part.positions], last)
             self._record.note("host", **self._hosts.who, what="took over", groups=[part.group])
-        for start in self._returns.due(self._hosts.unheard()):
+        for start in self._restarts.due(self._hosts.unheard()):
             older = [rank for rank in self._living() if rank.group == start.group]
             for rank in older:
                 rank.drop()  # it is stopped, stuck, or waits for its group; the new start needs its place
             if not older and self._may_start(start):
                 self._start_again(start)
-        for refusal in self._returns.refusals():
+        for refusal in self._restarts.refusals():
             self._record.note("given_up", **vars(refusal))
             self._announce(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
-        if self._returns.hopeless:
+        if self._restarts.hopeless:
             for rank in self._living():
-                if not self._returns.seated(rank.group, rank.incarnation):
+                if not self._restarts.seated(rank.group, rank.incarnation):
                     rank.drop()
 
     def _may_start(self, start: restarter.Start) -> bool:
         """Return whether this host is to make that start; False while that is unknown."""
         first = min(position for group, position in self._hosts.ranks if group == start.group)
-        owner = self._voice.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
+        owner = self._client.claim(start_key(start.group, start.incarnation, first), self._hosts.place.rank)
         if owner not in (None, self._hosts.place.rank):
-            self._returns.forget(start.group)
+            self._restarts.forget(start.group)
             self._idles = True  # this host was taken for lost; news of its replacement is on the way
         return owner == self._hosts.place.rank
 
     def _start_again(self, start: restarter.Start) -> None:
-        self._returns.started(start)
+        self._restarts.started(start)
         new, where = [], self._hosts.who
         for position in (position for group, position in self._hosts.ranks if group == start.group):
             try:
@@ -596,7 +596,7 @@ class Agent:
             self._announce(self._known_starts(correction))
         shared = self._hosts.shared()
         for part in spare_policy.parts_of(me, new):
-            self._returns.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
+            self._restarts.adopt(part.group, part.positions[0] == 0, part.group in shared, last)
 
     def _on_signal(self, signal_: signals.Signal) -> None:
         self._spare.on_signal(signal_)
@@ -610,7 +610,7 @@ class Agent:
         if (
             signal_.host in self._hosts.beats.known()
         ):  # otherwise its number is given away again after the host and the store are lost
-            self._voice.knows(join.number_key(signal_.host), signal_.name)
+            self._client.knows(join.number_key(signal_.host), signal_.name)
         if moved := set(before) - set(self._hosts.ranks):
             self._give_up_to(host_name(signal_.name, signal_.host), moved)
 
@@ -622,29 +622,29 @@ class Agent:
             if (rank.group, rank.position) in moved:
                 rank.drop()
         for group in groups:
-            self._returns.forget(group)
+            self._restarts.forget(group)
         self._starter.house(self._hosts.ranks)
         self._idles = True
 
     def _waits(self) -> bool:
         """Return whether this host stays without ranks: it may get some, and leaving early would look like a loss."""
-        over = self._ended() or self._returns.hopeless or self._returns.in_vain or self._ended_elsewhere()
+        over = self._ended() or self._restarts.hopeless or self._restarts.in_vain or self._ended_elsewhere()
         return self._idles and not over
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
-        return self._voice.ended()
+        return self._client.ended()
 
     def _ended_elsewhere(self) -> bool:
-        return self._record.has_end(self._voice.away)
+        return self._record.has_end(self._client.away)
 
     def _conclude(self) -> int:
         """Return the exit code, and print the line that explains it."""
-        self._voice.stir()
+        self._client.stir()
         # All groups may have left with the store's answer and the store have died since: then the record has the end.
         if self._ended() or self._record.summary().end:
-            return self._conclude_end(self._voice.end or self._record.summary().end or {})
+            return self._conclude_end(self._client.end or self._record.summary().end or {})
         recorded = self._record.summary()
         ended = [(rank.log, death) for rank, death in self._exits.values()]
         code, reason = run_directory.why(recorded.last_step, self._signalled, ended, self._idles)

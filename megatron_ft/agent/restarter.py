@@ -63,7 +63,7 @@ class RestartManager:
 
     def __init__(
         self,
-        voice: AgentClient,
+        client: AgentClient,
         settings: FaultToleranceConfig,
         here: Mapping[GroupId, bool],
         shared: Collection[GroupId],
@@ -73,7 +73,7 @@ class RestartManager:
         clock: Callable[[], float] = time.monotonic,
         fenced: Callable[[GroupId, int], bool] = lambda group, incarnation: False,
     ) -> None:
-        self._voice, self._leads, self._shared = voice, dict(here), frozenset(shared)
+        self._client, self._leads, self._shared = client, dict(here), frozenset(shared)
         self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
         self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
         self._groups = {group: restart_policy.Group(since=clock()) for group in here}
@@ -103,8 +103,8 @@ class RestartManager:
     def check(self, heard: Collection[signals.Signal]) -> None:
         """Take in what has happened, as far as the store tells. ``heard``: the news that were read just now."""
         # Read after the news: a group that was dead by then has written no view since.
-        self._seats = self._seats.after(self._voice.newest_view(self._seats.view))
-        self._known = not self._voice.away
+        self._seats = self._seats.after(self._client.newest_view(self._seats.view))
+        self._known = not self._client.away
         if self._off:
             for signal in heard:
                 self._bury(signals.classify(signal))
@@ -123,7 +123,7 @@ class RestartManager:
         for group in self._shared & self._leads.keys():
             if not self._leads[group]:
                 self._follow(group)
-        self._to_say = {key: value for key, value in self._to_say.items() if not self._voice.put(key, value)}
+        self._to_say = {key: value for key, value in self._to_say.items() if not self._client.put(key, value)}
         if not self._seats.enough:  # no group could hand over the model, so none comes back, and none is reported
             self._refusals = []
             self._groups = {g: restart_policy.never(group, "no group is left") for g, group in self._groups.items()}
@@ -131,7 +131,7 @@ class RestartManager:
     def due(self, unheard: Collection[GroupId]) -> list[Start]:
         """Return the starts that are due. ``unheard``: groups on hosts that are silent now; a new start that cannot
         reach members would be left out again."""
-        if self._off or not self._known or not self._voice.told:
+        if self._off or not self._known or not self._client.told:
             return []
         now, found = self._clock(), []
         for number, group in self._groups.items():
@@ -255,7 +255,7 @@ class RestartManager:
         if not group.pending or group.due is not None:
             return
         for incarnation in range(group.incarnation + 1, group.incarnation + 1 + _SKIPPED):
-            decision = self._voice.get(f"restart/{seat(number, incarnation)}")
+            decision = self._client.get(f"restart/{seat(number, incarnation)}")
             if decision is not None and "never" in decision:
                 self._groups[number] = restart_policy.never(group, decision["never"])
             elif decision is not None:

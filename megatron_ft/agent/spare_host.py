@@ -31,8 +31,8 @@ def start_key(group: GroupId, incarnation: int, position: int) -> str:
 class Spare:
     """One host as a spare. It hears all news from the beginning; after it has given up a group, it takes none."""
 
-    def __init__(self, hosts: Hosts, voice: AgentClient, returns: RestartManager) -> None:
-        self._hosts, self._voice, self._returns = hosts, voice, returns
+    def __init__(self, hosts: Hosts, client: AgentClient, restarts: RestartManager) -> None:
+        self._hosts, self._client, self._restarts = hosts, client, restarts
         self._refused: set[tuple[int, GroupId]] = set()
         self._unwanted: set[GroupId] = set()
         self._ended: list[signals.RankExited] = []
@@ -54,11 +54,11 @@ class Spare:
     def poll(self) -> list[tuple[spare_policy.Part, int]]:
         """Return the parts that this host has now, each with the last incarnation on another host."""
         me = self._hosts.place.rank
-        if self._voice.away or any(host == me for host, _ in self._refused):
+        if self._client.away or any(host == me for host, _ in self._refused):
             return []
         self._judge()
         away = self._hosts.beats.silent() | self._accused()
-        lost = spare_policy.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._returns.seats.taken)
+        lost = spare_policy.vacant(self._hosts.parts, away, self._refused, self._unwanted, self._restarts.seats.taken)
         fit = spare_policy.fitting(lost, self._hosts.max_ranks - len(self._hosts.ranks))
         found = [(part, self._claim(part, away)) for part in fit]
         return [(part, last) for part, last in found if last is not None]
@@ -68,7 +68,7 @@ class Spare:
         may be later."""
         ended, self._ended = self._ended, []
         for end in ended:
-            if restart_policy.kind_of(end.exit, end.incarnation, self._returns.seats) in restart_policy.WANTED:
+            if restart_policy.kind_of(end.exit, end.incarnation, self._restarts.seats) in restart_policy.WANTED:
                 self._unwanted.add(end.exit.group)
 
     def _accused(self) -> set[int]:
@@ -79,8 +79,8 @@ class Spare:
 
     def _claim(self, part: spare_policy.Part, away: set[int]) -> int | None:
         """Return the part's last start on another host; None if the next is another host's, too, or the store is away."""
-        me, last = self._hosts.place.rank, self._returns.newest(part.group)
-        while (owner := self._voice.claim(start_key(part.group, last + 1, part.positions[0]), me)) != me:
+        me, last = self._hosts.place.rank, self._restarts.newest(part.group)
+        while (owner := self._client.claim(start_key(part.group, last + 1, part.positions[0]), me)) != me:
             if owner not in away and (owner, part.group) not in self._refused:
                 return None
             last += 1  # its host was lost before that start became known

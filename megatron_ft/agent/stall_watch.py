@@ -36,13 +36,13 @@ class Stalls:
 
     def __init__(
         self,
-        voice: AgentClient,
+        client: AgentClient,
         hosts: Hosts,
-        returns: RestartManager,
+        restarts: RestartManager,
         settings: DetectorConfig,
         note: Callable[..., None],
     ) -> None:
-        self._voice, self._hosts, self._returns, self._note = voice, hosts, returns, note
+        self._client, self._hosts, self._restarts, self._note = client, hosts, restarts, note
         self._limits, self._notice_s = rank_monitor.limits(settings), settings.stall_notice_s
         self._here: list[group_stalls.Spot] = []
         self._written: list[tuple[object, ...]] = []
@@ -85,7 +85,7 @@ class Stalls:
             return
         now = time.time()
         value = [{**asdict(spot), "since": round(now - spot.seconds, 3)} for spot in told]
-        if self._voice.put(self._key(self._hosts.place.rank), value):
+        if self._client.put(self._key(self._hosts.place.rank), value):
             self._written = picture
 
     @staticmethod
@@ -97,19 +97,19 @@ class Stalls:
     def _others(self) -> Iterable[tuple[int, list[group_stalls.Spot] | None]]:
         """Return what every other host that is heard has written; None where that is unknown."""
         for host in sorted(self._heard - {self._hosts.place.rank}):
-            raw = self._voice.get(self._key(host))
-            yield host, None if raw is None and self._voice.away else self._members(map(_spot, raw or ()))
+            raw = self._client.get(self._key(host))
+            yield host, None if raw is None and self._client.away else self._members(map(_spot, raw or ()))
 
     @property
     def _heard(self) -> set[int]:
         return self._hosts.used - self._hosts.beats.silent()
 
     def _members(self, spots: Iterable[group_stalls.Spot]) -> list[group_stalls.Spot]:
-        view = self._returns.seats.view
+        view = self._restarts.seats.view
         return [spot for spot in spots if view.seats(spot.group, spot.incarnation)]
 
     def _ask_for_outage(self) -> bool:
-        me, members = self._hosts.place.rank, self._returns.seats.view.live
+        me, members = self._hosts.place.rank, self._restarts.seats.view.live
         stuck = {(me, spot.group) for spot in self._members(self._here) if spot.storage}
         decide = lambda: rank_health.is_outage(stuck, len(self._heard), members)  # noqa: E731
         if decide():

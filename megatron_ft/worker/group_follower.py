@@ -67,7 +67,7 @@ class GroupFollower:
     def _obey(self, refuse: type[Order[Any]]) -> Order[Any]:
         """Carry out the next order, and return it. ``refuse``: an order that the leader cannot give now."""
         rank = self._rank
-        rank.pulse.enter("waiting")
+        rank.progress.enter("waiting")
         order = orders.named(*given(rank.inner).next_order())
         if isinstance(order, refuse):
             does = "goes on at" if isinstance(order, orders.Begin) else "is done before"

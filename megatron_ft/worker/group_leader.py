@@ -64,10 +64,10 @@ class GroupLeader:
         self._rank, self._executor = rank, GroupExecutor(rank)
         self._config, self._agreement, self._history = config, agreement, history
         self._placement = placement
-        self._points, self._pulse, self._timeline = rank.points, rank.pulse, rank.timeline
-        self._pace = StepTimer(rank.size)
+        self._points, self._progress, self._timeline = rank.points, rank.progress, rank.timeline
+        self._timer = StepTimer(rank.size)
         self._record = StepRecord(history, rank.group, first_view)
-        self._interruptions = RecoveryMetrics(history, rank.group, placement)
+        self._recovery_metrics = RecoveryMetrics(history, rank.group, placement)
         self._checkpoints = CheckpointCoordinator(rank, self._executor, config, agreement, history)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
@@ -115,7 +115,7 @@ class GroupLeader:
     def _come_back(self, job: machine.Job) -> None:
         """Follow other groups until this group has its seat."""
         self._warm = time.monotonic()
-        self._pulse.enter("waiting")
+        self._progress.enter("waiting")
         self._points.reach("warm", 0)
         view = RejoinCoordinator(self._rank.following, self._executor, self._hear_before).seat()
         self._agreement.adopted(view)
@@ -140,7 +140,7 @@ class GroupLeader:
     def _train_step(self, dataset: Dataset) -> StepResult:
         started = time.monotonic()
         step = self._state.step
-        self._interruptions.begin_step()
+        self._recovery_metrics.begin_step()
         self._begin(dataset)
         while self._state.step == step:
             self._drain_verdicts()
@@ -163,7 +163,7 @@ class GroupLeader:
             self._stop(str(error), halted=False)
 
     def _finish(self) -> None:
-        self._pulse.enter("waiting")
+        self._progress.enter("waiting")
         self._agreement.done(self._incarnation, self._executor.carry_out(orders.Fingerprint()))
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.collective_timeout_s
@@ -175,7 +175,7 @@ class GroupLeader:
                 self._perform(self._next)
                 deadline = time.monotonic() + patience_s
                 continue
-            self._interruptions.resumed(self._state)
+            self._recovery_metrics.resumed(self._state)
             self._checkpoints.boundary(self._state, 0.0)
             if self.group == min(self._state.view.live) and self._checkpoints.at_end(self._state) and self._write_end():
                 break
@@ -269,8 +269,8 @@ class GroupLeader:
         for action in actions[:-1]:
             match action:
                 case machine.Abort(in_order=in_order):
-                    self._interruptions.noticed()
-                    self._pace.disturbed()
+                    self._recovery_metrics.noticed()
+                    self._timer.disturbed()
                     self._lingers = in_order
                     if not in_order:
                         self._executor.carry_out(orders.CloseEpoch())
@@ -312,20 +312,20 @@ class GroupLeader:
 
     def _perform(self, action: machine.Action) -> None:
         """Carry out the training thread's next action, and report the result to the core."""
-        self._pulse.enter("working" if isinstance(action, machine.Compute | machine.Update) else "waiting")
+        self._progress.enter("working" if isinstance(action, machine.Compute | machine.Update) else "waiting")
         match action:
             case machine.Compute():
                 self._compute()
             case machine.Reduce(step=step, buckets=buckets):
-                self._interruptions.resumed(self._state)
+                self._recovery_metrics.resumed(self._state)
                 reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
                 self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, reduced)))
-                self._pace.collected(self._rank.collected)
+                self._timer.collected(self._rank.collected)
             case machine.Update(step=step):
                 if (
                     self._state.next_plan_origin is None
                 ):  # else other groups have decided it, and the next step was interrupted
-                    self._interruptions.resumed(self._state)
+                    self._recovery_metrics.resumed(self._state)
                 self._update(step)
             case machine.Connect(view=view):
                 with self._timeline.span("recover"):
@@ -359,7 +359,7 @@ class GroupLeader:
         state = self._state
         self._checkpoints.boundary(state, self._record.line.get("duration_s", 0.0))
         self._executor.carry_out(orders.Begin(state.step, cache(lambda: self._needs(state)), dataset))
-        self._rank.say_seconds(self._pace.begin())
+        self._rank.say_seconds(self._timer.begin())
 
     def _needs(self, state: machine.GroupState) -> Needs:
         """Return the microbatches of the step that begins in ``state``."""
@@ -382,8 +382,8 @@ class GroupLeader:
         if not state.reported and state.connected and state.todo == microbatches:
             ahead = self._rank.ahead(state.step, state.unfinished)
         prefetched, seconds = self._executor.carry_out(orders.Compute(microbatches, patched, state.view.epoch, ahead))
-        self._interruptions.computed(microbatches[0], patched[0], prefetched, seconds)
-        self._pace.computed(len(microbatches), seconds)
+        self._recovery_metrics.computed(microbatches[0], patched[0], prefetched, seconds)
+        self._timer.computed(len(microbatches), seconds)
         for microbatch in microbatches:
             self._feed(machine.Computed(microbatch))
         self._glance()
@@ -404,9 +404,9 @@ class GroupLeader:
             nonlocal counted
             while ended:
                 microbatch, prefetched = ended.pop(0)
-                self._interruptions.computed(microbatch, microbatch in self._state.plan.patched, prefetched, 0.0)
+                self._recovery_metrics.computed(microbatch, microbatch in self._state.plan.patched, prefetched, 0.0)
                 self._feed(machine.Computed(microbatch))
-            self._interruptions.computing(time.monotonic() - counted)
+            self._recovery_metrics.computing(time.monotonic() - counted)
             self._drain_verdicts()
             self._glance()
             counted = time.monotonic()
@@ -417,7 +417,7 @@ class GroupLeader:
 
         self._executor.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
         listed()
-        self._pace.computed(len(listing), time.monotonic() - started)
+        self._timer.computed(len(listing), time.monotonic() - started)
 
     def _update(self, step: int) -> None:
         speeds, measured = self._state.speeds, self._rank.measured()
@@ -545,7 +545,7 @@ class GroupLeader:
             self._executor.carry_out(orders.CloseEpoch())
         if self.group in view.live:
             self._record.adopt(view)
-            self._interruptions.adopted(view)
+            self._recovery_metrics.adopted(view)
             self._checkpoints.adopted(view)
             self._rank.prepare(view, self._state.step)
         self._feed(machine.ViewSeen(view))  # last: if the view is outdated already, this call adopts the next one

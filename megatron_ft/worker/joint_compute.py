@@ -49,11 +49,11 @@ class JointWork:
         if patch and kind == "forward":
             rank.points.reach("patch", microbatch.step)
         rank.points.reach(kind, microbatch.step)
-        rank.pulse.enter("working")
+        rank.progress.enter("working")
         with rank.timeline.span(f"patch_{kind}" if patch else kind), rank.blame(microbatch):
             yield
-        rank.pulse.advance()
-        rank.pulse.enter("waiting")  # for the stages before and after this one
+        rank.progress.advance()
+        rank.progress.enter("waiting")  # for the stages before and after this one
 
     def computed(self, microbatch: Microbatch) -> None:
         self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))

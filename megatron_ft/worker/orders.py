@@ -108,7 +108,7 @@ class Compute(Order[tuple[bool, float]]):
         if rank.position >= len(self.microbatches):
             return False, 0.0
         microbatch, patch = self.microbatches[rank.position], self.patched[rank.position]
-        rank.pulse.enter("working")
+        rank.progress.enter("working")
         prefetched, seconds = rank.compute(microbatch, patch, self.ahead)
         if patch and rank.position:  # the leader records its own together with the recovery's times
             who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
@@ -198,7 +198,7 @@ class Update(Order[StepResult]):
     microbatches: int
 
     def run(self, rank: RankExecutor) -> StepResult:
-        rank.pulse.enter("working")
+        rank.progress.enter("working")
         return rank.update(self.step, self.microbatches)
 
 

@@ -79,7 +79,7 @@ def wait_for_return(
         leaving: returns the reason why this rank was told to leave; empty without one.
         patience_s: seconds that the control store may be away; no group can come back meanwhile.
     """
-    rank.pulse.enter("waiting")
+    rank.progress.enter("waiting")
     rank.close_epoch()
     while not (rank.lost_because or census.halted) and census.changed.wait(_CULPRIT_S):
         census.changed.clear()

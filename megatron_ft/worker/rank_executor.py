@@ -77,7 +77,7 @@ class RankExecutor:
         self.incarnation, self.host_rank = env.incarnation, env.host_rank
         self.agreement, self.history = agreement, history
         self.points = InjectionPoints.from_env(env.group, env.position, env.run_dir)
-        self.pulse = ProgressCounters.from_env()
+        self.progress = ProgressCounters.from_env()
         self.timeline = Timeline(env.run_dir, env.group, env.position)
         self.inner: IntraGroup | None = None
         self.result: StepResult | None = None
@@ -94,7 +94,7 @@ class RankExecutor:
         self._env, self._config, self._settings = env, env.config, env.config.fault_tolerance
         self.nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
         self.link = EpochLink(env, agreement)
-        self._prefetcher = Prefetcher(lambda: torch.get_rng_state().tolist(), self.pulse.dataset)
+        self._prefetcher = Prefetcher(lambda: torch.get_rng_state().tolist(), self.progress.dataset)
         # Set by :meth:`attach`, before the first step.
         self.engine: Engine
         self._slots: Slots
@@ -105,7 +105,7 @@ class RankExecutor:
         self._lines: P2PChannels | None = None
         self.joint = False
         self._step = -1
-        self._donor: StateSender | None = None
+        self._sender: StateSender | None = None
         self._updated: StepResult | None = None
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
         self._swept = False  # whether the last sweep destroyed a process group
@@ -140,7 +140,7 @@ class RankExecutor:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         if settings.rejoin.enabled:
             where = lambda place: self.agreement.put(address_key(self.group, self.position), place)  # noqa: E731
-            self._donor = StateSender(self._env, engine, self.states, self._epoch_of_state, where)
+            self._sender = StateSender(self._env, engine, self.states, self._epoch_of_state, where)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
@@ -193,8 +193,8 @@ class RankExecutor:
         short, self._began = now - self._began < _LONG_S, now
         self._step = step
         self.link.begin_step(step)
-        if self._donor is not None:
-            self._donor.boundary(step, self._updated, self.carry)
+        if self._sender is not None:
+            self._sender.boundary(step, self._updated, self.carry)
         self.engine.begin_step()
         self.guard.say(self._step)
         if short:
@@ -244,7 +244,7 @@ class RankExecutor:
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
             self.points.corrupt(step, cast(Corruptible, self.engine))
             self.nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
-        self.pulse.advance()
+        self.progress.advance()
         return prefetched, time.monotonic() - started
 
     def _members(self) -> int:
@@ -413,13 +413,13 @@ class RankExecutor:
             except Miscount as error:  # no group may go on with such a sum
                 self.guard.halt(step, str(error))
         self.result = self._updated = result
-        self.pulse.advance()
+        self.progress.advance()
         return result
 
     def _settle(self, state: bool) -> None:
         """Copy unsent data of followers that is about to change."""
-        if self._donor is not None:
-            self._donor.settle(state)
+        if self._sender is not None:
+            self._sender.settle(state)
 
     def end_step(self, epoch: int) -> None:
         """End a step that is committed and recorded. Raises ``RunStopped`` when the run must not go on after it."""

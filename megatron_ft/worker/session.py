@@ -142,19 +142,19 @@ class Session:
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
         self._copies = peer_copies.of(env)
-        self._census = LivenessTracker(env.config.groups)
-        self._inside = UserProcessGroups(
+        self._liveness = LivenessTracker(env.config.groups)
+        self._user_groups = UserProcessGroups(
             env.group, env.position, self._store.clone(), patience_s, env.incarnation, env.host_rank
         )
         if env.position == 0:
             placement = config_module.placement_of(env.config)
-            self._part: GroupLeader | GroupFollower = GroupLeader(
+            self._role: GroupLeader | GroupFollower = GroupLeader(
                 self._rank, env.config, agreement, record, placement, first
             )
         else:
-            self._part = GroupFollower(self._rank, 0 if first is None else first.step)
+            self._role = GroupFollower(self._rank, 0 if first is None else first.step)
         Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
-        self._rank.pulse.start()
+        self._rank.progress.start()
         if self._claimant is not None:
             self._claimant.log.follow(
                 Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD), self._claims_changed
@@ -292,15 +292,15 @@ class Session:
             with self._until_lost():
                 self._identify(None)
                 self._enter(self._engine)
-        step = self._part.step
+        step = self._role.step
         while step < total:
             yield step
-            if self._part.step <= step:
+            if self._role.step <= step:
                 raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
-            step = self._part.step
+            step = self._role.step
         self._rank.close()
         with self._until_lost():
-            self._part.finish()
+            self._role.finish()
 
     def train_step(self, engine: Engine, dataset: Dataset) -> StepResult:
         """Compute, reduce and commit one step, also when groups die meanwhile. Return when this group has committed it.
@@ -321,10 +321,10 @@ class Session:
             if not self._entered:
                 self._enter(engine)
             if self._leaving:
-                self._part.leave(self._leaving)
-            result = self._part.train_step(dataset)
+                self._role.leave(self._leaving)
+            result = self._role.train_step(dataset)
         self._committed(result.step)
-        self._rank.pulse.enter("outside")
+        self._rank.progress.enter("outside")
         return result
 
     def _slots(self, shared: bool) -> int:
@@ -349,7 +349,7 @@ class Session:
         self._rank.attach(engine)
         if self._origin is not None:
             self._rank.result = restore.load(self._origin, self.config, self.position, engine, self._copies)
-        self._part.enter(self._total, self._comes_back, self._origin)
+        self._role.enter(self._total, self._comes_back, self._origin)
 
     @property
     def _comes_back(self) -> bool:
@@ -365,8 +365,8 @@ class Session:
             why: the reason, for the log and the run record. The reason of the first call counts.
         """
         self._leaving = self._leaving or why
-        if isinstance(self._part, GroupLeader):
-            self._part.leave(why)
+        if isinstance(self._role, GroupLeader):
+            self._role.leave(why)
 
     def watch(self, groups: Mapping[str, Any], timeout_s: float | None = None) -> Watchdog:
         """Watch process groups that an engine uses inside this group. Every member of them has to call this method.
@@ -379,7 +379,7 @@ class Session:
             groups: name -> ``torch.distributed`` process group.
             timeout_s: limit for a gloo work, in seconds. Default: ``detector.collective_timeout_s``.
         """
-        return self._inside.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
+        return self._user_groups.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
@@ -417,8 +417,8 @@ class Session:
         except Fenced as error:
             _log.info(f"{error}; this group stops")
             self._rank.link.abort()
-            if isinstance(self._part, GroupLeader):
-                self._part.claims_changed()
+            if isinstance(self._role, GroupLeader):
+                self._role.claims_changed()
 
     def _on_signal(self, verdict: signals.Verdict) -> None:
         """Watcher thread: unblock the training thread at once, and pass the verdict to it."""
@@ -426,27 +426,27 @@ class Session:
             return  # only agents use these
         if isinstance(verdict, signals.LeaveRequested):
             if verdict.group == self.group and not self._leaving:
-                self._part.on_signal(verdict)
+                self._role.on_signal(verdict)
                 self._leaving = verdict.why
                 _log.info(f"group {self.group} is asked to leave: {verdict.why}")
             return
         if isinstance(verdict, Saves | Stops | signals.ViewAgreed | signals.RunFinished):  # steps do not wait for these
-            self._part.on_signal(verdict)
+            self._role.on_signal(verdict)
             return
         if isinstance(verdict, signals.ChecksumsRequested):
             self._rank.publish_checksums(verdict)
             return
-        self._census.on_signal(verdict)
+        self._liveness.on_signal(verdict)
         if (
             isinstance(verdict, GroupFailed)
             and (verdict.group == self.group and verdict.incarnation >= self.env.incarnation)
             and self._rank.size > 1
         ):
             self._rank.lose(verdict.reason)
-            self._inside.abort()
+            self._user_groups.abort()
             if self._world is not None:
                 self._world.cut()
-        self._part.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
+        self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
         self._rank.on_signal(verdict)
 
     def _record_forged(self, key: str) -> None:
@@ -480,4 +480,4 @@ class Session:
         else:
             return
         patience_s = self._settings.store_patience_s
-        wait_for_return(self._rank, self._store, self._census, why, lambda: self._leaving, patience_s)
+        wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)

@@ -115,7 +115,7 @@ def test_a_view_that_is_outdated_when_it_is_adopted_takes_nothing_from_the_next(
     leader._feed(machine.EpochAborted(0, "a collective failed"))
     for group in (0, 2):
         leader._feed(machine.GroupFailed(group, f"group {group} died"))
-    leader._interruptions.resumed(leader._state)
+    leader._recovery_metrics.resumed(leader._state)
 
     lines = [line for line in history.read(tmp_path) if line["event"] in ("view", "recovery")]
     assert [(line["event"], line["epoch"]) for line in lines] == [

@@ -238,7 +238,7 @@ def following(store: Store, epoch: int = 0) -> joiner.RejoinClient:
     env = RankEnvironment(RUN, 3, 0, "", "127.0.0.1", Path(), RunConfig(groups=4), incarnation=1, epoch=epoch)
     own = engine(1)
     guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
-    quiet = {"points": MagicMock(), "pulse": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
+    quiet = {"points": MagicMock(), "progress": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
     rank = SimpleNamespace(engine=own, inner=None, lost_because="", **quiet)
     return joiner.RejoinClient(rank, env, store)
 
@@ -249,7 +249,7 @@ def test_the_state_of_the_first_step_is_asked_for_that_no_donor_has_begun(traine
     follower = following(Store([trainer.place for trainer in donors]))
     for margin in (0, 4):
         assert follower.begin([(0, 0), (1, 0)], margin, epoch=7) == joiner.DONE
-        assert follower._guest.at == 3 + margin
+        assert follower._receiver.at == 3 + margin
     follower.end()
     donors[1].donor.close()
     assert follower.begin([(0, 0), (1, 0)], 0, epoch=7) == joiner.ASTRAY and follower.astray

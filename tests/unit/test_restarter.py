@@ -84,7 +84,7 @@ def dead(group, incarnation=0, **how):
 
 def look(made):
     """Look as the agent does."""
-    made.check(made._voice.news())
+    made.check(made._client.news())
 
 
 def due(made, unheard=()):

@@ -292,7 +292,7 @@ class CheckpointCoordinator:
     def _stop(self, order: Saves, state: GroupState, mine: bool) -> None:
         """Wait until the last checkpoint of a job that was told to stop is there, or cannot be. Returns when the epoch
         ends first: the job then goes on, and stops a little later."""
-        self._rank.pulse.enter("waiting")
+        self._rank.progress.enter("waiting")
         self._agreement.stands(standing(order.attempt))
         deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
         reason = None

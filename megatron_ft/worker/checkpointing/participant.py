@@ -53,7 +53,7 @@ class CheckpointParticipant:
         self._agreement = agreement.clone()
         self._speaking = threading.Lock()
         self._saver = checkpoint.Saver()
-        self._shelf = ReplicaCache(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
+        self._replicas = ReplicaCache(self._directory, env.config.fault_tolerance.checkpoint.memory_gb * GB)
         self.cost_s = 0.0
 
     def take(self, order: Saves, engine: Engine, states: StateCheck) -> None:
@@ -95,7 +95,7 @@ class CheckpointParticipant:
             # Before the receipt: after the last save of a run no rank waits for anything.
             place = place_of(self._directory, order.at, order.attempt)
             for name, entry in said["files"].items():
-                self._shelf.take(place / name, entry["sha256"], entry["bytes"])
+                self._replicas.take(place / name, entry["sha256"], entry["bytes"])
         except CheckpointError as error:
             said = {"error": str(error)}
         finally:

@@ -63,7 +63,7 @@ class RejoinClient:
 
     def __init__(self, rank: RankExecutor, env: RankEnvironment, agreement: CoordinationClient) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
-        self._guest: StateReceiver | None = None
+        self._receiver: StateReceiver | None = None
         self.donors: Mapping[int, int] = {}
         self.distrusted: set[tuple[int, int]] = set()
         self.astray = ""
@@ -74,26 +74,26 @@ class RejoinClient:
     @property
     def stands(self) -> int:
         """The step whose state the engine has; -1: none."""
-        return -1 if self._guest is None else self._guest.stands
+        return -1 if self._receiver is None else self._receiver.stands
 
     @property
     def ready(self) -> bool:
         """True if the next step has come."""
-        return self._guest is not None and self._guest.ready()
+        return self._receiver is not None and self._receiver.ready()
 
     @property
     def broken(self) -> str:
         """The reason why nothing more will come of a donor; empty while all are well."""
-        return given(self._guest).broken
+        return given(self._receiver).broken
 
     @property
     def carried(self) -> Mapping[str, Any]:
-        return given(self._guest).carried
+        return given(self._receiver).carried
 
     @property
     def result(self) -> StepResult | None:
         """The result of the last step, if one was made."""
-        return given(self._guest).result
+        return given(self._receiver).result
 
     def begin(self, donors: Sequence[tuple[int, int]], margin: int, epoch: int) -> int:
         """Connect to donors, (group, incarnation), in that epoch, and ask for the state of the soonest step that no donor
@@ -109,7 +109,7 @@ class RejoinClient:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
             patience_s = env.config.fault_tolerance.detector.collective_timeout_s
-            guest = self._guest = StateReceiver(self._rank.engine, env.key, env.position, who, found, patience_s)
+            guest = self._receiver = StateReceiver(self._rank.engine, env.key, env.position, who, found, patience_s)
         except Gone as gone:
             guest, self.astray = None, str(gone)
         at = -self._together(_NEVER if guest is None else -guest.soonest) + margin
@@ -127,12 +127,12 @@ class RejoinClient:
     def _look_for_seat(self, guest: StateReceiver, epoch: int, agreement: CoordinationClient) -> None:
         """Thread: look until there is a seat, or another attempt."""
         try:
-            while guest is self._guest:
+            while guest is self._receiver:
                 view = agreement.view(epoch + 1)
                 if view is None:
                     time.sleep(_POLL_S)
                     continue
-                if guest is not self._guest:
+                if guest is not self._receiver:
                     return
                 epoch = view.epoch
                 self.see(view)
@@ -155,7 +155,7 @@ class RejoinClient:
         this rank then holds differs from that of its donors."""
         answer = self._wait_then(self._await_one_state, StateReceiver.take_state, interrupted)
         self.received = time.monotonic()
-        if answer == DONE and {self._rank.states.whole(self.stands)} != set(given(self._guest).checksums.values()):
+        if answer == DONE and {self._rank.states.whole(self.stands)} != set(given(self._receiver).checksums.values()):
             raise StartOver(
                 f"group {self.env.group} starts over: the state it has put in place for step {self.stands} is not that of "
                 f"its donors"
@@ -186,16 +186,16 @@ class RejoinClient:
         self, wait: Callable[..., bool], act: Callable[[StateReceiver], None], interrupted: Callable[[], bool]
     ) -> int:
         try:
-            there = wait(self._guest, lambda: interrupted() or bool(self._rank.lost_because))
+            there = wait(self._receiver, lambda: interrupted() or bool(self._rank.lost_because))
             answer = DONE if there else INTERRUPTED
         except Gone as gone:
-            self.astray, answer = str(gone), LATE if given(self._guest).late else ASTRAY
+            self.astray, answer = str(gone), LATE if given(self._receiver).late else ASTRAY
         answer = self._together(answer)
         if answer == DONE:
-            self._rank.pulse.enter("working")
-            act(given(self._guest))
-            self._rank.pulse.advance()
-            self._rank.pulse.enter("waiting")
+            self._rank.progress.enter("working")
+            act(given(self._receiver))
+            self._rank.progress.advance()
+            self._rank.progress.enter("waiting")
         return answer
 
     def _together(self, answer: int) -> int:
@@ -203,7 +203,7 @@ class RejoinClient:
 
     def on_signal(self, verdict: signals.Verdict) -> None:
         """Give up a donor that is frozen: it sends nothing more, and its connection stays. Callable from any thread."""
-        guest = self._guest
+        guest = self._receiver
         if guest is None or not isinstance(verdict, GroupFailed):
             return
         if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
@@ -211,14 +211,14 @@ class RejoinClient:
 
     def see(self, view: View) -> None:
         """Give up a donor that is not in ``view``: it may be on a host that is cut off. Callable from any thread."""
-        guest = self._guest
+        guest = self._receiver
         for group, incarnation in self.donors.items():
             if guest is not None and not view.seats(group, incarnation):
                 guest.give_up(group, f"group {group}: view {view.epoch} has gone on without it")
 
     def end(self) -> None:
         """Disconnect: this rank does not need its donors any more."""
-        guest, self._guest = self._guest, None
+        guest, self._receiver = self._receiver, None
         if guest is not None:
             self.bytes += guest.received
             guest.close()
