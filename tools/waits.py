@@ -158,7 +158,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     (
         "agent/node_agent.py",
         "Agent._supervise",
-        "while self._living() or (deadline is None and (self._returns.pendi ...",
+        "while self._ranks.living() or (deadline is None and (self._restart ...",
     ): _COMMAND,
     (
         "agent/process_keeper.py",
@@ -251,7 +251,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     (
         "worker/rejoin/joiner.py",
         "RejoinClient._look_for_seat",
-        "while guest is self._guest",
+        "while guest is self._receiver",
     ): "a thread beside one attempt to come back, and ends with that",
     (
         "worker/rejoin/state_receiver.py",

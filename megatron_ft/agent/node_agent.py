@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ from megatron_ft.agent import (
     store_takeover,
 )
 from megatron_ft.agent.agent_record import AgentRecord
+from megatron_ft.agent.local_ranks import LocalRanks
 from megatron_ft.agent.operator_requests import STORE_KEY, host_key
 from megatron_ft.agent.rank_process import Rank
+from megatron_ft.agent.run_outcome import RunOutcome
 from megatron_ft.agent.spare_host import Spare, start_key
 from megatron_ft.agent.tracker_process import Tracking
 from megatron_ft.auth import secret
 from megatron_ft.checkpoint import restore as origins
-from megatron_ft.config.rank_env import RankEnvironment, seat
+from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.coordination import key_sweeper, store
 from megatron_ft.core.lifecycle import spare_policy
@@ -46,7 +48,7 @@ from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
-from megatron_ft.errors import NOT_SAVED, GroupLeft, LaunchError
+from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
 from megatron_ft.utils.console import say
@@ -56,8 +58,6 @@ _GRACE_S = 10.0
 """Seconds that ranks have to end after SIGTERM; also for a rank outside of the run's last view after the run's end."""
 _SAVE_GRACE_S = 25.0
 """Seconds after SIGTERM where a last checkpoint has to be saved; Slurm and Kubernetes usually send SIGKILL after 30 s."""
-_KILLED_S, _KILLED_LOOK_S = 10.0, 0.005
-"""The agent waits at most this long for killed ranks; a rank that is inside the kernel may not end for hours."""
 _STARTING_S = 5.0
 """Before the first step, a shorter silence of a host does not count."""
 _STORE_TIMEOUT_S = 5.0
@@ -168,14 +168,10 @@ class Agent:
         self._stalls = stall_watch.Stalls(self._client, self._hosts, self._restarts, watched, self._record.note)
         self._standstill = stall_watch.Standstill(self._config.fault_tolerance.store_patience_s)
         self._idles = newcomer is not None and not newcomer.groups
-        self._ranks: list[Rank] = []
-        self._starts: dict[int, int] = {}  # group -> number of its last start on this host
-        self._stuck: dict[tuple[int, int], Rank] = {}  # per place, the last rank that was given up
         command = [str(options.script), *options.arguments]
-        self._starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
-        self._monitor = rank_monitor.Monitor(rank_monitor.limits(self._config.fault_tolerance.detector))
-        self._exits: dict[tuple[int, int], tuple[Rank, Exit]] = {}
-        self._failed_after: list[tuple[Path, Exit, signal.Signals | None]] = []
+        starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
+        self._ranks = LocalRanks(self._hosts, self._config, starter, self._record)
+        self._outcome = RunOutcome(self._record, saves=bool(self._config.fault_tolerance.checkpoint.directory))
         self._signalled: signal.Signals | None = None
         self._tracking = Tracking(options.track, self._run_dir)
         self._speaks = False
@@ -211,19 +207,19 @@ class Agent:
         wakeup = Wakeup(stop_signals())
         try:
             for group, position in self._hosts.ranks:
-                self._ranks.append(self._start_rank(group, position, 0))
+                self._start_rank(group, position, 0)
             if self._newcomer is not None:
                 self._come()
             if not self._config.fault_tolerance.rejoin.enabled:
-                self._starter.end_forks()  # no further rank will be forked
-            self._write_ranks()
+                self._ranks.starter.end_forks()  # no further rank will be forked
+            self._ranks.write()
             self._tracking.start()
             self._supervise(wakeup)
             self._stay_for_others(wakeup)
             self._speaks = self._hosts.speaks and not self._client.away  # before hosts leave with the store
         finally:
-            self._starter.end_forks()
-            self._end_all()
+            self._ranks.starter.end_forks()
+            self._ranks.end_all()
             code = self._conclude()
             self._tracking.end()
             if self._succession is not None:
@@ -275,9 +271,9 @@ class Agent:
             self._hosts,
             given(self._hosts.locator),
             self._run_dir,
-            lambda: frozenset((rank.group, rank.incarnation) for rank in self._living()),
+            lambda: frozenset((rank.group, rank.incarnation) for rank in self._ranks.living()),
             lambda: self._restarts.seats.view,
-            self._starter.told,
+            self._ranks.starter.told,
             self._client.hurry,
             lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
         )
@@ -285,45 +281,24 @@ class Agent:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, group: int, position: int, incarnation: int) -> Rank:
-        env = RankEnvironment(
-            run_id=self._run_id,
-            group=group,
-            position=position,
-            store=self._hosts.store_address,
-            address=self._hosts.place.address,
-            run_dir=self._run_dir,
-            config=self._config,
-            incarnation=incarnation,
-            copies=self._hosts.copies,
-            epoch=self._restarts.seats.view.epoch,
-            host_rank=self._hosts.who["host_rank"],
-            claims=self._hosts.succeeds,
-            secret=self._hosts.secret,
-        )
-        self._starts[group] = incarnation
-        return self._starter.start(env)
-
-    def _reap_strays(self) -> None:
-        # Ranks that have ended are left out: in a run of weeks, their pids may be used again.
-        known = {rank.process.pid for rank in self._living()} | self._hosts.pids()
-        forkserver.reap_strays(known | self._tracking.pids())
+    def _start_rank(self, group: int, position: int, incarnation: int) -> None:
+        run = {"run_id": self._run_id, "run_dir": self._run_dir}
+        self._ranks.start(run, group, position, incarnation, self._restarts.seats.view.epoch)
 
     def _supervise(self, wakeup: Wakeup) -> None:
         """Until no rank is left, report deaths, forward signals, and give up ranks that are outside of the ended run."""
         deadline: float | None = None
-        while self._living() or (deadline is None and (self._restarts.pending() or self._waits())):
-            for number in wakeup.wait(self._monitor.pause_s):
+        while self._ranks.living() or (deadline is None and (self._restarts.pending() or self._waits())):
+            for number in wakeup.wait(self._ranks.monitor.pause_s):
                 if number == signal.SIGCHLD:
-                    self._monitor.stir()
+                    self._ranks.monitor.stir()
                 elif number != signal.SIGHUP or self._signalled is None:
                     # A closed terminal can send SIGHUP several times: from the kernel, and from the shell.
                     grace_s = self._told_to_stop(signal.Signals(number))
                     deadline = deadline or time.monotonic() + grace_s
-            for rank in self._living():
-                if rank.process.poll() is not None:
-                    self._buried(rank)
-            self._reap_strays()
+            for rank, noticed in self._ranks.ended():
+                self._buried(rank, noticed)
+            self._ranks.reap_strays(self._hosts.pids() | self._tracking.pids())
             self._hosts.look_after_store()
             self._claims.check(self._hosts.foremost)
             self._poll()
@@ -344,9 +319,7 @@ class Agent:
 
     def _given_up(self) -> list[Rank]:
         """Return the given-up ranks of this host, of their group's last start, when all groups are lost."""
-        if not self._restarts.wiped_out or self._ended():
-            return []
-        return [rank for rank in self._stuck.values() if rank.incarnation == self._starts[rank.group]]
+        return self._ranks.stuck() if self._restarts.wiped_out and not self._ended() else []
 
     def _end_given_up(self) -> bool:
         """End given-up ranks, which may hang for ever, when all groups are lost. Return whether there were any."""
@@ -355,25 +328,20 @@ class Agent:
             rank.drop()
         return bool(living)
 
-    def _living(self) -> list[Rank]:
-        return [rank for rank in self._ranks if rank.ended is None]
-
     def _announce(self, said: signals.Signal) -> None:
         self._client.announce(said)
         self._restarts.on_signal(said)
 
     def _poll(self) -> None:
         """Give up ranks that live but cannot continue by themselves."""
-        living = {rank.watched.pid: rank for rank in self._living()}
-        for watched in self._monitor.poll_ranks([rank.watched for rank in living.values()], self._stalls.is_outage):
-            rank, where = living[watched.pid], self._hosts.who
-            self._stuck[rank.group, rank.position] = rank
-            fields = {"group": rank.group, "position": rank.position, "pid": watched.pid, **where}
-            self._announce(signals.RankUnresponsive(**fields, why=watched.given_up, incarnation=rank.incarnation))
-            detail = {"signal": None, "code": None, "detail": watched.given_up, "incarnation": rank.incarnation}
+        for rank in self._ranks.given_up(self._stalls.is_outage):
+            fields = {"group": rank.group, "position": rank.position, "pid": rank.process.pid, **self._hosts.who}
+            why = rank.watched.given_up
+            self._announce(signals.RankUnresponsive(**fields, why=why, incarnation=rank.incarnation))
+            detail = {"signal": None, "code": None, "detail": why, "incarnation": rank.incarnation}
             self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
-        self._stalls.poll_ranks(self._living())
-        if self._standstill.poll_ranks(living.values(), bool(self._hosts.unheard()), self._client.away):
+        self._stalls.poll_ranks(self._ranks.living())
+        if self._standstill.poll_ranks(self._ranks.living(), bool(self._hosts.unheard()), self._client.away):
             self._end_standstill()
 
     def _end_standstill(self) -> None:
@@ -385,7 +353,7 @@ class Agent:
             f"no control store has answered for {patience_s:g} s, and without one the step cannot go on without {lost}"
         )
         say(f"{why}; the ranks of this host are ended")
-        for rank in self._living():
+        for rank in self._ranks.living():
             rank.end(why)
 
     def _listen(self) -> None:
@@ -410,11 +378,8 @@ class Agent:
         newest = {group: self._restarts.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
         return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
 
-    def _buried(self, rank: Rank) -> None:
+    def _buried(self, rank: Rank, noticed: float) -> None:
         """Report that a rank has ended, first to the survivors, then in the record. A dropped rank was reported before."""
-        noticed = time.time()
-        rank.ended = noticed
-        self._ranks.remove(rank)
         self._client.stir()  # the meaning depends on whether the run has ended
         code = given(rank.process.returncode)
         death = Exit(
@@ -429,16 +394,13 @@ class Agent:
         if code == 0 and not self._ended() and (end := self._record.summary().end):
             self._client.say_ended(end)  # the rank had the store's answer, and the store has died since
         if code and self._is_failure_after(rank):
-            self._failed_after.append((rank.log, death, self._signalled))
+            self._outcome.failed_after(rank, death, self._signalled)
         if not rank.dropped and not self._ended():
             self._announce(signals.RankExited(death, rank.incarnation))
-            if not self._exits or self._restarts.seated(rank.group, rank.incarnation):
-                place = rank.group, rank.position  # a newcomer without a seat is not why the run ends
-                self._exits.pop(place, None)  # keeps the dict in the order of the exits
-                self._exits[place] = rank, death
+            self._outcome.ended_before(rank, death, self._restarts.seated(rank.group, rank.incarnation))
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 self._record.note_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
-        self._write_ranks()
+        self._ranks.write()
 
     def _is_failure_after(self, rank: Rank) -> bool:
         """Return whether a rank that did not end with code 0 failed, or was stopped by a signal to this agent, after the
@@ -456,12 +418,12 @@ class Agent:
         if (
             first
             and self._record.summary().begun
-            and self._living()
+            and self._ranks.living()
             and self._config.fault_tolerance.checkpoint.directory
         ):
             self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
-        for rank in self._living():
+        for rank in self._ranks.living():
             rank.process.send_signal(signal.SIGINT)  # SIGTERM would ask a group to leave in order
         return _GRACE_S
 
@@ -474,13 +436,13 @@ class Agent:
         if due is None or now < due:
             return
         self._closing_due = now + _CLOSING_EVERY_S
-        done = {rank.group for rank in self._living() if self._client.done(seat(rank.group, rank.incarnation))}
+        done = {rank.group for rank in self._ranks.living() if self._client.done(seat(rank.group, rank.incarnation))}
         if done:
             self._record.note(run_directory.CLOSING, **self._hosts.who, groups=sorted(done))
 
     def _kill_leftover(self) -> None:
         """Kill ranks after the grace period: all of them after a stop signal, else only those outside of the run."""
-        for rank in self._living():
+        for rank in self._ranks.living():
             if self._signalled is not None or not self._client.done(seat(rank.group, rank.incarnation)):
                 rank.kill()
 
@@ -494,21 +456,6 @@ class Agent:
             self._hosts.look_after_store()
             self._listen()
             self._client.announce()
-
-    def _end_all(self) -> None:
-        """End every process of the run, in whatever state the agent is."""
-        living, deadline = self._living(), time.monotonic() + _KILLED_S
-        for rank in living:
-            rank.process.kill()
-        for rank in living:
-            while rank.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_KILLED_LOOK_S)
-            rank.ended = time.time()
-            if rank.process.poll() is None:
-                where = f"rank {rank.position} of group {rank.group} (pid {rank.process.pid})"
-                say(f"{where} was killed and has not ended within {_KILLED_S:g} s: it is inside the kernel (state D)")
-        self._write_ranks()
-        self._starter.close()
 
     # --- lost groups that come back -----------------------------------------------------------------------------------
 
@@ -537,7 +484,7 @@ class Agent:
             self._take_over([(part.group, position) for position in part.positions], last)
             self._record.note("host", **self._hosts.who, what="took over", groups=[part.group])
         for start in self._restarts.due(self._hosts.unheard()):
-            older = [rank for rank in self._living() if rank.group == start.group]
+            older = [rank for rank in self._ranks.living() if rank.group == start.group]
             for rank in older:
                 rank.drop()  # it is stopped, stuck, or waits for its group; the new start needs its place
             if not older and self._may_start(start):
@@ -546,7 +493,7 @@ class Agent:
             self._record.note("given_up", **vars(refusal))
             self._announce(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._restarts.hopeless:
-            for rank in self._living():
+            for rank in self._ranks.living():
                 if not self._restarts.seated(rank.group, rank.incarnation):
                     rank.drop()
 
@@ -561,19 +508,18 @@ class Agent:
 
     def _start_again(self, start: restarter.Start) -> None:
         self._restarts.started(start)
-        new, where = [], self._hosts.who
+        where = self._hosts.who
         for position in (position for group, position in self._hosts.ranks if group == start.group):
             try:
-                new.append(self._start_rank(start.group, position, start.incarnation))
+                self._start_rank(start.group, position, start.incarnation)
             except OSError as error:  # no process, memory or file available: that start counts as died
                 why = f"could not be started: {error}"
                 gone = {"group": start.group, "position": position, "pid": 0, **where}
                 self._announce(signals.RankUnresponsive(**gone, why=why, incarnation=start.incarnation))
                 break
-        self._ranks += new
-        self._write_ranks()
+        self._ranks.write()
         fields = {**vars(start), "after_s": round(start.after_s, 6)}
-        self._record.note("restart", **fields, pids=[rank.process.pid for rank in new], **where)
+        self._record.note("restart", **fields, pids=self._ranks.pids(start.group), **where)
 
     # --- hosts that come, and go --------------------------------------------------------------------------------------
 
@@ -590,7 +536,7 @@ class Agent:
         """Run these ranks on this host from now on. ``last``: the last start of their group that is over."""
         me = self._hosts.place.rank
         corrections = self._hosts.move(me, new, last + 1)
-        self._starter.house(self._hosts.ranks)
+        self._ranks.starter.house(self._hosts.ranks)
         self._announce(signals.HostAssigned(me, **self._hosts.card, ranks=tuple(new), incarnation=last + 1))
         for correction in corrections:
             self._announce(self._known_starts(correction))
@@ -618,12 +564,12 @@ class Agent:
         """Give up ranks that another host runs now: this host was taken for lost, or had failed with them too often."""
         groups = sorted({group for group, _ in moved})
         say(f"groups {' '.join(map(str, groups))} are on {other} now")
-        for rank in self._living():
+        for rank in self._ranks.living():
             if (rank.group, rank.position) in moved:
                 rank.drop()
         for group in groups:
             self._restarts.forget(group)
-        self._starter.house(self._hosts.ranks)
+        self._ranks.starter.house(self._hosts.ranks)
         self._idles = True
 
     def _waits(self) -> bool:
@@ -643,29 +589,11 @@ class Agent:
         """Return the exit code, and print the line that explains it."""
         self._client.stir()
         # All groups may have left with the store's answer and the store have died since: then the record has the end.
-        if self._ended() or self._record.summary().end:
-            return self._conclude_end(self._client.end or self._record.summary().end or {})
         recorded = self._record.summary()
-        ended = [(rank.log, death) for rank, death in self._exits.values()]
-        code, reason = run_directory.why(recorded.last_step, self._signalled, ended, self._idles)
-        if self._signalled is None and (stuck := self._given_up()):  # whatever their exit codes were afterwards
-            code, reason = run_directory.why_given_up(recorded.last_step, stuck[-1].log, stuck[-1].watched.given_up)
-        reason += run_directory.what_is_saved(recorded) if self._config.fault_tolerance.checkpoint.directory else ""
-        if (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced():
-            self._record.note("stop", reason=reason, exit_code=code)
-        say(reason)
-        return code
-
-    def _conclude_end(self, end: Mapping[str, Any]) -> int:
-        """Conclude a run that has made its last step: what comes after that step may have failed or not been saved."""
-        failure = run_directory.what_failed_after(end, self._failed_after)
-        unsaved = run_directory.what_is_not_saved(end)
-        if not failure and not unsaved:
-            return 0
-        if failure or self._leads or self._speaks:
-            self._record.note("not_saved", reason=failure or unsaved, exit_code=NOT_SAVED)
-        say(failure or unsaved)
-        return NOT_SAVED
+        if self._ended() or recorded.end:
+            return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or self._speaks)
+        tells = (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced()
+        return self._outcome.of_stopped(self._signalled, self._idles, self._given_up(), tells)
 
     # --- record ------------------------------------------------------------------------------------------------------
 
@@ -675,6 +603,3 @@ class Agent:
         where = {"run_id": self._run_id, STORE_KEY: self._hosts.store_address, "job": place.job, "hosts": place.hosts}
         how = {"host": self._hosts.name(), "directory": directory, "command": command}
         run_directory.write_config(self._run_dir, {**where, **self._config.to_json(), **how})
-
-    def _write_ranks(self) -> None:
-        self._record.write_ranks(self._living(), self._hosts.name(), self._hosts.place.rank)
