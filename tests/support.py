@@ -25,6 +25,7 @@ from megatron_ft.runlog import history, invariants
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.types import Microbatch
 from megatron_ft.utils import atomic_file
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt" / "train.py"
@@ -62,7 +63,7 @@ class Run:
     """One launched job."""
 
     directory: Path
-    process: subprocess.Popen
+    process: subprocess.Popen | warm.Launched
     groups: int = GROUPS
 
     def strike(self, *holds: injection_points.Breakpoint) -> list[float]:
@@ -129,23 +130,19 @@ def start(
     changes["detector"] = {"stopped_timeout_s": TIMEOUT_S, "straggler_factor": 0, **changes.get("detector", {})}
     config = write_config(directory.with_suffix(".json"), **changes)
     job = ["--data", data, "--steps", steps, "--seed", 1, *own]
-    arguments = command(
-        "launch", "--groups", groups, "--config", config, "--run-dir", directory, *extra, script, "--", *job
-    )
-    process = subprocess.Popen(
-        arguments,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **injection_points.to_env(list(holds))},
-        preexec_fn=preexec_fn,
-    )
+    own = ["--groups", groups, "--config", config, "--run-dir", directory]
+    arguments = ["launch", *map(str, (*own, *extra, script, "--", *job))]
+    env = {**os.environ, **injection_points.to_env(list(holds))}
+    if preexec_fn is None:
+        process = warm.launch(arguments, env, ROOT)
+    else:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command(*arguments), **pipes, cwd=ROOT, env=env, preexec_fn=preexec_fn)
     started.append(process)
     return Run(directory, process, groups)
 
 
-started: list[subprocess.Popen[str]] = []
+started: list[subprocess.Popen[str] | warm.Launched] = []
 """The launchers that :func:`start` has started in this process."""
 
 

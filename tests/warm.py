@@ -1,0 +1,213 @@
+"""Launchers that are forked from a process that has imported torch already: four fifths of the processor time of a short
+run on this machine are imports, once in the agent and once in the process that its ranks are forked from.
+
+``launch(...)`` stands for ``subprocess.Popen(support.command(...))`` in tests that are not about how a launcher starts.
+The process is the agent itself: tests signal it by its pid. Agents of several hosts are started as interpreters of
+their own in ``tests/integration/test_hosts.py`` and the system tests, so that nothing is the same in two hosts by
+inheritance, as the order of sets is here.
+
+Run as a program, this module is the server: it imports, forks, and reports exit statuses. It ends with its client.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.agent import forkserver, rank_bootstrap
+from megatron_ft.utils import lifeline
+
+_LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
+ROOT = Path(__file__).parent.parent
+_UNKNOWN = "0" * 10
+_MODULES = (*forkserver.PRELOAD, "megatron_ft.cli", "megatron_ft.agent.node_agent", "megatron_ft.report.follow")
+
+
+class Launched:
+    """A process that the server has forked; the part of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, arguments: Sequence[str], pid: int, output: int, status: int) -> None:
+        self.args, self.pid, self.returncode = arguments, pid, None
+        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
+        self._status = os.fdopen(status, "rb", buffering=0)
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._look(timeout) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        deadline, said = None if timeout is None else time.monotonic() + timeout, []
+        while deadline is None or select.select([self.stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+            if not (chunk := os.read(self.stdout.fileno(), 65536)):
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                self.wait(left)
+                return b"".join(said).decode(errors="replace"), None
+            said.append(chunk)
+        raise subprocess.TimeoutExpired(self.args, timeout, b"".join(said))
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            word = self._status.read(_STATUS.size)
+            self.returncode = os.waitstatus_to_exitcode(*_STATUS.unpack(word)) if word else -signal.SIGKILL
+        return self.returncode
+
+
+class _Client:
+    """This process's server, started with the first launch."""
+
+    def __init__(self) -> None:
+        self._lock, self._end = threading.Lock(), None
+
+    def launch(self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path) -> Launched:
+        asked = {"arguments": arguments, "environment": dict(environment), "directory": str(directory)}
+        request = json.dumps(asked).encode()
+        (output, says), (status, tells) = os.pipe(), os.pipe()
+        with self._lock:
+            end = self._end = self._end or self._start()
+            socket.send_fds(end, [_LENGTH.pack(len(request))], [says, tells])
+            end.sendall(request)
+            answer = end.recv(_LENGTH.size, socket.MSG_WAITALL)
+        os.close(says), os.close(tells)
+        return Launched(arguments, *_LENGTH.unpack(answer), output, status)
+
+    def _start(self) -> socket.socket:
+        end, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+            own = {**forkserver.common_environment(os.cpu_count()), forkserver.AGENT_VARIABLE: _UNKNOWN}
+            pipes = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL}
+            process = subprocess.Popen(command, env=own, cwd=ROOT, **pipes)
+        atexit.register(lambda: (end.close(), process.wait()))
+        return end
+
+
+launch = _Client().launch
+
+
+class _Inherited(forkserver.ForkServer):
+    """The agent's fork server, forked from the agent itself before it has any thread."""
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        if threading.active_count() > 1:  # the agent starts the whole job again
+            super().__init__(environment, modules)
+            return
+        lifeline.adopt_orphans()
+        self._said = open(os.memfd_create("said"), "w+b")  # noqa: SIM115
+        self._end, theirs = socket.socketpair()
+        self._end.settimeout(120.0)
+        agent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._end.close()
+            os.setsid()
+            for target in (1, 2):
+                os.dup2(self._said.fileno(), target)
+            os.environ.clear()
+            os.environ.update({**environment, forkserver.AGENT_VARIABLE: str(agent)})
+            _show_agent(agent)
+            sys.argv = [rank_bootstrap.__file__, forkserver.SERVE, str(theirs.detach()), *modules]
+            rank_bootstrap.main()
+        theirs.close()
+        self._process = forkserver.Forked(pid)
+
+
+def _show_agent(pid: int) -> None:
+    """Write the agent's pid where ``/proc/<pid>/environ`` of this process, and of the ranks it forks, has it: fault
+    injection looks there to tell whose rank a process is."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    name = f"{forkserver.AGENT_VARIABLE}=".encode()
+    at = begin + ctypes.string_at(begin, end - begin).index(name) + len(name)
+    ctypes.memmove(at, str(pid).encode().ljust(len(_UNKNOWN), b"\0"), len(_UNKNOWN))
+
+
+def _serve(end: socket.socket) -> dict[str, Any]:
+    """Fork a launcher for each request. Returns the request in each of them."""
+    for module in _MODULES:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    waking, wakes = os.pipe()
+    os.set_blocking(waking, False), os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([end, waking], [], [])
+        if waking in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(waking, 4096)
+            _report(running)
+        if end not in ready:
+            continue
+        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
+        if not length:
+            os._exit(0)
+        request = json.loads(end.recv(_LENGTH.unpack(length)[0], socket.MSG_WAITALL))
+        output, status = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(output, 1), os.dup2(output, 2)
+            for descriptor in (output, status, waking, wakes, end.detach(), *running.values()):
+                os.close(descriptor)
+            return request
+        os.close(output)
+        running[pid] = status
+        end.sendall(_LENGTH.pack(pid))
+
+
+def _report(running: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            status = running.pop(found[0])
+            with contextlib.suppress(BrokenPipeError):
+                os.write(status, _STATUS.pack(found[1]))
+            os.close(status)
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Go on as ``megatron-ft`` with these arguments, in that environment and directory."""
+    from megatron_ft import cli
+
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    random.seed()
+    forkserver.ForkServer = _Inherited
+    sys.argv = [cli.__file__, *request["arguments"]]
+    cli.run_and_exit()
+
+
+if __name__ == "__main__":
+    _become(_serve(socket.socket(fileno=int(sys.argv[1]))))
