@@ -118,23 +118,24 @@ def start(
     steps: int = STEPS,
     extra: Sequence[str] = (),
     preexec_fn: Callable[[], None] | None = None,
+    warm_start: bool = True,
     script: Path = SCRIPT,
     groups: int = GROUPS,
     own: Sequence[object] = ("--layers", 2, "--width", 64, "--seq-len", 32),
     **changes,
 ) -> Run:
     """Launch the small job in the background; ``changes`` are settings, ``extra`` options of the launcher, ``own`` those of
-    the script."""
+    the script. ``warm_start``: the launcher is forked (``tests.warm``), unless it has a ``preexec_fn``."""
     # A hold freezes a rank until a test strikes it: on a busy machine longer than the detector would wait.
     # On a busy machine some group is always slow: with another share of the work than these tests expect.
     changes["detector"] = {"stopped_timeout_s": TIMEOUT_S, "straggler_factor": 0, **changes.get("detector", {})}
     config = write_config(directory.with_suffix(".json"), **changes)
     job = ["--data", data, "--steps", steps, "--seed", 1, *own]
     own = ["--groups", groups, "--config", config, "--run-dir", directory]
-    arguments = ["launch", *map(str, (*own, *extra, script, "--", *job))]
+    arguments = ["launch", *own, *extra, script, "--", *job]
     env = {**os.environ, **injection_points.to_env(list(holds))}
-    if preexec_fn is None:
-        process = warm.launch(arguments, env, ROOT)
+    if warm_start and preexec_fn is None:
+        process = warm.launch(*arguments, env=env)
     else:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command(*arguments), **pipes, cwd=ROOT, env=env, preexec_fn=preexec_fn)

@@ -2,9 +2,8 @@
 run on this machine are imports, once in the agent and once in the process that its ranks are forked from.
 
 ``launch(...)`` stands for ``subprocess.Popen(support.command(...))`` in tests that are not about how a launcher starts.
-The process is the agent itself: tests signal it by its pid. Agents of several hosts are started as interpreters of
-their own in ``tests/integration/test_hosts.py`` and the system tests, so that nothing is the same in two hosts by
-inheritance, as the order of sets is here.
+The process is the agent itself: tests signal it by its pid. The agents of several hosts inherit the same order of sets
+here; in the system tests each is an interpreter of its own.
 
 Run as a program, this module is the server: it imports, forks, and reports exit statuses. It ends with its client.
 """
@@ -29,7 +28,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_ft.agent import forkserver, rank_bootstrap
 from megatron_ft.utils import lifeline
@@ -43,10 +42,10 @@ _MODULES = (*forkserver.PRELOAD, "megatron_ft.cli", "megatron_ft.agent.node_agen
 class Launched:
     """A process that the server has forked; the part of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, arguments: Sequence[str], pid: int, output: int, status: int) -> None:
+    def __init__(self, arguments: Sequence[str], pid: int, output: int | None, status: int) -> None:
         self.args, self.pid, self.returncode = arguments, pid, None
-        self.stdout = os.fdopen(output, encoding="utf-8", errors="replace")
-        self._status = os.fdopen(status, "rb", buffering=0)
+        self.stdout = None if output is None else os.fdopen(output, encoding="utf-8", errors="replace")
+        self._status, self._said = os.fdopen(status, "rb", buffering=0), b""
 
     def poll(self) -> int | None:
         return self._look(0)
@@ -57,14 +56,14 @@ class Launched:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        deadline, said = None if timeout is None else time.monotonic() + timeout, []
+        deadline = None if timeout is None else time.monotonic() + timeout
         while deadline is None or select.select([self.stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             if not (chunk := os.read(self.stdout.fileno(), 65536)):
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
                 self.wait(left)
-                return b"".join(said).decode(errors="replace"), None
-            said.append(chunk)
-        raise subprocess.TimeoutExpired(self.args, timeout, b"".join(said))
+                return self._said.decode(errors="replace"), None
+            self._said += chunk
+        raise subprocess.TimeoutExpired(self.args, timeout, self._said)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -89,10 +88,15 @@ class _Client:
     def __init__(self) -> None:
         self._lock, self._end = threading.Lock(), None
 
-    def launch(self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path) -> Launched:
-        asked = {"arguments": arguments, "environment": dict(environment), "directory": str(directory)}
+    def launch(
+        self, *arguments: object, env: Mapping[str, str], cwd: Path | str = ROOT, stdout: BinaryIO | None = None
+    ) -> Launched:
+        """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to ``stdout``."""
+        arguments = [*map(str, arguments)]
+        asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd)}
         request = json.dumps(asked).encode()
-        (output, says), (status, tells) = os.pipe(), os.pipe()
+        output, says = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
+        status, tells = os.pipe()
         with self._lock:
             end = self._end = self._end or self._start()
             socket.send_fds(end, [_LENGTH.pack(len(request))], [says, tells])

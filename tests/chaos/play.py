@@ -25,7 +25,7 @@ from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.faults.injector import Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog import history
-from tests import netlab, support
+from tests import netlab, support, warm
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -159,18 +159,14 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
     launchers = []
     for host in range(job.hosts):
         where = [] if lab is None else ["--hosts", job.hosts, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
-        command = support.command("launch", *where, *options, SCRIPT, "--", *own)
+        arguments, env = ["launch", *where, *options, SCRIPT, "--", *own], {**os.environ, "OMP_NUM_THREADS": "1"}
         with (directory / f"launcher{host or ''}.log").open("wb") as output:
-            launchers.append(
-                subprocess.Popen(
-                    command if lab is None else lab.inside(host, command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=support.ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-            )
+            if lab is None:
+                launchers.append(warm.launch(*arguments, env=env, stdout=output))
+                continue
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            command = lab.inside(host, support.command(*arguments))
+            launchers.append(subprocess.Popen(command, **pipes, cwd=support.ROOT, env=env))
     return launchers
 
 

@@ -131,7 +131,7 @@ torch_native.TorchNativeEngine.update = flipped
 def test_a_group_that_comes_back_takes_nothing_of_a_state_that_differs(tmp_path, data_dir):
     """One of its three donors has diverged, and no step has compared the states yet. If it finds only two of them at
     first, a tie may be recorded before the third one decides."""
-    steps = 200
+    steps = 100
     gate = support.Gate(tmp_path, slowly=steps, script=flipping(tmp_path / "flip.py", 1))
     options = {"detector": {"state_check_steps": 8000}, "rejoin": {"enabled": True}, "steps": steps, "groups": 4}
     run = support.start(tmp_path / "run", data_dir, script=gate.script, **options)

@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
 
 import pytest
 
 from megatron_ft.runlog import invariants
-from tests import support
+from tests import support, warm
 from tests.stores import held_port
 
 HOSTS, GROUPS, STEPS = 3, 6, 10
@@ -27,33 +26,23 @@ class Agents:
         self.config = support.write_config(directory / "config.json", detector=BEATS, store="embedded")
         self.script = support.SCRIPT
         self.own = ["--data", data, "--steps", STEPS, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
-        self.agents: dict[int, subprocess.Popen] = {}
+        self.agents: dict[int, warm.Launched] = {}
         self.environment: dict[int, dict[str, str]] = {}
 
-    def start(self, host: int, **changed) -> subprocess.Popen:
+    def start(self, host: int, **changed) -> warm.Launched:
         options = {"groups": GROUPS, "hosts": HOSTS, "host-rank": host, "store": f"127.0.0.1:{self.port}"}
         options |= {"address": f"127.0.0.{host + 1}", "config": self.config, "run-dir": self.directory / "run"}
         options |= {name.replace("_", "-"): value for name, value in changed.items()}
         flags = [text for name, value in options.items() for text in (f"--{name}", value) if text is not True]
-        self.agents[host] = subprocess.Popen(
-            support.command("launch", *flags, self.script, "--", *self.own),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=support.ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment.get(host, {})},
-        )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment.get(host, {})}
+        self.agents[host] = warm.launch("launch", *flags, self.script, "--", *self.own, env=env)
         return self.agents[host]
 
-    def join(self, number: int, *options) -> subprocess.Popen:
-        self.agents[number] = subprocess.Popen(
-            support.command("join", self.directory / "run", "--address", f"127.0.0.{number + 1}", *options),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd="/",  # the script's path is relative to the directory in which the run was started
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support.ROOT)},
-        )
+    def join(self, number: int, *options) -> warm.Launched:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(support.ROOT)}
+        own = [self.directory / "run", "--address", f"127.0.0.{number + 1}", *options]
+        # The script's path is relative to the directory in which the run was started.
+        self.agents[number] = warm.launch("join", *own, env=env, cwd="/")
         return self.agents[number]
 
     def said(self, host: int) -> str:

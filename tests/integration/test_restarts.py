@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import kill as inject
 from megatron_ft.faults import process_lookup
-from tests import support
+from tests import support, warm
 from tests.stores import await_, held_port
 
 GROUPS = 3
@@ -222,7 +221,7 @@ def test_a_group_that_was_left_out_while_it_lived_comes_back_and_one_that_stoppe
 
 
 def test_without_the_process_it_is_forked_from_a_rank_starts_all_the_same(tmp_path):
-    run = start(tmp_path)
+    run = start(tmp_path, warm_start=False)
     ranks = {run.said(group)["pid"] for group in range(GROUPS)}
     (forks,) = [pid for pid in children(run.process.pid) if pid not in ranks and "--serve-forks" in arguments_of(pid)]
     os.kill(forks, signal.SIGKILL)
@@ -292,15 +291,7 @@ def several(tmp_path):
         flags = ["--groups", 2, "--ranks-per-group", 2, "--config", config, "--run-dir", tmp_path / "run"]
         where = ["--hosts", HOSTS, "--host-rank", host, "--store", f"127.0.0.1:{held.getsockname()[1]}"]
         where += ["--address", f"127.0.0.{host + 1}"]
-        agents.append(
-            subprocess.Popen(
-                support.command("launch", *flags, *where, text),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=support.ROOT,
-            )
-        )
+        agents.append(warm.launch("launch", *flags, *where, text, env=os.environ))
     yield agents, Agents(tmp_path / "run", agents[0], 2)
     for agent in agents:
         agent.kill()
