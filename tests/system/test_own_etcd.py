@@ -91,7 +91,7 @@ class Launch:
         lost.members.close()
         self.silent[rank] = 1000.0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         for host in self.hosts.values():
             host.members.poll()
 

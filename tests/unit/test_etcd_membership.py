@@ -120,7 +120,7 @@ class Etcd:
     def own(self, host: int) -> str | None:
         return next((id_ for id_ in self.members if self.home[id_] == host and id_ in self.running), None)
 
-    def look(self, host: int, synced: bool) -> None:
+    def poll(self, host: int, synced: bool) -> None:
         """One turn of a host: its decision, carried out if etcd allows it."""
         if not self.decides:
             return

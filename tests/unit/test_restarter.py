@@ -328,7 +328,7 @@ class Hosts:
     silent: set = field(default_factory=set)
     known: set = field(default_factory=lambda: {0, 1})
     ranks: tuple = ()
-    room: int = 1
+    max_ranks: int = 1
 
     @property
     def place(self):
