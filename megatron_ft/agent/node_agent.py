@@ -276,6 +276,7 @@ class Agent:
             self._ranks.starter.told,
             self._client.hurry,
             lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
+            lambda own: self._record.known.has_committed(*own),
         )
         self._succession.start()
 

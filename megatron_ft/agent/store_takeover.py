@@ -55,6 +55,8 @@ class StoreTakeover:
         told: the file in which the ranks of this host look for the number of the newest claim.
         moved: called in this object's thread when the store is at another address.
         note: called with (what, detail) for the run record.
+        committed: returns whether a seat has had a part in a committed step. A group here that has is a member, although
+            the store may have gone before this agent read its view.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class StoreTakeover:
         told: Path,
         moved: Callable[[], None],
         note: Callable[[str, str], None],
+        committed: Callable[[Seat], bool] = lambda seat: False,
     ) -> None:
         self._hosts, self._locator, self._run_dir = hosts, locator, run_dir
+        self._committed = committed
         self._seats, self._view, self._told, self._moved, self._note = seats, view, told, moved, note
         self._probe = TcpStore(locator, _PROBE_S)
         self._taken, self._address = 0, locator.claims[-1].address
@@ -114,9 +118,10 @@ class StoreTakeover:
         self._follow()
         answers = not lost or self._answers()
         beats.says = Said(locator.newest, answers)
+        members = {*self._view().members, *(filter(self._committed, self._seats()) if lost else ())}
         outlook = Outlook(
             me=me,
-            hosts=self._hosts.housing(store_failover.unfenced(self._view().members, locator.claims)),
+            hosts=self._hosts.housing(store_failover.unfenced(members, locator.claims)),
             heard=frozenset(said) | {me},
             reaching=frozenset(host for host, one in said.items() if one.reaching),
             store=store,

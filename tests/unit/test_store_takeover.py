@@ -54,10 +54,20 @@ class Agent:
         self.told, self.moved, note = directory / "told", MagicMock(), MagicMock()
         self.seats, self.view = frozenset({(1, 0)}), first_view(3)
         self.agent = StoreTakeover(
-            hosts, self.locator, directory, lambda: self.seats, lambda: self.view, self.told, self.moved, note
+            hosts,
+            self.locator,
+            directory,
+            lambda: self.seats,
+            lambda: self.view,
+            self.told,
+            self.moved,
+            note,
+            lambda own: own in self.committed,
         )
         self.agent._probe = MagicMock()
         self.agent._probe.get.side_effect = StoreGone("its host is lost")
+
+    committed: frozenset = frozenset()
 
     def claims(self) -> list[tuple[int, str]]:
         return [(claim.host, claim.address) for claim in self.log.read()]
@@ -83,6 +93,17 @@ def test_a_store_that_does_not_answer_is_asked_once_before_a_host_that_hears_hal
     while not agent.keeper.serves:
         agent.agent._poll()
     assert agent.agent._probe.get.call_count == 1
+
+
+@pytest.mark.parametrize("member", [False, True])
+def test_a_host_whose_group_has_joined_takes_over_although_it_has_not_read_that_view(agent, member):
+    """The store ended right after the group had made its first step."""
+    agent.said, agent.view = {}, first_view(1)
+    agent.committed = agent.seats if member else frozenset()
+    for _ in range(4):
+        agent.agent._looked = agent.agent._waited_s = 0.0
+        agent.agent._poll()
+    assert agent.keeper.serves == member
 
 
 def test_nothing_is_taken_over_while_another_host_reaches_the_stores_host(agent):
