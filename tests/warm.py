@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ft.agent import forkserver, rank_bootstrap
-from megatron_ft.utils import lifeline
 
 _LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
 ROOT = Path(__file__).parent.parent
@@ -122,27 +121,23 @@ launch = _Client().launch
 class _Inherited(forkserver.ForkServer):
     """The agent's fork server, forked from the agent itself before it has any thread."""
 
-    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+    def _begin(
+        self, arguments: list[str], environment: Mapping[str, str], end: int
+    ) -> subprocess.Popen | forkserver.Forked:
         if threading.active_count() > 1:  # the agent starts the whole job again
-            super().__init__(environment, modules)
-            return
-        lifeline.adopt_orphans()
-        self._said = open(os.memfd_create("said"), "w+b")  # noqa: SIM115
-        self._end, theirs = socket.socketpair()
-        self._end.settimeout(120.0)
-        agent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            self._end.close()
-            os.setsid()
-            for target in (1, 2):
-                os.dup2(self._said.fileno(), target)
-            os.environ.clear()
-            os.environ.update({**environment, forkserver.AGENT_VARIABLE: str(agent)})
-            _show_agent(agent)
-            sys.argv = [rank_bootstrap.__file__, forkserver.SERVE, str(theirs.detach()), *modules]
-            rank_bootstrap.main()
-        theirs.close()
-        self._process = forkserver.Forked(pid)
+            return super()._begin(arguments, environment, end)
+        agent = os.getpid()
+        if pid := os.fork():
+            return forkserver.Forked(pid)
+        self._end.close()
+        os.setsid()
+        for target in (1, 2):
+            os.dup2(self._said.fileno(), target)
+        os.environ.clear()
+        os.environ.update(environment)
+        _show_agent(agent)
+        sys.argv = [rank_bootstrap.__file__, *arguments]
+        rank_bootstrap.main()
 
 
 def _show_agent(pid: int) -> None:

@@ -100,15 +100,20 @@ class ForkServer:
         self._end, theirs = socket.socketpair()
         self._end.settimeout(_START_S)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", SERVE, str(theirs.fileno()), *modules],
-                env={**environment, AGENT_VARIABLE: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            own = {**environment, AGENT_VARIABLE: str(os.getpid())}
+            self._process = self._begin([SERVE, str(theirs.fileno()), *modules], own, theirs.fileno())
+
+    def _begin(self, arguments: list[str], environment: Mapping[str, str], end: int) -> subprocess.Popen | Forked:
+        """Start the server; ``end``: the descriptor that it inherits."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron_ft.agent.rank_bootstrap", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            pass_fds=[end],
+            start_new_session=True,
+        )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> Forked:
         """Run ``agent.rank_bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""

@@ -7,8 +7,8 @@ decide when a group is started or what an end means for the run: the agent does 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from megatron_ft.agent import forkserver, rank_monitor
 from megatron_ft.agent.agent_record import AgentRecord
@@ -25,8 +25,8 @@ _KILLED_S, _KILLED_LOOK_S = 10.0, 0.005
 class LocalRanks:
     """The ranks of ``hosts.place.rank``. ``monitor`` judges their processes; ``starter`` makes them."""
 
-    def __init__(self, hosts: Hosts, config: RunConfig, starter: Starter, record: AgentRecord) -> None:
-        self._hosts, self._config, self._record = hosts, config, record
+    def __init__(self, hosts: Hosts, run_dir: Path, config: RunConfig, starter: Starter, record: AgentRecord) -> None:
+        self._hosts, self._run_dir, self._config, self._record = hosts, run_dir, config, record
         self._living: list[Rank] = []
         self._starts: dict[int, int] = {}  # group -> number of its last start on this host
         self._stuck: dict[tuple[int, int], Rank] = {}  # per place, the last rank that was given up
@@ -36,11 +36,12 @@ class LocalRanks:
     def living(self) -> list[Rank]:
         return [rank for rank in self._living if rank.ended is None]
 
-    def start(self, run: Mapping[str, Any], group: int, position: int, incarnation: int, epoch: int) -> None:
-        """Start one rank. ``run``: what all ranks of the run are told. Raises ``OSError``."""
+    def start(self, group: int, position: int, incarnation: int, epoch: int) -> None:
+        """Start one rank. ``epoch``: of the newest view that is known here. Raises ``OSError``."""
         hosts = self._hosts
         env = RankEnvironment(
-            **run,
+            run_id=hosts.run_id,
+            run_dir=self._run_dir,
             group=group,
             position=position,
             store=hosts.store_address,
@@ -59,13 +60,13 @@ class LocalRanks:
     def pids(self, group: int) -> list[int]:
         return [rank.process.pid for rank in self.living() if rank.group == group]
 
-    def ended(self) -> Iterator[tuple[Rank, float]]:
-        """Yield each rank whose process has ended since the last call, and when that was noticed."""
+    def ended(self) -> Iterator[Rank]:
+        """Yield each rank whose process has ended since the last call."""
         for rank in self.living():
             if rank.process.poll() is not None:
                 rank.ended = time.time()
                 self._living.remove(rank)
-                yield rank, rank.ended
+                yield rank
 
     def given_up(self, is_outage: Callable[[], bool]) -> list[Rank]:
         """Return the living ranks that are newly found unable to continue (``core.detection.rank_health``)."""

@@ -170,7 +170,7 @@ class Agent:
         self._idles = newcomer is not None and not newcomer.groups
         command = [str(options.script), *options.arguments]
         starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
-        self._ranks = LocalRanks(self._hosts, self._config, starter, self._record)
+        self._ranks = LocalRanks(self._hosts, self._run_dir, self._config, starter, self._record)
         self._outcome = RunOutcome(self._record, saves=bool(self._config.fault_tolerance.checkpoint.directory))
         self._signalled: signal.Signals | None = None
         self._tracking = Tracking(options.track, self._run_dir)
@@ -207,7 +207,7 @@ class Agent:
         wakeup = Wakeup(stop_signals())
         try:
             for group, position in self._hosts.ranks:
-                self._start_rank(group, position, 0)
+                self._ranks.start(group, position, 0, self._restarts.seats.view.epoch)
             if self._newcomer is not None:
                 self._come()
             if not self._config.fault_tolerance.rejoin.enabled:
@@ -282,10 +282,6 @@ class Agent:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, group: int, position: int, incarnation: int) -> None:
-        run = {"run_id": self._run_id, "run_dir": self._run_dir}
-        self._ranks.start(run, group, position, incarnation, self._restarts.seats.view.epoch)
-
     def _supervise(self, wakeup: Wakeup) -> None:
         """Until no rank is left, report deaths, forward signals, and give up ranks that are outside of the ended run."""
         deadline: float | None = None
@@ -297,8 +293,8 @@ class Agent:
                     # A closed terminal can send SIGHUP several times: from the kernel, and from the shell.
                     grace_s = self._told_to_stop(signal.Signals(number))
                     deadline = deadline or time.monotonic() + grace_s
-            for rank, noticed in self._ranks.ended():
-                self._buried(rank, noticed)
+            for rank in self._ranks.ended():
+                self._buried(rank)
             self._ranks.reap_strays(self._hosts.pids() | self._tracking.pids())
             self._hosts.look_after_store()
             self._claims.check(self._hosts.foremost)
@@ -379,7 +375,7 @@ class Agent:
         newest = {group: self._restarts.newest(group) for group in sorted({*silent.groups_by, *silent.groups_about})}
         return replace(silent, until=tuple((group, start) for group, start in newest.items() if start))
 
-    def _buried(self, rank: Rank, noticed: float) -> None:
+    def _buried(self, rank: Rank) -> None:
         """Report that a rank has ended, first to the survivors, then in the record. A dropped rank was reported before."""
         self._client.stir()  # the meaning depends on whether the run has ended
         code = given(rank.process.returncode)
@@ -400,7 +396,8 @@ class Agent:
             self._announce(signals.RankExited(death, rank.incarnation))
             self._outcome.ended_before(rank, death, self._restarts.seated(rank.group, rank.incarnation))
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
-                self._record.note_fault({**asdict(death), "incarnation": rank.incarnation}, noticed, "agent's waitpid")
+                fields = {**asdict(death), "incarnation": rank.incarnation}
+                self._record.note_fault(fields, given(rank.ended), "agent's waitpid")
         self._ranks.write()
 
     def _is_failure_after(self, rank: Rank) -> bool:
@@ -512,7 +509,7 @@ class Agent:
         where = self._hosts.who
         for position in (position for group, position in self._hosts.ranks if group == start.group):
             try:
-                self._start_rank(start.group, position, start.incarnation)
+                self._ranks.start(start.group, position, start.incarnation, self._restarts.seats.view.epoch)
             except OSError as error:  # no process, memory or file available: that start counts as died
                 why = f"could not be started: {error}"
                 gone = {"group": start.group, "position": position, "pid": 0, **where}
@@ -594,7 +591,7 @@ class Agent:
         if self._ended() or recorded.end:
             return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or self._speaks)
         tells = (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced()
-        return self._outcome.of_stopped(self._signalled, self._idles, self._given_up(), tells)
+        return self._outcome.of_stopped(recorded, self._signalled, self._idles, self._given_up(), tells)
 
     # --- record ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ft.agent.agent_record import AgentRecord
 from megatron_ft.agent.rank_process import Rank
 from megatron_ft.errors import NOT_SAVED
-from megatron_ft.runlog import run_directory
+from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit
 from megatron_ft.utils.console import say
 
@@ -50,15 +50,23 @@ class RunOutcome:
         say(failure or unsaved)
         return NOT_SAVED
 
-    def of_stopped(self, signalled: signal.Signals | None, idle: bool, stuck: Sequence[Rank], tells: bool) -> int:
+    def of_stopped(
+        self,
+        recorded: history.Summary,
+        signalled: signal.Signals | None,
+        idle: bool,
+        stuck: Sequence[Rank],
+        tells: bool,
+    ) -> int:
         """Conclude a run that has not made its last step.
 
         Args:
+            recorded: the record as it is now.
+            signalled: the signal that has told this agent to stop.
             idle: this host had no rank to run.
             stuck: the given-up ranks, if all groups are lost.
             tells: this agent writes the ``stop`` line.
         """
-        recorded = self._record.summary()
         ended = [(rank.log, death) for rank, death in self._exits.values()]
         code, reason = run_directory.why(recorded.last_step, signalled, ended, idle)
         if signalled is None and stuck:  # whatever their exit codes were afterwards

@@ -69,7 +69,7 @@ class StoreTakeover:
         told: Path,
         moved: Callable[[], None],
         note: Callable[[str, str], None],
-        committed: Callable[[Seat], bool] = lambda seat: False,
+        committed: Callable[[Seat], bool],
     ) -> None:
         self._hosts, self._locator, self._run_dir = hosts, locator, run_dir
         self._committed = committed
@@ -118,7 +118,7 @@ class StoreTakeover:
         self._follow()
         answers = not lost or self._answers()
         beats.says = Said(locator.newest, answers)
-        members = {*self._view().members, *(filter(self._committed, self._seats()) if lost else ())}
+        members = {*self._view().members, *filter(self._committed, self._seats())}
         outlook = Outlook(
             me=me,
             hosts=self._hosts.housing(store_failover.unfenced(members, locator.claims)),

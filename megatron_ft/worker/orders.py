@@ -9,6 +9,7 @@ A new operation is one class here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
@@ -47,16 +48,16 @@ class Needs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order(Generic[Result]):
+class Order(ABC, Generic[Result]):
     """One operation of all ranks of a group. ``span``: what the timeline of a rank that follows calls it;
     ``between_groups``: it may raise ``Broken``."""
 
     span: ClassVar[str | None] = None
     between_groups: ClassVar[bool] = False
 
+    @abstractmethod
     def run(self, rank: RankExecutor) -> Result:
         """Carry it out at one rank. Raises ``Lost`` when another rank of the group is gone."""
-        raise NotImplementedError
 
     def wire(self) -> dict[str, Any]:
         """Return the fields that travel, as JSON."""

@@ -271,12 +271,12 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 def _begin(state: GroupState, new: int) -> GroupState:
     """Enter step ``new`` under the present view, or with the plan that other groups follow for it already."""
-    begun = state.next_plan_origin or PlanOrigin(state.view.live)
+    origin = state.next_plan_origin or PlanOrigin(state.view.live)
     return changed(
         state,
         step=new,
-        plan_origin=begun,
-        plan=state.job.plan(new, begun, state.speeds),
+        plan_origin=origin,
+        plan=state.job.plan(new, origin, state.speeds),
         next_plan_origin=None,
         computed=frozenset(),
         reduced_buckets=frozenset(),
@@ -500,15 +500,15 @@ def _adopt(state: GroupState, view: View) -> GroupState:
     if not state.synced:
         state = changed(state, step=view.step, computed=frozenset(), reduced_buckets=frozenset())
     behind = view.step > state.step
-    begun = state.plan_origin.after(view.lost, view.joined) if behind else view.plan_origin
+    origin = state.plan_origin.after(view.lost, view.joined) if behind else view.plan_origin
     if state.job.drop and behind and state.complete:
-        begun = state.plan_origin  # all buckets are here, with the parts of all groups
+        origin = state.plan_origin  # all buckets are here, with the parts of all groups
     return changed(
         state,
         view=view,
         reduced_buckets=frozenset() if state.job.drop and not behind else state.reduced_buckets,
-        plan_origin=begun,
-        plan=state.job.plan(state.step, begun, state.speeds),
+        plan_origin=origin,
+        plan=state.job.plan(state.step, origin, state.speeds),
         next_plan_origin=view.plan_origin if behind else None,
         connected=False,
         transferred=False,

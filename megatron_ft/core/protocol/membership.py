@@ -39,7 +39,7 @@ def next_view(
     asking: Mapping[GroupId, JoinRequested] | None = None,
     noticed: str = "",
 ) -> View | None:
-    """Return the view to propose, or None while a report is still awaited. The caller sets its ``begun``.
+    """Return the view to propose, or None while a report is still awaited. The caller sets its ``plan_origin``.
 
     Args:
         view: the view of the ending epoch.
