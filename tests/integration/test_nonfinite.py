@@ -46,6 +46,7 @@ import os, time
 from pathlib import Path
 from megatron_ft.collectives.communicator import Broken
 from megatron_ft.collectives.bucket_allreduce import Reduction
+from megatron_ft.worker.nonfinite import NonFinite
 start, reduce, all_started = Reduction._start, Reduction._finish, []
 def starts(self, outer, step, bucket):
     start(self, outer, step, bucket)
@@ -57,9 +58,19 @@ def loses(self, bucket):
         while not Path({ended!r}).exists():
             time.sleep(0.01)
         raise Broken("the others are gone")
-if os.environ["MEGATRON_FT_GROUP"] == "{late}":
+check, mine = NonFinite.check, os.environ["MEGATRON_FT_GROUP"]
+def together(self, result, engine):
+    if result.step == 3:
+        Path({ended!r} + mine).touch()
+        while not all(Path({ended!r} + group).exists() for group in {others!r}):
+            time.sleep(0.01)
+    check(self, result, engine)
+if mine == "{late}":
     Reduction._start, Reduction._finish = starts, loses
+else:
+    NonFinite.check = together
 """
+"""The others end when all of them have made the step: the end of the first would take the sums from the rest, too."""
 
 
 @pytest.mark.parametrize(
@@ -70,9 +81,11 @@ def test_a_group_still_in_the_step_in_which_the_others_stop_does_not_make_it_aga
     """The sums are lost to the late group when the others, which had them, end. Without their gradient its own step
     may be finite; and no other group can say whether the late group's own gradient was not."""
     ended = tmp_path / "ended"
-    script = support.changed_script(tmp_path / "train.py", LOSES_THE_SUM.format(ended=str(ended), late=late))
-    run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop", script=script)
     others = set(range(support.GROUPS)) - {late}
+    names = sorted(map(str, others))
+    text = LOSES_THE_SUM.format(ended=str(ended), late=late, others=names)
+    script = support.changed_script(tmp_path / "train.py", text)
+    run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop", script=script)
     support.wait_for(lambda: others <= {line["group"] for line in run.events("fault")}, run)
     ended.touch()
     said = " ".join(run.finish().split())
