@@ -75,7 +75,7 @@ else:
 
 @pytest.mark.parametrize(
     "late",
-    [pytest.param(1, id="it came from this group"), pytest.param(3, id="it came from another", marks=pytest.mark.long)],
+    [pytest.param(1, id="it came from this group"), pytest.param(3, id="it came from another")],
 )
 def test_a_group_still_in_the_step_in_which_the_others_stop_does_not_make_it_again_alone(tmp_path, data_dir, late):
     """The sums are lost to the late group when the others, which had them, end. Without their gradient its own step
