@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron_ft.data import prepare
 from megatron_ft.runlog import history, invariants
-from tests import netlab, support
+from tests import netlab, support, warm
 
 STEPS = 60
 STRIKE_AT = 4
@@ -128,7 +128,7 @@ class Trial:
         self.last = case.hosts + case.spare  # the host of the etcd that is given
         self.lab = netlab.Lab(self.last + (case.store == "given"))
         self.gate = support.Gate(directory, slowly=STEPS)
-        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self.agents: dict[int, warm.Launched] = {}
         self.etcd: subprocess.Popen[bytes] | None = None
         self.down = {case.lost} if case.blow not in HEALED else set()
         """Hosts that do not come back."""
@@ -153,13 +153,8 @@ class Trial:
             )
             where += ["--config", config, "--run-dir", self.directory / "run", self.gate.script, "--", *own]
             with (self.directory / f"agent{host}.log").open("w") as output:
-                self.agents[host] = subprocess.Popen(
-                    lab.inside(host, support.command("launch", *where)),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=support.ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)},
-                )
+                env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)}
+                self.agents[host] = warm.launch_on_host(lab, host, "launch", *where, env=env, stdout=output)
 
     def _start_etcd(self) -> None:
         url = f"http://{self.lab.address(self.last)}:2379"

@@ -1,9 +1,10 @@
 """Launchers that are forked from a process that has imported torch already: four fifths of the processor time of a short
 run on this machine are imports, once in the agent and once in the process that its ranks are forked from.
 
-``launch(...)`` stands for ``subprocess.Popen(support.command(...))`` in tests that are not about how a launcher starts.
-The process is the agent itself: tests signal it by its pid. The agents of several hosts inherit the same order of sets
-here; in the system tests each is an interpreter of its own.
+``launch(...)`` stands for ``subprocess.Popen(support.command(...))`` in tests that are not about how a launcher starts,
+and ``launch_on_host(...)`` for the same on a host of ``tests/netlab.py``. The process is the agent itself: tests signal it
+by its pid. The agents of several hosts inherit the order of sets from one server, or from two where they have a network
+each; in the tests of Slurm and ssh each is an interpreter of its own.
 
 Run as a program, this module is the server: it imports, forks, and reports exit statuses. It ends with its client.
 """
@@ -28,13 +29,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from megatron_ft.agent import forkserver, rank_bootstrap
+from tools.netlab import Network
 
 _LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
 ROOT = Path(__file__).parent.parent
 _UNKNOWN = "0" * 10
+_CLONE_NEWNET = 0x40000000
 _MODULES = (*forkserver.PRELOAD, "megatron_ft.cli", "megatron_ft.agent.node_agent", "megatron_ft.report.follow")
 
 
@@ -88,11 +91,17 @@ class _Client:
         self._lock, self._end = threading.Lock(), None
 
     def launch(
-        self, *arguments: object, env: Mapping[str, str], cwd: Path | str = ROOT, stdout: BinaryIO | None = None
+        self,
+        *arguments: object,
+        env: Mapping[str, str],
+        cwd: Path | str = ROOT,
+        stdout: IO | None = None,
+        network: str = "",
     ) -> Launched:
-        """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to ``stdout``."""
+        """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to ``stdout``. ``network``: the
+        name of its network namespace, if not this process's."""
         arguments = [*map(str, arguments)]
-        asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd)}
+        asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd), "network": network}
         request = json.dumps(asked).encode()
         output, says = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         status, tells = os.pipe()
@@ -116,6 +125,13 @@ class _Client:
 
 
 launch = _Client().launch
+_CLIENTS = _Client(), _Client()
+
+
+def launch_on_host(lab: Network, host: int, *arguments: object, **options: Any) -> Launched:
+    """Start ``megatron-ft`` on that host of ``lab``. Neighbours are forked from different servers, so that not all hosts
+    of a run have the same order of sets."""
+    return _CLIENTS[host % len(_CLIENTS)].launch(*arguments, network=lab.namespace(host), **options)
 
 
 class _Inherited(forkserver.ForkServer):
@@ -202,6 +218,11 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    if name := request["network"]:
+        descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"network namespace {name} cannot be entered")
+        os.close(descriptor)
     random.seed()
     forkserver.ForkServer = _Inherited
     sys.argv = [cli.__file__, *request["arguments"]]

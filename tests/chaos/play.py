@@ -6,6 +6,7 @@ then it is ended. Nothing is judged here.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -138,7 +139,7 @@ def _network(job: Job) -> Iterator[netlab.Lab | None]:
         lab.close()
 
 
-def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> list[subprocess.Popen]:
+def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> list[warm.Launched]:
     """Start a launcher for each host."""
     config = directory / "config.json"
     detector = {"stopped_timeout_s": STOPPED_LIMIT_S, "heartbeat_timeout_s": SILENCE_LIMIT_S}
@@ -161,12 +162,8 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
         where = [] if lab is None else ["--hosts", job.hosts, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
         arguments, env = ["launch", *where, *options, SCRIPT, "--", *own], {**os.environ, "OMP_NUM_THREADS": "1"}
         with (directory / f"launcher{host or ''}.log").open("wb") as output:
-            if lab is None:
-                launchers.append(warm.launch(*arguments, env=env, stdout=output))
-                continue
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            command = lab.inside(host, support.command(*arguments))
-            launchers.append(subprocess.Popen(command, **pipes, cwd=support.ROOT, env=env))
+            start = warm.launch if lab is None else functools.partial(warm.launch_on_host, lab, host)
+            launchers.append(start(*arguments, env=env, stdout=output))
     return launchers
 
 
@@ -225,7 +222,7 @@ class _Limit:
     """End a run that hangs, so that a thread that waits for its processes goes on; and a run that is not waited for
     any more."""
 
-    def __init__(self, launchers: list[subprocess.Popen], directory: Path) -> None:
+    def __init__(self, launchers: list[warm.Launched], directory: Path) -> None:
         self.launchers, self._directory = launchers, directory
         self._timer = threading.Timer(HANGS_S, self._hangs)
         self.passed = False
@@ -245,7 +242,7 @@ class _Limit:
             self._write_stacks()
             self._end()
 
-    def _living(self) -> list[subprocess.Popen]:
+    def _living(self) -> list[warm.Launched]:
         return [launcher for launcher in self.launchers if launcher.poll() is None]
 
     def _end(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -14,7 +13,7 @@ from megatron_ft.faults import kill
 from megatron_ft.runlog import history, invariants
 from megatron_ft.types import host_name
 from megatron_ft.utils import net
-from tests import netlab, support
+from tests import netlab, support, warm
 
 STEPS, GROUPS = 40, 3
 LONG = 60
@@ -61,10 +60,8 @@ def run(lab, request, tmp_path, data_dir):
     for host in lab.hosts:
         where = ["--hosts", GROUPS, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
         what = job(tmp_path / "run", data_dir, script=gate.script, detector=getattr(request, "param", BEATS))
-        command = lab.inside(host, support.command("launch", *where, *what))
-        output = (tmp_path / f"agent{host}.log").open("w")
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": support.ROOT, "env": env}
-        agents.append(subprocess.Popen(command, **options))
+        with (tmp_path / f"agent{host}.log").open("w") as output:
+            agents.append(warm.launch_on_host(lab, host, "launch", *where, *what, env=env, stdout=output))
     run = support.Run(tmp_path / "run", agents[0])
     run.agents, run.gate = agents, gate
     yield run
@@ -197,7 +194,7 @@ class Spared:
 
     def __init__(self, lab, directory, data_dir) -> None:
         self.lab, self.directory, self.data_dir = lab, directory, data_dir
-        self.agents: list[subprocess.Popen] = []
+        self.agents: list[warm.Launched] = []
         self.gate = support.Gate(directory, slowly=LONG)
 
     def start(self, address, said: bool = False) -> None:
@@ -209,10 +206,9 @@ class Spared:
             where = ["--hosts", GROUPS + 1, "--spare-hosts", 1, "--host-rank", host]
             where += ["--store", net.joined(address(0), 29500)]
             where += ["--address", address(host)] if said else []
-            output = (self.directory / f"agent{host}.log").open("w")
-            options = {"stdout": output, "stderr": subprocess.STDOUT, "cwd": support.ROOT, "env": env}
-            command = self.lab.inside(host, support.command("launch", *where, *what))
-            self.agents.append(subprocess.Popen(command, **options))
+            with (self.directory / f"agent{host}.log").open("w") as output:
+                agent = warm.launch_on_host(self.lab, host, "launch", *where, *what, env=env, stdout=output)
+            self.agents.append(agent)
 
     @property
     def run(self) -> support.Run:

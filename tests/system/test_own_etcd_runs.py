@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from megatron_ft.runlog import history, invariants
-from tests import netlab, support
+from tests import netlab, support, warm
 from tests.stores import etcd_missing
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())]
@@ -49,7 +49,7 @@ class Launch:
     def __init__(self, lab, directory, data_dir, steps: int) -> None:
         self.lab, self.directory = lab, directory
         config = settings(directory / "config.json")
-        self.agents: dict[int, subprocess.Popen] = {}
+        self.agents: dict[int, warm.Launched] = {}
         self.gate = support.Gate(directory, slowly=STEPS)
         what = script(data_dir, steps, support.SCRIPT if steps == ENDLESS else self.gate.script)
         for host in lab.hosts:
@@ -57,15 +57,10 @@ class Launch:
             where += ["--config", config, "--run-dir", directory / "run"]
             # The others find their own on the way to host 0's.
             where += ["--address", lab.address(0)] if host == 0 else []
+            # A host without power leaves its member's files behind.
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
             with (directory / f"agent{host}.log").open("w") as output:
-                self.agents[host] = subprocess.Popen(
-                    lab.inside(host, support.command("launch", *where, *what)),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=support.ROOT,
-                    # A host without power leaves its member's files behind.
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
-                )
+                self.agents[host] = warm.launch_on_host(lab, host, "launch", *where, *what, env=env, stdout=output)
         self.lost: set[int] = set()
 
     @property
