@@ -124,8 +124,8 @@ class _Client:
         return end
 
 
-launch = _Client().launch
 _CLIENTS = _Client(), _Client()
+launch = _CLIENTS[0].launch
 
 
 def launch_on_host(lab: Network, host: int, *arguments: object, **options: Any) -> Launched:
@@ -219,10 +219,9 @@ def _become(request: Mapping[str, Any]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     if name := request["network"]:
-        descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"network namespace {name} cannot be entered")
-        os.close(descriptor)
+        with open(f"/run/netns/{name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"network namespace {name} cannot be entered")
     random.seed()
     forkserver.ForkServer = _Inherited
     sys.argv = [cli.__file__, *request["arguments"]]
