@@ -365,6 +365,7 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--groups", type=int, metavar="K", help="number of groups to add on this node")
     what.add_argument("--spare", action="store_true", help="wait for a host that is lost, and take its groups over")
     parser.add_argument("--address", metavar="ADDR", help="by which others reach this host (default: found)")
+    parser.add_argument("--entered-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     _add_preload(parser)
     parser.set_defaults(run=_join)
 
@@ -372,15 +373,18 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 def _join(options: argparse.Namespace) -> int:
     from megatron_ft.agent import join
 
-    return _join_as(options, join.find(options.run_dir), options.groups or 0)
+    return _join_as(options, join.find(options.run_dir), options.groups or 0, options.entered_fd)
 
 
-def _join_as(options: argparse.Namespace, running: join.Running, groups: int) -> int:
-    """With a number of groups, or as a spare host."""
+def _join_as(options: argparse.Namespace, running: join.Running, groups: int, entered_fd: int | None = None) -> int:
+    """With a number of groups, or as a spare host. ``entered_fd``: takes a byte once the host has its number."""
     from megatron_ft.agent import forkserver, join
     from megatron_ft.agent.node_agent import Agent, LaunchOptions
 
     newcomer = join.enter(running, groups, options.address)
+    if entered_fd is not None:
+        os.write(entered_fd, b"1")
+        os.close(entered_fd)
     forks = None
     if not options.no_preload:
         forks = forkserver.ForkServer(forkserver.common_environment(join.ranks_here(newcomer)), options.preload)

@@ -23,6 +23,7 @@ from megatron_ft.core.lifecycle.array_policy import (
     act,
     decide,
     ended,
+    overtaken,
 )
 from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
 from megatron_ft.launchers.slurm.array_board import SILENT_S, ArrayState
@@ -111,6 +112,37 @@ def test_at_the_time_limit_all_are_requeued_once_and_begin_again():
 
 def test_a_waiting_element_at_its_time_limit_is_requeued_alone():
     assert act(Own(Beat(3, told="time")), [], {}, 0.0, LIMITS) == GiveBack("time")
+
+
+@given(st.integers(0, 10**9))
+def test_elements_that_only_ask_to_be_let_in_never_hold_back_a_new_start(seed):
+    """All elements are requeued at different times while the run works; its control store is gone with them.
+
+    Beats of their earlier starts are there for ``SILENT_S``, so some ask to be let in; each attempt takes its time and
+    fails. The run begins again as soon as enough elements are back and those beats are old.
+    """
+    rng, count = random.Random(seed), 6
+    limits = Limits(hosts=rng.randint(1, count), whole=restart_policy.Limits(per_hour=10**6))
+    back = {k: rng.randint(1, 60) for k in range(count)}
+    old = {k: Beat(k, run=0, runs=True) for k in range(count)}
+    own = {k: Own(Beat(k, restarts=1, run=0)) for k in range(count)}
+    until: dict[int, int] = {}
+    latest = sorted(back.values())[limits.hosts - 1] + SILENT_S + limits.first_s + 2.0
+    for now in range(200):
+        there = {k: own[k].beat for k in range(count) if back[k] <= now}
+        stale = {k: old[k] for k in range(count) if k not in there and now < SILENT_S}
+        if (decision := decide([BEGUN], Seen(now, there, stale), limits)) is not None:
+            assert isinstance(decision, Begin) and set(decision.hosts) <= set(there)
+            assert all(overtaken(beat, [BEGUN, decision]) == beat.asks for beat in there.values())
+            return
+        assert now <= latest, f"seed {seed}: {own}"
+        for k in there:
+            if until.get(k) == now:
+                own[k] = ended(own[k], Beat(k, 1, 0, code=7), now, 1, limits)
+            elif not own[k].beat.runs and act(own[k], [BEGUN], {**stale, **there}, now, limits) == Join(0):
+                own[k] = replace(own[k], beat=Beat(k, 1, 0, runs=True, asks=True))
+                until[k] = now + rng.randint(2, 40)
+    raise AssertionError(f"seed {seed}: {own}")
 
 
 @given(st.integers(0, 10**9))

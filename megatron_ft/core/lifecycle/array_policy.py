@@ -6,7 +6,7 @@ elements are written under numbers: begin a run with these hosts, the run is ove
 number counts. The lowest element that is heard proposes it; if two elements take themselves for that one, no harm is done.
 
 An element that is not among the hosts of the newest run, or has lost its agent, joins as a spare: the agents bring back
-lost groups (``core.lifecycle.spare_policy``), and the elements only start agents. A run that no agent works on, and
+lost groups (``core.lifecycle.spare_policy``), and the elements only start agents. A run that no agent belongs to, and
 that has not reached its end, is begun again from its checkpoint; the same holds after all elements were requeued.
 
 Assumes: beats may be late, and those of dead elements stay; a silent element may be frozen and go on later; an element
@@ -37,6 +37,8 @@ class Beat:
         restarts: number of times that Slurm has restarted it.
         run: the newest run it has had an agent in; -1: none.
         runs: True if the agent runs.
+        asks: True while the agent that runs only asks to be let into the run. The run may be gone, so such an agent
+            keeps no run alive: elements that all ask would otherwise wait for each other.
         code: exit code of the agent that has ended, else None.
         told: why the element has to give its node back soon; empty if it has not.
     """
@@ -45,6 +47,7 @@ class Beat:
     restarts: int = 0
     run: int = -1
     runs: bool = False
+    asks: bool = False
     code: int | None = None
     told: str = ""
 
@@ -183,8 +186,13 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
 
 
 def working(run: Begin, beats: Mapping[ElementId, Beat]) -> bool:
-    """Return whether any element has an agent in that run."""
-    return any(beat.runs and beat.run == run.number for beat in beats.values())
+    """Return whether any element has an agent that belongs to that run."""
+    return any(beat.runs and not beat.asks and beat.run == run.number for beat in beats.values())
+
+
+def overtaken(beat: Beat, made: Sequence[Decision]) -> bool:
+    """Return whether the element's agent asks to be let into a run after which something else was decided."""
+    return beat.asks and beat.run < len(made) - 1
 
 
 # --- the actions of one element ---------------------------------------------------------------------------------------

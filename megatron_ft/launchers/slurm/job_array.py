@@ -90,6 +90,7 @@ class ArrayTask:
             array_policy.Beat(where.element, where.restarts, -1 if before is None else before.run)
         )
         self._agent: subprocess.Popen | None = None
+        self._entered, self._killed = -1, False
         self._quick, self._since = 0, 0.0
         self._looked_at = self._all_at = -float("inf")
         self._heard: tuple[Mapping[int, array_policy.Beat], Mapping[int, array_policy.Beat]] = ({}, {})
@@ -122,6 +123,7 @@ class ArrayTask:
             time.sleep(_LOOK_S)
 
     def _poll(self) -> int | None:
+        self._see_entry()
         if self._agent is not None and self._agent.poll() is not None:
             self._buried(self._agent.returncode)
         if self._ending:  # Slurm sends SIGTERM to the agent, too; SIGHUP is passed on
@@ -141,7 +143,7 @@ class ArrayTask:
     def _decide(self) -> None:
         made, now = self._board.read(), time.monotonic()
         leads = self._board.first(element for element in self._all if element < self._where.element) is None
-        idle = self._agent is None
+        idle = self._agent is None or self._own.beat.asks
         if (idle or leads) and now - self._all_at >= (_BEAT_S if idle and leads else _ALL_S):
             self._all_at, self._heard = now, self._board.read_beats(self._all)
         if leads:
@@ -195,6 +197,9 @@ class ArrayTask:
     def _act(self) -> int | None:
         made = self._board.decisions
         if self._agent is not None:
+            if array_policy.overtaken(self._own.beat, made):
+                self._killed = True
+                self._agent.kill()
             self._end_late(made)
             return None
         others = {**self._heard[0], **self._heard[1]}
@@ -202,7 +207,7 @@ class ArrayTask:
             case array_policy.Launch(run=run, rank=rank):
                 self._begin(run, ["launch", *self._hosts(run, rank), *self._launch])
             case array_policy.Join(run=run):
-                self._begin(run, ["join", str(self._run_dir), "--spare", *self._address()])
+                self._join(run)
             case array_policy.GiveBack(why=why, bad=bad):
                 return self._give_back(why, bad)
             case array_policy.Over(code=code, why=why):
@@ -224,21 +229,49 @@ class ArrayTask:
             say(f"the agent detects its address itself: {error}")
             return []
 
-    def _begin(self, run: int, command: Sequence[str]) -> None:
+    def _join(self, run: int) -> None:
+        self._entered, told = os.pipe()
+        os.set_blocking(self._entered, False)
+        command = ["join", str(self._run_dir), "--spare", "--entered-fd", str(told), *self._address()]
+        try:
+            self._begin(run, command, told)
+        finally:
+            os.close(told)
+
+    def _see_entry(self) -> None:
+        """Notes that the agent has been let into the run, which it says by a byte."""
+        if self._entered < 0:
+            return
+        try:
+            said = os.read(self._entered, 1)
+        except BlockingIOError:
+            return
+        os.close(self._entered)
+        self._entered = -1
+        if said:
+            self._own = replace(self._own, beat=replace(self._own.beat, asks=False))
+            self._looked_at = -float("inf")
+
+    def _begin(self, run: int, command: Sequence[str], told: int | None = None) -> None:
+        """Starts the agent. ``told``: the file descriptor to which one that has to ask for entry reports it."""
         me = os.getpid()
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "megatron_ft.cli", *command],
             stdin=subprocess.DEVNULL,
+            pass_fds=() if told is None else (told,),
             preexec_fn=lambda: lifeline.end_with(me),
         )
         self._since, self._asked = time.monotonic(), False
-        self._own = replace(self._own, beat=replace(self._own.beat, run=run, runs=True, code=None))
+        self._own = replace(
+            self._own, beat=replace(self._own.beat, run=run, runs=True, asks=told is not None, code=None)
+        )
         self._board.beat(self._own.beat)
 
     def _buried(self, code: int) -> None:
         self._agent = None
         self._quick = 0 if time.monotonic() - self._since > self._limits.longest_s else self._quick + 1
-        beat = replace(self._own.beat, runs=False, code=code)
+        beat = replace(self._own.beat, runs=False, asks=False, code=None if self._killed else code)
+        self._killed = False
         self._own = array_policy.ended(self._own, beat, time.time(), self._quick, self._limits)
         self._looked_at = -float("inf")
 
