@@ -115,7 +115,7 @@ storage-outage: setup
 # make host-losses  each host of 2 to 5 is lost in every way with every store, the table of docs/host-losses.md (EVERY=7: one case of 7)
 EVERY ?= 1
 host-losses: setup
-	$(BIN)/python -m tests.host_losses --save --every $(EVERY)
+	$(BIN)/python -m tests.host_losses --save --missing --every $(EVERY)
 	$(BIN)/python -m tests.slurm_losses --save
 
 # make evidence  every measured number anew, in order (hours on a quiet machine; NAMES="recovery goodput": only these)

@@ -1,13 +1,14 @@
 """Each host of a run is lost in turn: the table of docs/host-losses.md, from real runs in network namespaces.
 
     python -m tests.host_losses [--hosts 2 3 4 5] [--blows power kill ...] [--stores embedded own given] [--save]
-                                [--shard K/N]
+                                [--shard K/N] [--missing]
 
 Each case is a run of its own: ``hosts`` hosts with one group each (or with groups of two hosts), perhaps a spare host, and
 one host that is lost after some steps. The steps must be those of a run without failures, with the same losses, and the
-survivors must end with the same parameters. ``--save`` adds each run to benchmarks/results/host_losses.json, in place of an
-earlier run of the same case, and writes the table of all runs that are there to docs/host-losses.md. Processes with
-different shards may run at the same time.
+survivors must end with the same parameters. ``--save`` adds each run to benchmarks/results/host_losses.json, with the commit
+it was measured at and in place of an earlier run of the same case, and writes the table of all runs that are there to
+docs/host-losses.md. ``--missing`` leaves out the cases that have a run of the present commit. Processes with different
+shards may run at the same time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -352,16 +354,30 @@ group.
 """
 
 
+RESULTS = support.ROOT / "benchmarks" / "results" / "host_losses.json"
+
+
+def kept() -> dict[str, list[dict]]:
+    """Return the runs that are kept, by kind: runs, slurm."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return {name: found.get(name, []) for name in ("runs", "slurm")}
+
+
+def commit() -> str:
+    """Return the present commit."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=support.ROOT).stdout.strip()
+
+
 def save(kind: str, row: dict, key: Sequence[str]) -> None:
     """Keep this run in place of an earlier one with the same ``key``, and write the tables anew. ``kind``: runs, slurm."""
     sys.path.insert(0, str(support.ROOT / "benchmarks"))
     import common
 
-    file = common.RESULTS / "host_losses.json"
+    row = {**row, "commit": commit()}
     with Path(tempfile.gettempdir(), "megatron_ft-host_losses.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another shard saves, too
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        found = {name: kept.get(name, []) for name in ("runs", "slurm")}
+        found = kept()
         found[kind] = [run for run in found[kind] if any(run[name] != row[name] for name in key)] + [row]
         common.save("host_losses", found)
         slurm = [SLURM_HEAD, *slurm_table(found["slurm"])] if found["slurm"] else []
@@ -431,11 +447,16 @@ def main() -> None:
         "--shard", type=_shard, default=(0, 1), metavar="K/N", help="the Kth (from 0) of N parts of them"
     )
     parser.add_argument("--save", action="store_true", help="keep the results, and write the table anew")
+    parser.add_argument("--missing", action="store_true", help="only cases without a run of the present commit")
     options = parser.parse_args()
     chosen = [case for case in cases(options.hosts, options.blows, options.stores)
               if options.lost is None or case.lost in options.lost][:: options.every]  # fmt: skip
     shard, shards = options.shard
     chosen = chosen[shard::shards]
+    if options.missing:
+        done = [run for run in kept()["runs"] if run.get("commit") == commit()]
+        chosen = [case for case in chosen if not any(asdict(case).items() <= run.items() for run in done)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts' processes are ended on the way out
     failed = 0
     with bench() as play:
         for number, case in enumerate(chosen):
