@@ -43,6 +43,7 @@ from megatron_ft.checkpoint import restore as origins
 from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.coordination import key_sweeper, store
+from megatron_ft.core.detection import rank_health
 from megatron_ft.core.lifecycle import spare_policy
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
@@ -166,7 +167,8 @@ class Agent:
         self._spare = Spare(self._hosts, self._client, self._restarts)
         watched = self._config.fault_tolerance.detector
         self._stalls = stall_watch.Stalls(self._client, self._hosts, self._restarts, watched, self._record.note)
-        self._standstill = stall_watch.Standstill(self._config.fault_tolerance.store_patience_s)
+        patience_s = self._config.fault_tolerance.store_patience_s
+        self._standstill = stall_watch.Standstill(patience_s, _STORE_TIMEOUT_S + rank_health.LOOK_S)
         self._idles = newcomer is not None and not newcomer.groups
         command = [str(options.script), *options.arguments]
         starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)

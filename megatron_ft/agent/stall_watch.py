@@ -147,11 +147,17 @@ class Standstill:
     and there is no control store on which the other groups could agree to go on without it.
 
     A connection to a host that has lost its power is not closed, so the ranks themselves notice nothing before
-    ``collective_timeout_s``; and the agents could tell them only through the store. ``clock`` is monotonic, in seconds.
+    ``collective_timeout_s``; and the agents could tell them only through the store.
+
+    Args:
+        patience_s: seconds for which that may last.
+        round_s: the longest time between two looks of a busy agent: a call to a store that does not answer blocks it. An
+            agent that did not look for longer was suspended, and has not seen anything.
+        clock: monotonic, in seconds.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._patience_s, self._clock = patience_s, clock
+    def __init__(self, patience_s: float, round_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s, self._round_s, self._clock = patience_s, round_s, clock
         self._looked, self._seconds = clock(), 0.0
 
     def poll_ranks(self, ranks: Iterable[Rank], silent: bool, away: bool) -> bool:
@@ -163,8 +169,7 @@ class Standstill:
             away: no control store answers.
         """
         now = self._clock()
-        # An agent that did not look (its host was suspended) has not seen anything.
-        elapsed_s, self._looked = min(now - self._looked, rank_health.LOOK_S), now
+        elapsed_s, self._looked = min(now - self._looked, self._round_s), now
         stands = silent and away
         if stands:
             last = [rank.watched.health.last for rank in ranks]

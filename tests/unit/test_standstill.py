@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from megatron_ft.agent.stall_watch import Standstill
 from megatron_ft.core.detection.rank_health import Health, Sample
 
-PATIENCE_S = 3.0
+PATIENCE_S, ROUND_S = 3.0, 5.25
 PHASES = st.lists(st.sampled_from(["waiting", "waiting", "waiting", "working", "outside"]), min_size=1, max_size=2)
-LOOKS = st.lists(st.tuples(PHASES, st.booleans(), st.booleans(), st.floats(0.0, 0.25)), max_size=120)
+LOOKS = st.lists(st.tuples(PHASES, st.booleans(), st.booleans(), st.sampled_from([0.1, 0.25, ROUND_S])), max_size=120)
 
 
 class Clock:
@@ -29,8 +29,9 @@ def ranks(phases):
 
 @given(LOOKS)
 def test_it_stands_still_after_as_much_unbroken_waiting_as_the_store_is_waited_for(looks):
+    """Also when the agent looks seldom, because each call to a store that does not answer blocks it for seconds."""
     clock = Clock()
-    standstill, since = Standstill(PATIENCE_S, clock), clock.now
+    standstill, since = Standstill(PATIENCE_S, ROUND_S, clock), clock.now
     for phases, silent, away, pause_s in looks:
         clock.now += pause_s
         stands = silent and away and set(phases) == {"waiting"}
@@ -43,7 +44,7 @@ def test_it_stands_still_after_as_much_unbroken_waiting_as_the_store_is_waited_f
 
 def test_a_host_without_ranks_and_an_agent_that_was_suspended_see_nothing():
     clock = Clock()
-    standstill = Standstill(PATIENCE_S, clock)
+    standstill = Standstill(30.0, ROUND_S, clock)
     for _ in range(100):
         clock.now += 0.25
         assert not standstill.poll_ranks([], silent=True, away=True)
