@@ -143,9 +143,8 @@ class Agent:
             own = secret.make(self._run_dir) if self._leads else secret.load(self._run_dir, peers.MEET_TIMEOUT_S)
             history.write_as(where.rank)  # before any process is started: processes inherit it
             least_s = max(_STARTING_S, self._config.fault_tolerance.detector.heartbeat_timeout_s)
-            self._hosts = peers.Hosts(
-                where, self._config, least_s, self._run_dir, run_id, own
-            )  # forks the store's keeper
+            # This forks the store's keeper.
+            self._hosts = peers.Hosts(where, self._config, least_s, self._run_dir, run_id, own)
             self._run_id = self._claims.run_id = self._hosts.run_id
             if self._leads and where.hosts > 1 and self._config.fault_tolerance.store == AUTO:
                 self._write_config()  # here the other hosts may find the store
@@ -471,7 +470,7 @@ class Agent:
             # Where this host has all groups and none of them lives, a store that is away has no news for it.
             settings.store_patience_s if self._hosts.place.others else 0.0,
             lambda group, incarnation: self._record.summary().has_committed(group, incarnation),
-            fenced=lambda group, incarnation: self._hosts.is_fenced(group, incarnation),
+            fenced=self._hosts.is_fenced,
         )
 
     def _bring_back(self) -> None:
@@ -553,9 +552,8 @@ class Agent:
         before = self._hosts.ranks
         for correction in self._hosts.on_signal(signal_):
             self._announce(self._known_starts(correction))
-        if (
-            signal_.host in self._hosts.beats.known()
-        ):  # otherwise its number is given away again after the host and the store are lost
+        if signal_.host in self._hosts.beats.known():
+            # Otherwise its number is given away again after the host and the store are lost.
             self._client.knows(join.number_key(signal_.host), signal_.name)
         if moved := set(before) - set(self._hosts.ranks):
             self._give_up_to(host_name(signal_.name, signal_.host), moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def host_key(host: int) -> str:
     return f"host/{host}"
 
 
-def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[[str], None] = print) -> None:
+def leave(run_dir: Path, group: int, why: str, patience_s: float) -> None:
     """Ask ``group`` to leave after the step it works on; returns when it has announced that it will.
 
     Raises ``LaunchError`` when there is no such run, or no such group in it, or it does not answer; ``StoreError``.
@@ -54,7 +54,7 @@ def leave(run_dir: Path, group: int, why: str, patience_s: float, say: Callable[
                 f"microbatches: see {run_dir}/logs/g{group}.p0.log"
             )
         time.sleep(_LOOK_S)
-    say(f"group {group} leaves after step {said[-1]['after']}")
+    print(f"group {group} leaves after step {said[-1]['after']}")
 
 
 def stop(run_dir: Path, why: str) -> None:

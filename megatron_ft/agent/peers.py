@@ -204,7 +204,7 @@ class Hosts:
         run_id: str | None = None,
         secret: Secret | None = None,
     ) -> None:
-        self.place, self._config, self._least_s = where, config, least_s
+        self.place, self._config = where, config
         self.secret = secret or secrets.here()
         self._run_dir = run_dir
         self.keeper: StoreSupervisor | None = None

@@ -214,9 +214,7 @@ class Door:
     def _pass_on(self, end: socket.socket, hello: Hello) -> None:
         try:
             self._admit(end, hello)
-        except (
-            Exception
-        ) as error:  # a member of the run that sends nonsense, e.g. of another version, ends no thread here
+        except Exception as error:  # a member that sends nonsense, e.g. of another version, ends no thread here
             _log.info(printable(f"{self._name}: connection dropped: {type(error).__name__}: {error}"))
             end.close()
 

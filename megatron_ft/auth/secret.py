@@ -50,15 +50,6 @@ class Key:
         message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self._bytes, message, "sha256")
 
-    def seal(self, data: bytes) -> bytes:
-        """Return ``data`` with its MAC before it."""
-        return self.mac(b"sealed", data)[:MAC_BYTES] + data
-
-    def unseal(self, sealed: bytes) -> bytes | None:
-        """Return the data that was sealed with this key; None for anything else."""
-        mac, data = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
-        return data if hmac.compare_digest(mac, self.mac(b"sealed", data)[:MAC_BYTES]) else None
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._bytes, other._bytes)
 

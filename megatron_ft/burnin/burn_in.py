@@ -42,7 +42,6 @@ class Options:
     launch: Sequence[str]
     run_dir: Path
     groups: int
-    spares: int
     strikes: Sequence[plan.Strike]
     freeze_s: float
     patience_s: float
@@ -56,7 +55,6 @@ def run(options: argparse.Namespace, asked: argparse.Namespace) -> int:
             launch=asked.words,
             run_dir=asked.run_dir.resolve(),
             groups=asked.groups,
-            spares=asked.spare_hosts,
             strikes=plan.draw(options.faults, options.seed, options.every_s, options.kinds or plan.DEFAULT),
             freeze_s=options.freeze_s,
             patience_s=options.patience_s,

@@ -50,22 +50,17 @@ def explained(what: str, path: str | Path) -> Iterator[None]:
 def write(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
     """Write buffers of bytes as the file ``path``. Returns the length and the sha256 of the buffers."""
     # Two processes may write the same part: one that counts as dead, and its successor. Their contents are equal.
-    with atomic_file.replacing(path, durable=True, mode=0o644) as fd:
-        size, digest = _write(fd, pieces)
-    sync_directory(path.parent)
-    return {"bytes": size, "sha256": digest}
-
-
-def _write(fd: int, pieces: Iterable[Any]) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
-            digest.update(chunk)
-            size += len(chunk)
-            atomic_file.write_all(fd, chunk)
-    return size, digest.hexdigest()
+    with atomic_file.replacing(path, durable=True, mode=0o644) as fd:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                size += len(chunk)
+                atomic_file.write_all(fd, chunk)
+    sync_directory(path.parent)
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def make_directories(root: Path, *names: str) -> Path:

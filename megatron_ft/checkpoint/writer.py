@@ -93,7 +93,7 @@ def write_part(directory: Path, step: int, attempt: str, position: int, snapshot
         CheckpointError: the file system refuses; the message has the remedy.
     """
     name = _name(step, attempt)
-    skeleton = _json({"names": snapshot.names, "state": snapshot.skeleton})
+    skeleton = json.dumps({"names": snapshot.names, "state": snapshot.skeleton}, separators=(",", ":")).encode()
     part, parts = snapshot.part, snapshot.parts
     with files.explained("writing a checkpoint to", directory):
         place = files.make_directories(Path(directory), name, POSITION.format(position))
@@ -243,7 +243,3 @@ def _unique(paths: Sequence[str]) -> tuple[str, ...]:
         taken.add(name)
         names.append(name)
     return tuple(names)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

@@ -49,9 +49,8 @@ def _try_out(directory: Path, token: str | None, result: dict[str, Any]) -> None
     try:
         free_bytes = shutil.disk_usage(directory).free
         speeds = [_speed(directory / f"{PREFIX}.{uuid.uuid4().hex}") for _ in range(_ATTEMPTS)]
-        write_bytes_s, read_bytes_s = (
-            max(column) for column in zip(*speeds, strict=True)
-        )  # other jobs use the disk, too
+        # The best ones, because other jobs use the disk, too.
+        write_bytes_s, read_bytes_s = (max(column) for column in zip(*speeds, strict=True))
         result |= {"free_bytes": free_bytes, "write_bytes_s": write_bytes_s, "read_bytes_s": read_bytes_s}
         result["no_links"] = _no_links(directory / f"{PREFIX}.{uuid.uuid4().hex}")
         if token is not None:
@@ -97,10 +96,8 @@ def _speed(path: Path) -> tuple[float, float]:
             os.fsync(file.fileno())
         written = time.perf_counter()
         with path.open("rb") as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(
-                    file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-                )  # read from the disk, not from the page cache
+            if hasattr(os, "posix_fadvise"):  # read from the disk, not from the page cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             opened = time.perf_counter()
             same = file.read() == content
         read = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ft.agent.etcd import binary
-from megatron_ft.doctor import disk
+from megatron_ft.doctor import disk, versions
 from megatron_ft.doctor.doctor_report import BROKEN, COLOURS, MISSING, OK, WARN, Finding, rate, table
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -130,7 +129,7 @@ def _package(name: str, remedy: str, needed: bool = False, module: str | None = 
     _, trouble = _try(f"import {module}")
     if trouble:
         return Finding(name, BROKEN, trouble, f"reinstall: {remedy}", needed)
-    return Finding(name, OK, _version(name), "", needed)
+    return Finding(name, OK, versions.package(name, ""), "", needed)
 
 
 def _try(code: str, *arguments: str, **environment: str) -> tuple[str, str]:
@@ -143,14 +142,6 @@ def _try(code: str, *arguments: str, **environment: str) -> tuple[str, str]:
     if done.returncode == 0:
         return done.stdout, ""
     return "", (done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"])[-1]
-
-
-def _version(name: str) -> str:
-    """Returns the installed version; "" for a package that was not installed by pip."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _torch() -> list[Finding]:
@@ -215,9 +206,10 @@ def _deepspeed() -> Finding:
     if importlib.util.find_spec("deepspeed") is None:
         return Finding(name, MISSING, "", remedy)
     _, trouble = _try("from megatron_ft.engines.deepspeed import build")
+    version = f"deepspeed {versions.package('deepspeed', '')}"
     if trouble:
-        return Finding(name, BROKEN, f"deepspeed {_version('deepspeed')}: {trouble}", remedy)
-    return Finding(name, OK, f"deepspeed {_version('deepspeed')}: session.deepspeed")
+        return Finding(name, BROKEN, f"{version}: {trouble}", remedy)
+    return Finding(name, OK, f"{version}: session.deepspeed")
 
 
 def _fused() -> Finding:

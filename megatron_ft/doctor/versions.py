@@ -30,12 +30,12 @@ def here(findings: Sequence[Finding]) -> dict[str, str]:
     }
 
 
-def package(name: str) -> str:
-    """Returns the installed version without importing the package; ``NONE`` when it is not installed."""
+def package(name: str, without: str = NONE) -> str:
+    """Returns the version that pip has installed, without importing the package; ``without`` when there is none."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return NONE
+        return without
 
 
 def _driver() -> str:

@@ -141,7 +141,7 @@ def own_rank(path: Path, hosts: list[Host]) -> int:
     """Returns the number of this machine in the file."""
     names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
     found = [rank for rank, host in enumerate(hosts) if host.name in names] or [
-        rank for rank, host in enumerate(hosts) if _is_here(host.name)
+        rank for rank, host in enumerate(hosts) if net.own(host.name) is not None
     ]
     if len(found) != 1:
         raise LaunchError(
@@ -149,8 +149,3 @@ def own_rank(path: Path, hosts: list[Host]) -> int:
             f"it has {', '.join(host.name for host in hosts)}; add this host, or give its number as --host-rank"
         )
     return found[0]
-
-
-def _is_here(name: str) -> bool:
-    """Returns True when the name resolves to an address of this machine that is not a loopback address."""
-    return net.own(name) is not None

@@ -103,10 +103,8 @@ def interface_of(address: str) -> str | None:
 def addresses_of(interface: str) -> list[str]:
     """Return the first IPv4 address of an interface, and on Linux all its IPv6 addresses."""
     found = []
-    with (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        contextlib.suppress(OSError),
-    ):  # the interface has no IPv4 address
+    # An interface may have no IPv4 address.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError):

@@ -6,7 +6,7 @@ store. An escape sequence in it could move the cursor, rewrite the screen or set
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -45,12 +45,8 @@ class _Escaped:
         self._renderable = renderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        yield from _escaped(console.render(self._renderable, options))
+        from rich.segment import Segment
 
-
-def _escaped(segments: Iterable[Segment]) -> Iterator[Segment]:
-    from rich.segment import Segment
-
-    for segment in segments:
-        # Control segments and styles hold rich's own sequences.
-        yield segment if segment.control else Segment(printable(segment.text), segment.style)
+        for segment in console.render(self._renderable, options):
+            # Control segments and styles hold rich's own sequences.
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)

@@ -11,7 +11,6 @@ long as a majority of the members lives nothing is lost. When it is gone the run
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import shutil
@@ -51,7 +50,7 @@ _END_S = 5.0
 
 
 class _Own:
-    """This host's member: its ports, its directory, its keeper. ``id``: etcd's id of the member, once that is known."""
+    """This host's member: its ports, its directory, its keeper."""
 
     def __init__(self, rank: int, number: int, address: str, run_dir: Path) -> None:
         self.name = f"h{rank}.{number}" if number else f"h{rank}"
@@ -65,7 +64,6 @@ class _Own:
         self._entry = run_dir / run_directory.ETCD / f"{self.name}.member"
         self._keeper: subprocess.Popen | None = None
         self._command: list[str] = []
-        self.id: str | None = None
 
     @property
     def started(self) -> bool:
@@ -369,7 +367,7 @@ def _address(endpoints: Endpoints, tls: Path) -> EtcdAddress:
 
 def _check_addresses(cards: Mapping[int, dict[str, Any]]) -> None:
     for rank, card in cards.items():
-        loopback = ipaddress.ip_address(card["address"].partition("%")[0]).is_loopback
+        loopback = net.is_loopback(card["address"])
         if loopback and len({other["name"] for other in cards.values()}) > 1:
             raise LaunchError(
                 f"{host_name(card['name'], rank)} has the address {card['address']}, at which no other host reaches it; "

@@ -302,9 +302,8 @@ class ArrayTask:
 
     def _terminated(self, number: int, _frame: object) -> None:
         self._ending = number
-        if (
-            number == signal.SIGHUP and self._agent is not None
-        ):  # a closed terminal signals its foreground processes only
+        # A closed terminal signals its foreground processes only.
+        if number == signal.SIGHUP and self._agent is not None:
             self._agent.send_signal(signal.SIGHUP)
 
 

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_ft.agent import job_restore, join, operator_requests, run_lock
 from megatron_ft.agent.etcd import binary
@@ -188,12 +187,9 @@ class Supervisor:
                 if line["event"] == "start" and "store" in line:
                     say(line["store"])
                 self._over = run_directory.outcome(line, self._over)
-                self._hear_closing(line)
+                if line["event"] == run_directory.CLOSING:
+                    self._closing, self._over_since = True, None
                 self._goes_on |= line["event"] in run_directory.PROGRESS
-
-    def _hear_closing(self, line: Mapping[str, Any]) -> None:
-        if line["event"] == run_directory.CLOSING:
-            self._closing, self._over_since = True, None
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
