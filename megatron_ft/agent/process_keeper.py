@@ -1,16 +1,22 @@
-"""A process that is started again whenever it ends: the loop of a keeper, which does nothing else. No torch here.
+"""A process of the control store that is started again whenever it ends: the loop of a keeper, which does nothing else.
+No torch here.
 
 Failures it assumes: the process dies or is stopped, any number of times. One that runs but does not answer is not noticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from megatron_ft.runlog import history
+from megatron_ft.utils import atomic_file
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import process_status
 
@@ -26,19 +32,29 @@ _MOST_S = 0.25
 def keep(
     start: Callable[[], int],
     what: str,
-    started: Callable[[int], None],
-    note: Callable[[str, int, str], None],
+    run_dir: Path,
+    entry: Path,
+    said: Mapping[str, str],
     over: Callable[[int], bool] = lambda code: False,
     last_words: Callable[[], str] = lambda: "",
+    **fields: str,
 ) -> None:
     """Start the process, wait for its end, and repeat, until ``over`` returns true for its exit code (a ``returncode``).
 
-    SIGCHLD must be blocked. ``started`` gets each pid, ``note`` (event, pid, detail) every event but the first start.
+    SIGCHLD must be blocked. The file ``entry`` names the process that runs, and has ``said``, too. The run record gets
+    every event but the first start, with ``fields``. A full disk is no reason to have no store.
     """
     deaths: deque[float] = deque(maxlen=RESTARTS)
+    host = socket.gethostname()
+
+    def note(event: str, pid: int, detail: str) -> None:
+        with contextlib.suppress(OSError):
+            history.append(run_dir, "store", what=event, pid=pid, host=host, detail=detail, **fields)
+
     while True:
         pid = start()
-        started(pid)
+        with contextlib.suppress(OSError):
+            atomic_file.write_json(entry, {"pid": pid, "host": host, **said, "started": round(time.time(), 6)})
         if deaths:
             note("restarted", pid, "")
         code, why = await_end(pid)

@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -30,9 +29,9 @@ from typing import NoReturn
 
 from megatron_ft.agent import process_keeper
 from megatron_ft.coordination import store
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.runlog import run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import atomic_file, lifeline, net
+from megatron_ft.utils import lifeline, net
 from megatron_ft.utils.console import say
 
 
@@ -140,11 +139,9 @@ def _keep(listener: socket.socket, run_dir: Path, agent: int, order: int | None 
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if order is not None and not os.read(order, 1):
         raise SystemExit  # the agent has ended
+    said = {"address": net.joined(*listener.getsockname()[:2])}
     process_keeper.keep(
-        lambda: _fork_store(listener),
-        "the control store",
-        lambda pid: _write(run_dir, pid, listener),
-        lambda what, pid, detail: _note(run_dir, what, pid, detail),
+        lambda: _fork_store(listener), "the control store", run_dir, run_dir / run_directory.STORE, said
     )
     raise AssertionError("a store is kept until the agent ends")
 
@@ -164,18 +161,6 @@ def _serve(listener: socket.socket, keeper: int) -> NoReturn:
     while server is not None:
         signal.pause()
     raise AssertionError("a store serves until it is killed")
-
-
-def _write(run_dir: Path, pid: int, listener: socket.socket) -> None:
-    address = net.joined(*listener.getsockname()[:2])
-    entry = {"pid": pid, "host": socket.gethostname(), "address": address, "started": round(time.time(), 6)}
-    with contextlib.suppress(OSError):  # a full disk is no reason to have no store
-        atomic_file.write_json(run_dir / run_directory.STORE, entry)
-
-
-def _note(run_dir: Path, what: str, pid: int, detail: str) -> None:
-    with contextlib.suppress(OSError):
-        history.append(run_dir, "store", what=what, pid=pid, host=socket.gethostname(), detail=detail)
 
 
 # --- both processes ---------------------------------------------------------------------------------------------------

@@ -18,16 +18,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ft.agent import process_keeper
 from megatron_ft.agent.etcd import binary
-from megatron_ft.runlog import history
-from megatron_ft.utils import atomic_file, lifeline
+from megatron_ft.utils import lifeline
 from megatron_ft.utils.console import say
 
 LOG = "etcd.log"
@@ -87,26 +84,18 @@ def keep(
             say(f"member {name} of the control store is not started again: this version of etcd may have lost writes")
             raise SystemExit(1)
         begun = True
-        return _start(command, directory)
-
-    def started(pid: int) -> None:
-        runs[:] = [pid]
-        said = {"pid": pid, "host": socket.gethostname(), "address": _value(command, "--listen-client-urls")}
-        with contextlib.suppress(OSError):  # a full disk is no reason to have no store
-            atomic_file.write_json(entry, {**said, "name": name, "started": round(time.time(), 6)})
-
-    def note(what: str, pid: int, detail: str) -> None:
-        with contextlib.suppress(OSError):
-            fields = {"what": what, "pid": pid, "host": socket.gethostname(), "detail": detail, "member": name}
-            history.append(run_dir, "store", **fields)
+        runs[:] = [_start(command, directory)]
+        return runs[0]
 
     process_keeper.keep(
         start,
         f"member {name} of the control store",
-        started,
-        note,
+        run_dir,
+        entry,
+        {"address": _value(command, "--listen-client-urls"), "name": name},
         over=lambda code: code == _REMOVED,
         last_words=lambda: _last_words(directory / LOG),
+        member=name,
     )
     say(f"member {name} of the control store has been removed: another host has one in its place")
 
