@@ -116,21 +116,11 @@ class Agent:
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         newcomer = self._newcomer = options.newcomer
-        where = (
-            newcomer.place
-            if newcomer is not None
-            else peers.place(
-                options.hosts,
-                options.host_rank,
-                options.address,
-                options.store,
-                options.port,
-                options.job_id,
-                self._config,
-                options.run_dir,
-                options.target,
-            )
-        )
+        if newcomer is not None:
+            where = newcomer.place
+        else:
+            asked = (options.hosts, options.host_rank, options.address, options.store, options.port, options.job_id)
+            where = peers.place(*asked, self._config, options.run_dir, options.target)
         self._leads = where.rank == 0
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
         self._claims = run_lock.Claims(options.run_dir, self._config, run_id, where.others)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_ft.coordination.store import ControlStore, Log, LogAway
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import LaunchError
-from megatron_ft.runlog import history
+from megatron_ft.runlog import history, run_directory
 
 STORE_KEY = "store_address"
 """The key of the store's address in the run directory's config.json."""
@@ -92,6 +92,16 @@ def store_address(run_dir: Path, run: Mapping[str, Any]) -> str:
     except (LogAway, LaunchError):
         return known
     return claims[-1].address if claims else known
+
+
+def write_store_address(run_dir: Path, address: str, say: Callable[[str], None]) -> None:
+    """Write the store's new address for commands from outside: ``join``, ``stop``, ``leave``, the next supervisor."""
+    path = run_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        run_directory.write_config(run_dir, {**raw, STORE_KEY: address})
+    except (OSError, ValueError) as error:
+        say(f"{path} still has the store's old address: {error}")
 
 
 def _store(run_dir: Path) -> ControlStore:

@@ -18,7 +18,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -216,18 +216,10 @@ class Hosts:
         self._said_left = False
         self._away_since: float | None = None
         if config.fault_tolerance.store == OWN_ETCD:
-            self._members = members.EtcdCluster(
-                rank=where.rank,
-                hosts=where.hosts,
-                address=where.address,
-                run_dir=run_dir,
-                timeout_s=MEET_TIMEOUT_S,
-                store=where.store if where.late else None,
-            )
-        elif where.rank == 0 and not is_etcd(where.store):
-            self.keeper = StoreSupervisor(where.address, int(where.store.rpartition(":")[2]), run_dir)
+            self._members = self._found_etcd(where.store if where.late else None)
         elif not is_etcd(where.store):
-            self.keeper = StoreSupervisor(where.address, 0, run_dir, serves=False)
+            port = int(where.store.rpartition(":")[2]) if where.rank == 0 else 0
+            self.keeper = StoreSupervisor(where.address, port, run_dir, serves=where.rank == 0)
         self._boot = self._boot_store(MEET_TIMEOUT_S)
         if where.rank == 0:
             self.run_id = run_id or uuid.uuid4().hex[:12]
@@ -322,6 +314,11 @@ class Hosts:
         pid = None if self.keeper is None else self.keeper.pid
         return set() if pid is None else {pid}
 
+    def _found_etcd(self, store: str | None, founders: Sequence[int] = members.FIRST) -> members.EtcdCluster:
+        """Found the run's own etcd together with the other ``founders``, or join the one at ``store``."""
+        at = self.place
+        return members.EtcdCluster(at.rank, at.hosts, at.address, self._run_dir, MEET_TIMEOUT_S, store, founders)
+
     def _boot_store(self, timeout_s: float) -> ControlStore:
         return boot_store(self.store, self.place.job, timeout_s, self.secret)
 
@@ -390,14 +387,7 @@ class Hosts:
         store = OWN_ETCD if founders else EMBEDDED
         self._config = replace(self._config, fault_tolerance=replace(self._config.fault_tolerance, store=store))
         if founders:
-            self._members = members.EtcdCluster(
-                rank=where.rank,
-                hosts=where.hosts,
-                address=where.address,
-                run_dir=self._run_dir,
-                timeout_s=MEET_TIMEOUT_S,
-                founders=founders,
-            )
+            self._members = self._found_etcd(None, founders)
             self._boot.close()
             given(self.keeper).close()  # all hosts have founded the etcd, so none asks here any more
             self.keeper = self.locator = None

@@ -12,21 +12,19 @@ store over; the file system of the run directory is away (nothing is taken over 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ft.agent import operator_requests
 from megatron_ft.agent.heartbeat import BEAT_S, Said
-from megatron_ft.agent.operator_requests import STORE_KEY
 from megatron_ft.agent.peers import Hosts
 from megatron_ft.coordination.store import Locator
 from megatron_ft.coordination.store.tcp_store import TcpStore
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Outlook, Seat
 from megatron_ft.errors import LaunchError, StoreError
-from megatron_ft.runlog import run_directory
 from megatron_ft.types import View, given
 from megatron_ft.utils import atomic_file
 from megatron_ft.utils.console import say
@@ -162,7 +160,7 @@ class StoreTakeover:
         try:
             if locator.create(claim):
                 self._note("moved", f"claim {claim.number}: {reason}")
-                self._write_address()
+                operator_requests.write_store_address(self._run_dir, self._newest().address, say)
         finally:
             self._follow()
 
@@ -185,12 +183,3 @@ class StoreTakeover:
                 f"the control store is {where} from now on, at {newest.address} (claim {newest.number}: {newest.reason})"
             )
             self._moved()
-
-    def _write_address(self) -> None:
-        """Write the store's address for commands from outside: ``join``, ``stop``, ``leave``."""
-        path = self._run_dir / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            run_directory.write_config(self._run_dir, {**raw, STORE_KEY: self._newest().address})
-        except (OSError, ValueError) as error:
-            say(f"{path} still has the store's old address: {error}")

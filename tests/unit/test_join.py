@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ft.agent import join
-from megatron_ft.agent.etcd.members import EtcdCluster
+from megatron_ft.agent import join, operator_requests
 from megatron_ft.agent.node_agent import Agent
 from megatron_ft.agent.operator_requests import host_key
-from megatron_ft.agent.store_takeover import StoreTakeover
 from megatron_ft.auth import secret
 from megatron_ft.config.schema import resolve
 from megatron_ft.coordination import store
@@ -66,19 +64,15 @@ def test_a_command_that_other_users_may_change_is_refused(run_dir, mode, said):
 
 
 def test_a_run_lets_no_other_user_write_to_its_command_whatever_the_umask(run_dir):
-    """Each of the three that write that file: the agent, and those that say where the control store has moved to."""
+    """Both that write that file: the agent, and what says where the control store has moved to."""
     words, place = SimpleNamespace(script="train.py", arguments=[]), SimpleNamespace(job="only", hosts=1)
     hosts = SimpleNamespace(place=place, store_address="127.0.0.1:1", name=lambda: "here")
     run = {"_run_dir": run_dir, "_options": words, "_hosts": hosts, "_run_id": "run", "_config": resolve({}, groups=2)}
-    moved = SimpleNamespace(
-        _run_dir=run_dir, _newest=lambda: SimpleNamespace(address="127.0.0.2:2"), address="etcd://a:1"
-    )
     before = os.umask(0o002)
     try:
         for write in (
             lambda: Agent._write_config(SimpleNamespace(**run)),
-            lambda: StoreTakeover._write_address(moved),
-            lambda: EtcdCluster._write_address(moved),
+            lambda: operator_requests.write_store_address(run_dir, "etcd://a:1", print),
         ):
             write()
             join.check_owner(join.find(run_dir), os.geteuid())

@@ -11,7 +11,6 @@ long as a majority of the members lives nothing is lost. When it is gone the run
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -24,10 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.agent import process_keeper
+from megatron_ft.agent import operator_requests, process_keeper
 from megatron_ft.agent.etcd import binary, founding, member_keeper
 from megatron_ft.agent.etcd import tls as etcd_tls
-from megatron_ft.agent.operator_requests import STORE_KEY
 from megatron_ft.config.store_address import EtcdAddress
 from megatron_ft.coordination.store.etcd_access import Access
 from megatron_ft.coordination.store.etcd_http import Endpoints, Gateway
@@ -112,16 +110,8 @@ class _Own:
             held.close()
 
     def _keep(self, again: bool) -> None:
-        own = [
-            "--agent",
-            os.getpid(),
-            "--run-dir",
-            self._run_dir,
-            "--directory",
-            self.directory,
-            "--entry",
-            self._entry,
-        ]
+        own = ["--agent", os.getpid(), "--run-dir", self._run_dir, "--directory", self.directory]
+        own += ["--entry", self._entry]
         own += ["--again"] * again + ["--once"] * (not binary.keeps_its_word(self._version))
         words = [*own, "--", *self._command]
         self._keeper = subprocess.Popen(
@@ -299,7 +289,7 @@ class EtcdCluster:
     def _stands(self, own: _Own) -> None:
         """Note that this host's member has a vote."""
         self._gateway.learn()  # first: if the store is silent now, the next look does all of this
-        self._write_address()
+        operator_requests.write_store_address(self._run_dir, self.address, self._say)
         self._note("added", own.name)
         say(f"this host has a member of the control store now, {own.name}")
         self._voter, self._vacant = True, False
@@ -341,15 +331,6 @@ class EtcdCluster:
 
     def _reach(self, endpoints: Endpoints, timeout_s: float, learns: bool = False) -> Gateway:
         return Gateway(endpoints, timeout_s, learns=learns, access=Access(_address(endpoints, self._tls)))
-
-    def _write_address(self) -> None:
-        """Write the store's address for commands from outside: ``join``, ``stop``, the next supervisor."""
-        path = self._run_dir / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            run_directory.write_config(self._run_dir, {**raw, STORE_KEY: self.address})
-        except (OSError, ValueError) as error:
-            self._say(f"{path} still has the store's old address: {error}")
 
     def _note(self, what: str, member: str) -> None:
         with contextlib.suppress(OSError):

@@ -321,13 +321,8 @@ class Supervisor:
         left = [node for node in well if not attempt or (node not in lost and commands.node_up(node) is not False)]
         nodes = left or well  # Slurm takes all nodes for lost: it may be wrong
         job = f"{self._launches}{attempt}.{os.getpid()}"
-        common = [
-            "--hosts",
-            str(len(nodes)),
-            "--job-id",
-            job,
-            *self._domains(nodes[: len(nodes) - self._options.spares]),
-        ]
+        common = ["--hosts", str(len(nodes)), "--job-id", job]
+        common += self._domains(nodes[: len(nodes) - self._options.spares])
         steps = {}
         for rank, node in enumerate(nodes):
             where = [*common, "--host-rank", str(rank), "--address", commands.numeric_address(node)]
