@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ft import __version__
 from megatron_ft.errors import FTError
-from megatron_ft.utils.console import printable
+from megatron_ft.utils.terminal import printable
 
 if TYPE_CHECKING:
     from megatron_ft.agent import join
@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before torch is imported: it would log the retries of its sockets.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     options = _parser().parse_args(arguments)
-    from megatron_ft.utils import descriptor_limit
+    from megatron_ft.utils import file_descriptors
 
-    descriptor_limit.raise_descriptors()  # child processes inherit the limit: agents, ranks, keepers
+    file_descriptors.raise_descriptors()  # child processes inherit the limit: agents, ranks, keepers
     try:
         return options.run(options)
     except FTError as error:
@@ -627,7 +627,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from megatron_ft.doctor import hosts_check, meeting, run_doctor
     from megatron_ft.launchers import host_place
-    from megatron_ft.utils.console import console
+    from megatron_ft.utils.terminal import console
 
     options.target = None
     if options.hosts is None and options.host_rank is None and options.hostfile is None:

@@ -7,9 +7,7 @@ import contextlib
 import logging
 import sys
 
-from megatron_ft.utils.terminal import console, printable
-
-__all__ = ["console", "printable", "say", "show"]
+from megatron_ft.utils.terminal import printable
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Waiting for a file descriptor in a process that may have thousands.
+"""File descriptors of a process that may have thousands: their limit, and waiting for one.
 
 ``select.select`` cannot take a descriptor of 1,024 or more, so it is not used anywhere in the package.
 """
@@ -6,8 +6,21 @@
 from __future__ import annotations
 
 import math
+import resource
 import select
 import socket
+
+_MOST = 2**20
+"""Largest limit. Containers may allow 10^9, for which programs that iterate over all possible descriptors take
+minutes."""
+
+
+def raise_descriptors() -> None:
+    """Raise the limit of this process and its children to the system's, at most ``_MOST``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def readable(what: int | socket.socket, timeout_s: float | None) -> bool:

@@ -17,7 +17,7 @@ from megatron_ft.errors import LaunchError
 from megatron_ft.faults import kill
 from megatron_ft.launchers import launcher_shim
 from megatron_ft.report import follow
-from megatron_ft.utils.console import console
+from megatron_ft.utils.terminal import console
 
 CODE = "from megatron_ft.utils.console import say, show; say('one'); show('two'); say('three'); print('went on')"
 

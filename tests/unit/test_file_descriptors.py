@@ -15,7 +15,7 @@ import pytest
 from megatron_ft.agent.heartbeat import HeartbeatService
 from megatron_ft.auth.secret import Secret
 from megatron_ft.collectives import p2p_channel
-from megatron_ft.utils import descriptor_limit, file_descriptors
+from megatron_ft.utils import file_descriptors
 from megatron_ft.utils.signal_wakeup import Wakeup
 from tests.stores import await_
 
@@ -26,7 +26,7 @@ MANY = 3000
 def crowded():
     """Give this process 3,000 more descriptors, so that the next ones are far above 1,024."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptor_limit.raise_descriptors()
+    file_descriptors.raise_descriptors()
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY)]
     yield
     for descriptor in opened:
@@ -93,6 +93,6 @@ def test_an_unlimited_hard_limit_is_not_taken_literally(monkeypatch):
     fake = SimpleNamespace(
         RLIMIT_NOFILE=7, RLIM_INFINITY=-1, getrlimit=lambda _: (1024, -1), setrlimit=lambda _, pair: asked.append(pair)
     )
-    monkeypatch.setattr(descriptor_limit, "resource", fake)
-    descriptor_limit.raise_descriptors()
+    monkeypatch.setattr(file_descriptors, "resource", fake)
+    file_descriptors.raise_descriptors()
     assert asked == [(2**20, -1)]
