@@ -56,7 +56,7 @@ def _any(raw: Mapping[str, Any]) -> Found | None:
     section = raw.get("fault_tolerance")
     settings = section.get("checkpoint") if isinstance(section, Mapping) else None
     directory = settings.get("directory") if isinstance(settings, Mapping) else None
-    if not isinstance(directory, str) or not directory or not _holds_some(Path(directory)):
+    if not isinstance(directory, str) or not directory or not _newest(directory):
         return None
     from megatron_ft import checkpoint
     from megatron_ft.core.lifecycle.checkpoint_policy import (
@@ -66,11 +66,12 @@ def _any(raw: Mapping[str, Any]) -> Found | None:
     return choose(checkpoint.find(Path(directory))).found
 
 
-def _holds_some(directory: Path) -> bool:
+def _newest(directory: str) -> str:
+    """Return the name of the newest checkpoint, complete or not; "" where there is none."""
     try:
-        return any(name.startswith("step-") for name in os.listdir(directory))
+        return max((name for name in os.listdir(directory) if name.startswith("step-")), default="")
     except OSError:
-        return False  # the process that takes the lock there reports what is wrong
+        return ""  # the process that takes the lock there reports what is wrong
 
 
 def _meta(found: Found) -> Mapping[str, Any]:
@@ -166,18 +167,18 @@ class WholeJob:
         self._hosts = hosts
         self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
         self._state = restart_policy.Group(since=time.monotonic())
-        self._saved = self._newest()
+        self._saved = _newest(self._directory)
 
     def again(self, code: int) -> bool:
         """Return whether to start the job once more; waits until that is due. ``code``: exit code of the last start."""
         if code not in self._codes or not self._may:
             return False
-        if not self._anew and not _holds_some(Path(self._directory)):
+        saved, before = _newest(self._directory), self._saved
+        if not self._anew and not saved:
             return False
         if self._hosts > 1:
             say(_BY_HAND)
             return False
-        saved, before = self._newest(), self._saved
         if saved != before:  # the job has made progress: no reason to wait longer each time
             self._saved, self._state = saved, replace(self._state, quick=0)
         loss = restart_policy.Loss(self._state.incarnation, "died", "every group was taken down")
@@ -190,10 +191,3 @@ class WholeJob:
         why = "no group is left" if code == WIPED_OUT else "a group is lost"
         say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
         return True
-
-    def _newest(self) -> str:
-        """Return the name of the newest checkpoint, complete or not."""
-        try:
-            return max((name for name in os.listdir(self._directory or ".") if name.startswith("step-")), default="")
-        except OSError:
-            return ""

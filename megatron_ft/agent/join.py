@@ -109,19 +109,18 @@ def _read(run_dir: Path) -> Running:
         status = os.fstat(file.fileno())
         raw = json.load(file)
     store = store_address(run_dir, raw)
-    own = {name: raw.pop(name) for name in ("run_id", STORE_KEY, "job", "hosts", "host", "command", "directory")}
+    del raw[STORE_KEY]
+    command, directory = tuple(raw.pop("command")), Path(raw.pop("directory"))
+    own = {name: raw.pop(name) for name in ("run_id", "job", "hosts", "host")}
     return Running(
         run_dir=run_dir.resolve(),
-        run_id=own["run_id"],
         store=store,
-        job=own["job"],
-        hosts=own["hosts"],
-        host=own["host"],
         config=RunConfig.from_json(raw),
-        command=tuple(own["command"]),
-        directory=Path(own["directory"]),
+        command=command,
+        directory=directory,
         owner=status.st_uid,
         writers="g" * bool(status.st_mode & stat.S_IWGRP) + "o" * bool(status.st_mode & stat.S_IWOTH),
+        **own,
     )
 
 

@@ -73,7 +73,7 @@ def here(monkeypatch):
     for name, answer in {
         "steps": fake.listed,
         "start_step": fake.start,
-        "cancel_step": fake.cancelled.append,
+        "cancel": fake.cancelled.append,
         "node_up": lambda node: True,
         "numeric_address": lambda node: "127.0.0.1",
         "switches": lambda nodes: {},
@@ -137,7 +137,7 @@ def test_a_restarted_supervisor_knows_that_its_run_has_stopped(tmp_path, here, m
     here.start(None, "n1", "mft/0/n1/0", [], None)
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
-    monkeypatch.setattr(commands, "cancel_step", lambda step: here.end())
+    monkeypatch.setattr(commands, "cancel", lambda step: here.end())
     assert own.run() == 3
 
 

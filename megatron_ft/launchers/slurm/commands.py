@@ -148,19 +148,14 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
     return subprocess.Popen(["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
 
-def cancel_step(step: str) -> None:
-    """Ask Slurm to cancel a job step."""
-    _ask("scancel", step)
+def cancel(number: str) -> None:
+    """Ask Slurm to cancel a job or one of its steps."""
+    _ask("scancel", number)
 
 
 def kill_step(step: str) -> str:
     """Kills all processes of a step at once."""
     return _order("scancel", "--signal=KILL", step)
-
-
-def cancel_job(job_id: str) -> None:
-    """Ask Slurm to cancel a job."""
-    _ask("scancel", job_id)
 
 
 def comment(job_id: str, what: str) -> None:

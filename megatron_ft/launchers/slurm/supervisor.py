@@ -292,7 +292,7 @@ class Supervisor:
             case supervisor_policy.CancelSteps(names=names):
                 for name in names:
                     if step := (self._listed or {}).get(name):
-                        commands.cancel_step(step)
+                        commands.cancel(step)
                         self._notes.cancelled(name, step)
                 self._asked_at = -float("inf")
             case supervisor_policy.StartAll(attempt=attempt, lost=lost):
@@ -308,7 +308,7 @@ class Supervisor:
                 if self._options.waits:
                     time.sleep(_LEASE_S)  # a living batch shell ends the job, and this process with it
                     self._notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
-                    commands.cancel_job(self._slurm.id)
+                    commands.cancel(self._slurm.id)
                 return code
         return None
 

@@ -215,12 +215,12 @@ class SshLauncher:
 
     def _exit_code(self, name: str) -> int | None:
         """Returns the exit code of the host's agent; 1 when the start failed, None while it runs."""
-        agent = self._agents[self._job.nodes[name].step]
+        step = self._job.nodes[name].step
+        agent = self._agents[step]
         if agent.request is not None and agent.request.done() and agent.request.result().content is None:
             say(f"{name} {agent.request.result().reason}")
             return 1
-        state = remote.read(agent.state)
-        return None if state is None else state["code"]
+        return self._code(step)
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
