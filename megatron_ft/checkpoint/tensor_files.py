@@ -54,7 +54,7 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[Any]:
     header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -54,11 +54,6 @@ class Snapshot:
     names: tuple[str, ...]
     tensors: Mapping[str, torch.Tensor]
 
-    @property
-    def bytes(self) -> int:
-        """Size of the part's tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
 
 def snapshot(state: Any, part: int, parts: int) -> Snapshot:
     """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts."""
@@ -73,7 +68,7 @@ def snapshot(state: Any, part: int, parts: int) -> Snapshot:
     for _, place in places:
         place[2] = "cpu"  # the device differs between groups, and the loading process chooses its own
     names = _unique([path for path, _ in places])
-    own = checkpoint_policy.parts([tensor.numel() * tensor.element_size() for tensor in found], parts)[part]
+    own = checkpoint_policy.parts([tensor.nbytes for tensor in found], parts)[part]
     copies = {names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own}
     return Snapshot(part, parts, skeleton, names, copies)
 

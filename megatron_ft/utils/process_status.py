@@ -32,11 +32,8 @@ def process_status(pid: int) -> ProcessStatus:
 
 
 def start_of(pid: int) -> int:
-    """Return when process ``pid`` started, in clock ticks since boot. With the pid it identifies a process.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Return when process ``pid`` started, in clock ticks since boot. With the pid it identifies a process. Raises
+    ``OSError`` when there is none."""
     return process_status(pid).start
 
 

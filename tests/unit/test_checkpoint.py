@@ -137,7 +137,8 @@ def test_a_snapshot_does_not_follow_the_state(tmp_path):
     written = [checkpoint.write_part(tmp_path, 1, "a", 0, part) for part in copied]
     checkpoint.complete(tmp_path, 1, "a", written, run_id="r", groups=PARTS, ranks_per_group=1)
     assert same(checkpoint.load_newest(tmp_path, 0)[1], state_of(1))
-    assert sum(part.bytes for part in copied) == 16 * 8 * 4 * 2 + 16 * 2 + 24 * 4 + 4 + 13
+    copies = [tensor for part in copied for tensor in part.tensors.values()]
+    assert sum(tensor.nbytes for tensor in copies) == 16 * 8 * 4 * 2 + 16 * 2 + 24 * 4 + 4 + 13
 
 
 def test_the_same_part_is_the_same_file_whichever_group_writes_it(tmp_path):
