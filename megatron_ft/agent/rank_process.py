@@ -9,7 +9,6 @@ started; then each rank is an interpreter of its own.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ from megatron_ft.agent import forkserver, rank_bootstrap, rank_monitor
 from megatron_ft.collectives import nccl_watchdog
 from megatron_ft.config.rank_env import RankEnvironment, seat
 from megatron_ft.coordination.store.claim_log import TOLD
-from megatron_ft.utils import vital_thread
+from megatron_ft.utils import atomic_file, vital_thread
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import start_of
 from megatron_ft.worker import progress_counters
@@ -59,11 +58,8 @@ class Rank:
 
     def last_words(self) -> dict[str, Any]:
         """Return what the rank wrote about its death, and in which microbatch, if it could."""
-        try:
-            said = json.loads(self.error.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return {"detail": said["message"], "microbatch": said["microbatch"]}
+        said = atomic_file.read_json(self.error)
+        return {} if said is None else {"detail": said["message"], "microbatch": said["microbatch"]}
 
     def drop(self) -> None:
         self.dropped = True

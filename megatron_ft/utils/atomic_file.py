@@ -51,6 +51,14 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1, mode: int = 0o
     write(path, json.dumps(value, indent=indent) + "\n", mode=mode)
 
 
+def read_json(path: Path) -> Any:
+    """Return the value in a file; None while it cannot be read, or holds no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def create(path: Path, data: bytes | str) -> bool:
     """Create ``path`` with this content. Returns False, and changes nothing, when ``path`` exists. Raises
     ``OSError``."""

@@ -17,6 +17,7 @@ from megatron_ft import cli
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import hostfile
 from megatron_ft.launchers.ssh import connection, launcher, remote
+from megatron_ft.utils import atomic_file
 from tests.stores import await_
 
 
@@ -165,7 +166,7 @@ def agent(tmp_path):
 
 
 def said(state: Path) -> dict:
-    return remote.read(state) or {"code": None, "pid": 0}
+    return atomic_file.read_json(state) or {"code": None, "pid": 0}
 
 
 FOREVER = "import signal; print('here', flush=True); signal.pause()"

@@ -10,7 +10,6 @@ Failures it assumes: files of earlier launches, in any state; hosts that come la
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -92,8 +91,5 @@ def _card(run_dir: Path, rank: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    found = atomic_file.read_json(path)
     return found if isinstance(found, dict) else None

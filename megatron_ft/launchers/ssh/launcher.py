@@ -33,7 +33,7 @@ from megatron_ft.launchers.hostfile import Host
 from megatron_ft.launchers.ssh import connection, remote
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import net
+from megatron_ft.utils import atomic_file, net
 from megatron_ft.utils.console import say, show
 from megatron_ft.utils.signal_wakeup import stop_signals
 
@@ -268,7 +268,7 @@ class SshLauncher:
 
     def _code(self, step: str) -> int | None:
         """Returns the exit code that the host has written for an agent; None if it has not."""
-        state = remote.read(self._agents[step].state) if step in self._agents else None
+        state = atomic_file.read_json(self._agents[step].state) if step in self._agents else None
         return None if state is None else state["code"]
 
     def _runs(self, agent: _Agent) -> bool:
@@ -278,7 +278,7 @@ class SshLauncher:
             if answer is None:
                 return False
             agent.state, agent.request = Path(answer["state"]), None
-        state = remote.read(agent.state)
+        state = atomic_file.read_json(agent.state)
         if state is None:
             return now - agent.since < _YOUNG_S
         if state["beat"] != agent.beat:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.types import given
 from megatron_ft.utils import atomic_file, net
 from megatron_ft.utils.process_status import process_status
 
@@ -130,7 +129,7 @@ def _start(
 ) -> dict[str, Any]:
     """Returns the state file of the agent. ``before``: those of earlier agents; one that is alive is not replaced."""
     for path in (*before, state):
-        if _alive(read(Path(path))):
+        if _alive(atomic_file.read_json(Path(path))):
             return {"state": path}
     with open(log, "ab", buffering=0) as output:
         if os.fork() == 0:
@@ -183,14 +182,6 @@ def _write(path: Path, content: Mapping[str, Any]) -> bool:
     return True
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """Returns an agent's state; None before it is written."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def started(pid: int) -> int:
     """Returns the start time of a process in clock ticks since boot; 0 when it does not exist."""
     try:
@@ -212,16 +203,16 @@ def _alive(state: Mapping[str, Any] | None) -> bool:
 
 def _end(state: str, patience_s: float) -> dict[str, Any]:
     """Sends SIGTERM twice, and SIGKILL after ``patience_s``; an agent takes its ranks with it."""
-    agent, killed = read(Path(state)), False
+    agent, killed = atomic_file.read_json(Path(state)), False
     deadline = time.monotonic() + patience_s
     for _ in range(2):
         if _alive(agent):
-            os.kill(given(agent)["pid"], signal.SIGTERM)
+            os.kill(agent["pid"], signal.SIGTERM)
             time.sleep(_AGAIN_S)
     while _alive(agent) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if _alive(agent):
-        os.kill(given(agent)["pid"], signal.SIGKILL)
+        os.kill(agent["pid"], signal.SIGKILL)
         killed = True
     return {"killed": killed}
 
