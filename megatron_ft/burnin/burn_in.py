@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +28,37 @@ from megatron_ft.launchers.slurm import commands
 from megatron_ft.runlog import history
 from megatron_ft.runlog.live_run import uses_etcd
 from megatron_ft.types import given
-from megatron_ft.utils import terminal
+from megatron_ft.utils import atomic_file, terminal
 
 _LOOK_S = 0.2
 _INJECT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """``launch``: arguments of ``megatron-ft launch``; ``freeze_s``: duration of a freeze; ``patience_s``: recovery time."""
-
-    launch: Sequence[str]
-    run_dir: Path
-    groups: int
-    strikes: Sequence[plan.Strike]
-    freeze_s: float
-    patience_s: float
-    reference: Path | None = None
-
-
 def run(options: argparse.Namespace, asked: argparse.Namespace) -> int:
     """``asked``: the parsed options of ``launch``. Raises ``FTError``."""
-    burn_in = BurnIn(
-        Options(
-            launch=asked.words,
-            run_dir=asked.run_dir.resolve(),
-            groups=asked.groups,
-            strikes=plan.draw(options.faults, options.seed, options.every_s, options.kinds or plan.DEFAULT),
-            freeze_s=options.freeze_s,
-            patience_s=options.patience_s,
-            reference=options.reference,
-        )
-    )
-    return burn_in.run()
+    return BurnIn(options, asked).run()
 
 
 class BurnIn:
-    """One burn-in. Raises ``LaunchError`` outside of a Slurm job."""
+    """One burn-in; arguments as for :func:`run`. Raises ``FTError``, outside of a Slurm job, too."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str] = os.environ) -> None:
-        self._options, self._slurm = options, commands.job(environ)
-        self._tail = history.Tail(options.run_dir)
+    def __init__(self, options: argparse.Namespace, asked: argparse.Namespace) -> None:
+        strikes = plan.draw(options.faults, options.seed, options.every_s, options.kinds or plan.DEFAULT)
+        self.cases = [Case(strike) for strike in strikes]
+        self._options, self._asked, self._slurm = options, asked, commands.job(os.environ)
+        self._run_dir: Path = asked.run_dir.resolve()
+        self._tail = history.Tail(self._run_dir)
         self._lines: list[dict[str, Any]] = []
         self._job: subprocess.Popen | None = None
 
-        self.cases = [Case(strike) for strike in options.strikes]
-
     def run(self) -> int:
         """Returns 0 when the run is over and kept every promise, else 1."""
-        run_lock.check_free(self._options.run_dir, f"{self._slurm.id}.")
+        run_lock.check_free(self._run_dir, f"{self._slurm.id}.")
         # Injected faults must not drain a node.
         own = ["--failures-per-node", str(len(self.cases) + 1), "--stop-before-s", "30"]
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)  # the supervisor is ended below
-        self._job = _start(["supervise", *own, "launch", *self._options.launch])
+        self._job = _start(["supervise", *own, "launch", *self._asked.words])
         try:
             for case in self.cases:
                 self._strike(case)
@@ -131,10 +107,10 @@ class BurnIn:
 
     def _inject(self, case: Case, *faults: Mapping[str, Any]) -> None:
         number, node = case.strike.number, given(case.victim).node
-        schedule = self._options.run_dir / f"burn-in-{number}.json"
+        schedule = self._run_dir / f"burn-in-{number}.json"
         schedule.write_text(json.dumps({"seed": number, "faults": faults}), encoding="utf-8")
-        command = ["inject", str(self._options.run_dir), str(schedule), "--min-survivors", "0"]
-        log = self._options.run_dir / "burn-in.log"
+        command = ["inject", str(self._run_dir), str(schedule), "--min-survivors", "0"]
+        log = self._run_dir / "burn-in.log"
         command = [sys.executable, "-m", "megatron_ft.cli", *command]
         srun = commands.start_step(self._slurm, node, f"burn-in/{number}", command, log)
         try:
@@ -161,7 +137,7 @@ class BurnIn:
         if not own:
             raise LaunchError(f"Slurm lists no step of this run on {node}")
         fields = {"group": None, "position": None, "pid": None, "signal": "SIGKILL", "point": None}
-        history.append(self._options.run_dir, "inject", kind="step", host=node, **fields)
+        history.append(self._run_dir, "inject", kind="step", host=node, **fields)
         case.refused = commands.kill_step(own[-1])
 
     # --- observing ----------------------------------------------------------------------------------------------------
@@ -189,36 +165,33 @@ class BurnIn:
     def _went_on(self, since: float) -> bool:
         """Returns True when all groups are members and have committed a step together."""
         stepped = any(line["event"] == "step" and line["t"] >= since for line in self._lines)
-        return stepped and verdict.whole(self._lines, self._options.groups)
+        return stepped and verdict.whole(self._lines, self._asked.groups)
 
     def _lost(self, case: Case) -> dict[int, str]:
         return verdict.lost(self._lines[case.mark :])
 
     def _answered(self, case: Case) -> bool:
         noticed = any(group in given(case.victim).groups for group in self._lost(case))
-        return noticed and verdict.whole(self._lines, self._options.groups)
+        return noticed and verdict.whole(self._lines, self._asked.groups)
 
     def _at(self) -> dict[tuple[int, int], str]:
         """Returns the node of each rank."""
-        try:
-            listed = json.loads((self._options.run_dir / "ranks.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
+        listed = atomic_file.read_json(self._run_dir / "ranks.json") or []
         listed.sort(key=lambda rank: rank["incarnation"])  # a lost host leaves old entries
         named = {(rank["group"], rank["position"]): _node(rank["host"], self._slurm.nodes) for rank in listed}
         return {rank: node for rank, node in named.items() if node}
 
     def _spared(self) -> list[str]:
         """Returns the node with an embedded store."""
-        if uses_etcd(self._options.run_dir):
+        if uses_etcd(self._run_dir):
             return []
-        config = json.loads((self._options.run_dir / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((self._run_dir / "config.json").read_text(encoding="utf-8"))
         return [_node(config["host"], self._slurm.nodes)]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _conclude(self, code: int) -> int:
-        found = verdict.judge(self._options.run_dir, code, self.cases, self._options.reference)
+        found = verdict.judge(self._run_dir, code, self.cases, self._options.reference)
         console = terminal.console(markup=False, highlight=False)
         console.print(_table(self.cases))
         done = sum(not case.refused for case in self.cases)
