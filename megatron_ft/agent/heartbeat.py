@@ -94,11 +94,6 @@ class HeartbeatService:
         if new and not self._thread.is_alive():
             self._thread.start()
 
-    @property
-    def begun(self) -> bool:
-        """Return whether there is, or was, another host."""
-        return bool(self._peers)
-
     def changes(self) -> list[Change]:
         """Return the changes since the last call. Raises the exception that has ended the thread: without it this host
         is lost to all others."""
@@ -114,7 +109,7 @@ class HeartbeatService:
         return any(not peer.lost for peer in self._peers.values())
 
     def known(self) -> set[int]:
-        """Return the hosts that are listened to."""
+        """Return the hosts that are, or were, listened to."""
         return set(self._peers)
 
     def silent(self) -> set[int]:

@@ -437,7 +437,7 @@ class Agent:
 
     def _stay_for_others(self, wakeup: Wakeup) -> None:
         """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""
-        if not self._hosts.serves or not self._hosts.beats.begun:
+        if not self._hosts.serves or not self._hosts.beats.known():
             return
         while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(rank_monitor.LOOK_EVERY_S)):

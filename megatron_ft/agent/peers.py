@@ -475,11 +475,19 @@ class Hosts:
         return self.move(housed.host, housed.ranks, housed.incarnation)
 
     def move(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> list[signals.HostSilent]:
-        """Do :meth:`take`. Return signals that correct earlier ones of this host: its own groups, and those of hosts that
-        it does not hear, may have changed."""
+        """Note that ``host`` alone runs these ranks from start ``incarnation`` of their group on. Older news changes
+        nothing: after the store has forgotten, all agents repeat their signals, in any order.
+
+        Return signals that correct earlier ones of this host: its own groups, and those of hosts that it does not hear,
+        may have changed.
+        """
         silences = self.beats.silences()
         said = [self.signal(replace(change, heard=True)) for change in silences]
-        self.take(host, ranks, incarnation)
+        moved = {rank for rank in ranks if self._since.get(rank, -1) < incarnation}
+        self._since.update(dict.fromkeys(moved, incarnation))
+        # Replaced, not changed: another thread may be reading it.
+        left = {other: tuple(rank for rank in own if rank not in moved) for other, own in self._ranks.items()}
+        self._ranks = {**left, host: (*left.get(host, ()), *sorted(moved))}
         say = [self.signal(change) for change in silences]
         pairs = [(a, b) for a, b in zip(said, say, strict=True) if (a.units, a.since) != (b.units, b.since)]
         return [signal for pair in pairs for signal in pair]
@@ -501,15 +509,6 @@ class Hosts:
         places = {rank: {named[group] for group in self.groups(rank) if group < len(named)} for rank in there}
         other = partner(self.place.rank, places)
         return None if other is None else (there[other]["address"], there[other]["copies"])
-
-    def take(self, host: int, ranks: Collection[tuple[GroupId, int]], incarnation: int) -> None:
-        """Note that ``host`` alone runs these ranks from start ``incarnation`` of their group on. Older news changes
-        nothing: after the store has forgotten, all agents repeat their signals, in any order."""
-        moved = {rank for rank in ranks if self._since.get(rank, -1) < incarnation}
-        self._since.update(dict.fromkeys(moved, incarnation))
-        # Replaced, not changed: another thread may be reading it.
-        left = {other: tuple(rank for rank in own if rank not in moved) for other, own in self._ranks.items()}
-        self._ranks = {**left, host: (*left.get(host, ()), *sorted(moved))}
 
     def _know(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
         self._cards = {**self._cards, self.place.rank: self.card, **cards}
@@ -594,7 +593,7 @@ class Hosts:
         host that was only cut off finds no keys then, and the run is over for it, too.
         """
         others = {str(rank) for rank in self._ranks.keys() - {self.place.rank} - self.beats.silent()}
-        many = self.beats.begun
+        many = self.beats.known()
         self.beats.close()
         try:
             if many and not self._said_left:

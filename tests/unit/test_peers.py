@@ -42,7 +42,7 @@ def test_the_newest_start_of_a_group_determines_its_host_in_whatever_order_it_is
 def test_a_host_that_does_not_hear_another_corrects_which_groups_that_has(hosts, monkeypatch):
     hosts.on_signal(housed(0, 0)), hosts.on_signal(housed(1, 0))
     monkeypatch.setattr(hosts.beats, "silences", lambda: [Change(1, 2.5, heard=False)])
-    hosts.take(4, [(0, 0)], 1)
+    hosts.move(4, [(0, 0)], 1)
     said = hosts.signal(Change(1, 1.0, heard=False))
     assert said.units == ((0,), (1,))
     taken_back, now = hosts.on_signal(housed(2, 1, (1, 0)))
@@ -61,6 +61,6 @@ def test_a_spare_that_takes_a_group_over_accuses_in_its_name_the_hosts_it_does_n
 
 def test_a_spare_has_room_for_as_many_ranks_as_the_first_hosts_have(hosts):
     assert hosts.ranks == () and hosts.max_ranks == 1
-    hosts.take(4, [(0, 0)], 1)
+    hosts.move(4, [(0, 0)], 1)
     assert hosts.ranks == ((0, 0),) and hosts.groups(0) == set()
     assert [(part.group, part.host) for part in hosts.parts] == [(1, 1), (0, 4)]
