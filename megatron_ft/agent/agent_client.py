@@ -159,13 +159,10 @@ class AgentClient:
             epoch += 1
         # The views after the known one may have been deleted while this agent did not look.
         while (raw := self._ask(partial(key_sweeper.oldest_view, self._store, known.epoch))) is not None:
-            known = self._walk(View.from_json(raw))
-        self._prune(known)
-        return known
-
-    def _walk(self, known: View) -> View:
-        while (raw := self.get(f"view/{known.epoch + 1}")) is not None:
             known = View.from_json(raw)
+            while (raw := self.get(f"view/{known.epoch + 1}")) is not None:
+                known = View.from_json(raw)
+        self._prune(known)
         return known
 
     def _prune(self, view: View) -> None:

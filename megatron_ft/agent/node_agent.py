@@ -404,12 +404,8 @@ class Agent:
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
         first, self._signalled = self._signalled is None, self._signalled or number
-        if (
-            first
-            and self._record.summary().begun
-            and self._ranks.living()
-            and self._config.fault_tolerance.checkpoint.directory
-        ):
+        saves = self._config.fault_tolerance.checkpoint.directory
+        if first and self._record.summary().begun and self._ranks.living() and saves:
             self._announce(Stops(tuple(sorted({group for group, _ in self._hosts.ranks})), f"stopped by {number.name}"))
             return _SAVE_GRACE_S
         for rank in self._ranks.living():

@@ -119,5 +119,4 @@ def _read(file: io.FileIO, buffer: Any, digest: Any, path: Path) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -201,13 +201,11 @@ class Hub:
         try:
             yield
         except (OSError, ValueError) as error:
-            timed_out = isinstance(error, TimeoutError)
-            self.gone[host] = (
-                f"no answer within {timeout_s:g} s (order: {doing}): it is frozen or cut off"
-                if timed_out
-                else f"its doctor has ended (order: {doing})"
-            )
-            line = f"host 0 has continued without this host: {self.gone[host]}"
+            why = f"its doctor has ended (order: {doing})"
+            if isinstance(error, TimeoutError):
+                why = f"no answer within {timeout_s:g} s (order: {doing}): it is frozen or cut off"
+            self.gone[host] = why
+            line = f"host 0 has continued without this host: {why}"
             with contextlib.suppress(OSError):
                 self._channels[host].send({"do": "end", "code": 1, "line": line})
 

@@ -55,11 +55,9 @@ def find() -> tuple[str, str]:
 def _packaged() -> str | None:
     """The package's own program: the one that pip puts on PATH is Python, which starts later."""
     spec = importlib.util.find_spec(PACKAGE)
-    return (
-        None
-        if spec is None or spec.origin is None
-        else shutil.which(str(Path(spec.origin).parent / "etcdbin" / "etcd"))
-    )
+    if spec is None or spec.origin is None:
+        return None
+    return shutil.which(str(Path(spec.origin).parent / "etcdbin" / "etcd"))
 
 
 def _version(found: str) -> str:

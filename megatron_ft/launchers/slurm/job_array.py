@@ -178,12 +178,9 @@ class ArrayTask:
         beats = {**self._heard[0], **self._heard[1], self._where.element: self._own.beat}
         told = next((beat.told for beat in beats.values() if beat.told), "")
         newest = made[-1] if made else None
-        if (
-            not told
-            or self._asked
-            or not isinstance(newest, array_policy.Begin)
-            or not array_policy.working(newest, beats)
-        ):
+        if not told or self._asked or not isinstance(newest, array_policy.Begin):
+            return
+        if not array_policy.working(newest, beats):
             return
         try:
             operator_requests.stop(self._run_dir, told)

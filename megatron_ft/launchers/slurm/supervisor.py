@@ -229,7 +229,12 @@ class Supervisor:
             if self._lease is None or self._lease.store.address != running.store:
                 self._lease = self._new_lease(running)
             before = self._lease.held
-            lease = self._lease = self._looked_at(self._lease, running)
+            try:
+                self._lease.poll()
+            except StoreLostMemory:
+                self._lease = self._new_lease(running)
+                self._lease.poll()
+            lease = self._lease
             if lease.held and not before and lease.number > 1:
                 say(f"the supervisor is lost; the one on {self._slurm.here} takes over")
                 self._notes.note("takes over", node=self._slurm.here)
@@ -253,14 +258,6 @@ class Supervisor:
         if old is not None:
             lease.held = old.held
             old.store.close()
-        return lease
-
-    def _looked_at(self, lease: _Lease, running: join.Running) -> _Lease:
-        try:
-            lease.poll()
-        except StoreLostMemory:
-            lease = self._lease = self._new_lease(running)
-            lease.poll()
         return lease
 
     def _left_alone(self) -> bool:
