@@ -14,7 +14,6 @@ from megatron_ft.core.lifecycle.checkpoint_policy import (
     Found,
     checkpoint_period,
     choose,
-    due,
     expected_uptime_s,
     newest_first,
     parts,
@@ -22,6 +21,7 @@ from megatron_ft.core.lifecycle.checkpoint_policy import (
     to_delete,
     writers,
 )
+from megatron_ft.core.lifecycle.checkpoint_protocol import CheckpointSchedule
 from megatron_ft.errors import WIPED_OUT
 
 seconds = st.floats(1e-3, 1e7)
@@ -109,7 +109,7 @@ def test_much_evidence_outweighs_the_prior():
 @given(st.floats(1, 1e4), st.floats(1, 1e3))
 def test_the_nearest_step_boundary_is_taken(period, step):
     boundaries = [n * step for n in range(1, int(period / step) + 3)]
-    first = next(at for at in boundaries if due(at, period, step))
+    first = next(at for at in boundaries if at >= CheckpointSchedule(setting=period).wait_s(0.0, step))
     assert abs(first - period) <= min(abs(at - period) for at in boundaries) + 1e-6 or first == step
 
 

@@ -14,10 +14,15 @@ from hypothesis import strategies as st
 
 from megatron_ft.agent.rank_monitor import LOOK_EVERY_S, Monitor, Watched, limits
 from megatron_ft.config.schema import DetectorConfig
-from megatron_ft.core.detection.rank_health import LOOK_S, Health, Limits, Sample, is_outage, observe
+from megatron_ft.core.detection.rank_health import LOOK_S, Health, Limits, Sample, add, classify, is_outage
 from megatron_ft.worker import progress_counters
 
 LOOK = 0.1
+
+
+def observe(health, sample, now, limits, outage=False):
+    """Take in a sample as the monitor does, and judge the rank."""
+    return classify(add(health, sample, now, limits), limits, outage)
 
 
 def run(samples, limits=None, step_s=LOOK):

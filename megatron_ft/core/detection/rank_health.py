@@ -135,18 +135,11 @@ class Health:
         return self.storage_s > least_s
 
 
-def observe(health: Health, sample: Sample, now: float, limits: Limits, outage: bool = False) -> tuple[Health, str]:
-    """Take in a sample. The second result is the reason to give the rank up, empty while it is well.
-
-    Args:
-        now: a local monotonic clock, in seconds.
-        outage: other groups are in storage, too (:func:`is_outage`).
-    """
-    return classify(add(health, sample, now, limits), limits, outage)
-
-
 def classify(health: Health, limits: Limits, outage: bool) -> tuple[Health, str]:
-    """Return the health with excused time noted, and the reason to give the rank up, empty while it is well."""
+    """Return the health with excused time noted, and the reason to give the rank up, empty while it is well.
+
+    ``outage``: other groups are in storage, too (:func:`is_outage`).
+    """
     if health.last is None:
         return health, ""
     if health.stopped_s >= limits.stopped_s:

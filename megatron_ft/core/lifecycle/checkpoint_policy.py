@@ -112,11 +112,6 @@ def period_s(
     return max(min(best_s, longest_s), LEAST_SAVES * save_s, write_s)
 
 
-def due(since_s: float, period_s: float, step_s: float = 0.0) -> bool:
-    """Return whether to save at this step boundary: the one nearest to the period's end, with steps of ``step_s``."""
-    return since_s + step_s / 2 >= period_s
-
-
 # --- checkpoints on disk ----------------------------------------------------------------------------------------------
 
 

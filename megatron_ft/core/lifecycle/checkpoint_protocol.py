@@ -177,7 +177,7 @@ class CheckpointSchedule:
         period_s = self.period_s(here_s)
         if self.failed:
             period_s = min(period_s, AGAIN_S * 2.0 ** min(self.failed - 1, 20))
-        return period_s - step_s / 2  # the boundary nearest to it: ``checkpoint_policy.due``
+        return period_s - step_s / 2  # the boundary nearest to the end of the period
 
     @property
     def margin(self) -> int:

@@ -12,10 +12,7 @@ losses of other groups make the list grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
-
-from megatron_ft.types import Microbatch
 
 
 class Instruction(NamedTuple):
@@ -46,26 +43,3 @@ def next_instruction(stage: int, stages: int, done: Progress, count: int) -> Ins
     if in_flight:
         return Instruction("backward", done.backwards)
     return None
-
-
-def remaining(stage: int, stages: int, done: Progress, count: int) -> tuple[Instruction, ...]:
-    """Return the instructions that ``stage`` still has to do, in order; the whole 1F1B schedule if ``done`` is zero."""
-    found: list[Instruction] = []
-    while (instruction := next_instruction(stage, stages, done, count)) is not None:
-        found.append(instruction)
-        forward = instruction.kind == "forward"
-        done = Progress(done.forwards + forward, done.backwards + (not forward))
-    return tuple(found)
-
-
-def order(own: Sequence[Microbatch], patched: Sequence[Microbatch]) -> tuple[Microbatch, ...]:
-    """Return the group's list: its own share in ascending order, then the patches in the order in which they came.
-
-    A listed microbatch never moves, so every stage can go on from its present progress. Raises ``ValueError`` for a
-    microbatch that is listed twice.
-    """
-    listed = (*sorted(own), *patched)
-    if len(set(listed)) != len(listed):
-        twice = sorted({microbatch for microbatch in listed if listed.count(microbatch) > 1})
-        raise ValueError(f"microbatches listed twice: {' '.join(map(str, twice))}")
-    return listed
