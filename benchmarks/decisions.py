@@ -111,9 +111,9 @@ def rectlr(shape: Shape, sequences: int, asked_ms: float | None = None, block: i
 # --- quotas -----------------------------------------------------------------------------------------------------------
 
 
-def plan_anew(step: int, shape: Shape, live: list[GroupId], placement: Placement, previous: Plan | None = None) -> Plan:
+def plan_anew(step: int, shape: Shape, live: list[GroupId], placement: Placement) -> Plan:
     """Do the work of a group at the first step of a membership: plan, and name its own microbatches."""
-    plan = assignment.plan_step(step, shape.N, shape.G, live, placement, previous=previous)
+    plan = assignment.plan_step(step, shape.N, shape.G, live, placement)
     plan.of(live[len(live) // 2])
     return plan
 
@@ -127,10 +127,9 @@ def memberships(shape: Shape, count: int, largest: float = 0.3) -> Iterator[list
 
 
 def quota(shape: Shape, count: int, asked_ms: float | None = None) -> list[dict[str, Any]]:
-    """Time a plan, the patch after one more loss, and the next plan, which keeps microbatches at their places in the
-    one before."""
+    """Time a plan, and the patch after one more loss."""
     placement = golomb(shape.N, shape.r)
-    fresh, patches, again, loads = [], [], [], []
+    fresh, patches, loads = [], [], []
     for step, live in enumerate(memberships(shape, count)):
         assignment._even.cache_clear()
         plan, ms = timed(lambda now=(step, live): plan_anew(now[0], shape, now[1], placement))
@@ -140,12 +139,9 @@ def quota(shape: Shape, count: int, asked_ms: float | None = None) -> list[dict[
         plan = assignment.plan_step(step, shape.N, shape.G, live, placement)  # as it was: nothing of it named yet
         _, ms = timed(lambda now=(plan, lost, left): assignment.patch_plan(now[0], [now[1]], placement).of(now[2][-1]))
         patches.append(ms)
-        _, ms = timed(lambda now=(step + 1, left, plan): plan_anew(now[0], shape, now[1], placement, now[2]))
-        again.append(ms)
     dead = [0.0, 0.3]
     return [
         row("quota, one plan", shape, fresh, asked_ms, dead_share=dead, load_over_ideal=[round(x, 4) for x in loads]),
-        row("quota, with a previous plan", shape, again, asked_ms, dead_share=dead),
         row("quota, patch after one loss", shape, patches, None, dead_share=dead),
     ]
 
@@ -186,8 +182,7 @@ def growth(sizes: tuple[int, ...], count: int) -> list[dict[str, Any]]:
         shape = Shape(N, GROWTH_r, GROWTH_G)
         # About 100 decisions over one sequence to the wipe-out, which comes after about half of the groups.
         rows.setdefault("ReCtlr", []).append(rectlr(Shape(N, GROWTH_r), 1, block=max(1, N // 200)))
-        plan, again, patch = quota(shape, count)
-        for name, line in (("plan", plan), ("plan with a previous one", again), ("patch", patch)):
+        for name, line in zip(("plan", "patch"), quota(shape, count), strict=True):
             rows.setdefault(name, []).append(line)
     return [{"what": name, "exponent": exponent(lines), "rows": lines} for name, lines in rows.items()]
 

@@ -17,10 +17,9 @@ def problems(draw):
     columns = draw(st.integers(1, 3))
     allowed = [sorted(draw(st.sets(st.integers(0, columns - 1)))) for _ in range(draw(st.integers(1, 3)))]
     supply = [draw(st.integers(1, 3)) for _ in allowed]
-    weights = [draw(st.sampled_from([0.5, 1.0, 1.0, 2.0])) for _ in range(columns)]
     edges = [(row, column) for row, own in enumerate(allowed) for column in own]
     kept = [draw(st.integers(0, supply[row])) for row, _ in edges]
-    return supply, allowed, weights, edges, draw(st.none() | st.just(kept))
+    return supply, allowed, columns, edges, kept
 
 
 def splits(amount: int, columns: list[int]):
@@ -33,40 +32,34 @@ def splits(amount: int, columns: list[int]):
             yield {columns[0]: first, **rest}
 
 
-def best(supply, allowed, weights, kept: dict[tuple[int, int], int]) -> tuple[float, int]:
-    """Return the least largest load / weight, and how much can stay among all flows within floor(least * weight)."""
-    everywhere = list(range(len(weights)))
+def best(supply, allowed, columns, kept: dict[tuple[int, int], int]) -> tuple[int, int]:
+    """Return the least largest load, and how much can stay among all flows with that load."""
+    everywhere = list(range(columns))
     ways = [list(splits(amount, own or everywhere)) for amount, own in zip(supply, allowed, strict=True)]
     found = []
     for way in product(*ways):
-        loads = [sum(row.get(column, 0) for row in way) for column in everywhere]
-        time = max(load / weight for load, weight in zip(loads, weights, strict=True))
+        load = max(sum(row.get(column, 0) for row in way) for column in everywhere)
         stays = sum(min(row.get(c, 0), kept.get((number, c), 0)) for number, row in enumerate(way) for c in row)
-        found.append((time, stays))
-    least = min(time for time, _ in found)
-    return least, max(stays for time, stays in found if time <= least + 1e-9)
+        found.append((load, stays))
+    least = min(load for load, _ in found)
+    return least, max(stays for load, stays in found if load == least)
 
 
 @given(problems())
 @settings(max_examples=200)
 def test_no_other_way_is_more_level_or_moves_less(problem):
-    supply, allowed, weights, edges, kept = problem
-    rows, columns = (np.array([edge[i] for edge in edges], dtype=np.int64) for i in (0, 1))
+    supply, allowed, columns, edges, kept = problem
+    rows, ends = (np.array([edge[i] for edge in edges], dtype=np.int64) for i in (0, 1))
     anywhere = np.array([row for row, own in enumerate(allowed) if not own], dtype=np.int64)
-    found = balance(
-        np.array(supply, dtype=np.int64),
-        Edges(rows, columns, anywhere),
-        np.array(weights),
-        None if kept is None else np.array(kept, dtype=np.int64),
-    )
-    assert len(found) == len(weights)
+    given_edges = Edges(rows, ends, anywhere)
+    found = balance(np.array(supply, dtype=np.int64), given_edges, columns, np.array(kept, dtype=np.int64))
+    assert len(found) == columns
     for row, amount in enumerate(supply):
         assert sum(own.get(row, 0) for own in found) == amount
     for column, own in enumerate(found):
         assert all(amount > 0 and (not allowed[row] or column in allowed[row]) for row, amount in own.items())
-    at_home = dict(zip(edges, kept or [0] * len(edges), strict=True))
-    least, most = best(supply, allowed, weights, at_home)
-    assert max(sum(own.values()) / weight for own, weight in zip(found, weights, strict=True)) <= least + 1e-9
-    if kept is not None:
-        stays = sum(min(amount, at_home.get((row, c), 0)) for c, own in enumerate(found) for row, amount in own.items())
-        assert stays == most
+    at_home = dict(zip(edges, kept, strict=True))
+    least, most = best(supply, allowed, columns, at_home)
+    assert max(sum(own.values()) for own in found) == least
+    stays = sum(min(amount, at_home.get((row, c), 0)) for c, own in enumerate(found) for row, amount in own.items())
+    assert stays == most

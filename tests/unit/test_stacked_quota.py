@@ -90,28 +90,6 @@ def test_plans_are_exact_hosted_level_and_still(case):
     assert moved == fewest_moves(placement, per_shard, live, load, home)
 
 
-@given(cases(), st.data())
-@settings(max_examples=80)
-def test_few_microbatches_leave_their_place_in_the_previous_plan(case, data):
-    placement, per_shard, live = case
-    previous = plan_step(3, placement.groups, per_shard, live, placement)
-    after = data.draw(st.sets(st.sampled_from(live), min_size=1)) if len(live) > 1 else set(live)
-    plan = plan_step(4, placement.groups, per_shard, sorted(after), placement, previous=previous)
-    check_exactly_once(plan.assignment, microbatches_of_step(4, placement.groups, per_shard))
-    names = {group: {(m.shard, m.index) for m in previous.of(group)} for group in after}
-    stayed = sum((m.shard, m.index) in names[group] for group, own in plan.assignment.items() for m in own)
-    load = max(len(own) for own in plan.assignment.values())
-    home: dict[tuple[int, int], int] = {}
-    for group in after:
-        for shard, _ in names[group]:
-            home[shard, group] = home.get((shard, group), 0) + 1
-    total = placement.groups * per_shard
-    # A previous microbatch of a shard that is unhosted keeps no edge of its own, so it may move for free.
-    assert total - stayed >= fewest_moves(placement, per_shard, sorted(after), load, home)
-    if all(any(host in after for host in placement.hosts[shard]) for shard in range(placement.groups)):
-        assert total - stayed == fewest_moves(placement, per_shard, sorted(after), load, home)
-
-
 @given(cases(), st.booleans(), st.integers(0, 2), st.data())
 @settings(max_examples=200)
 def test_slow_groups_get_less(case, restricted, more, data):

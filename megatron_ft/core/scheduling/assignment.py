@@ -49,7 +49,6 @@ def plan_step(
     live: Sequence[GroupId],
     placement: Placement | None = None,
     weights: Mapping[GroupId, float] | None = None,
-    previous: Plan | None = None,
 ) -> Plan:
     """Assign the N*G microbatches of ``step`` to the groups of ``live``.
 
@@ -60,10 +59,9 @@ def plan_step(
         live: the live groups.
         placement: the groups that host each shard; None if every group hosts every shard.
         weights: speed of the stragglers relative to the others', which is 1; a group of weight 0.5 gets half the load.
-        previous: the plan whose microbatches (by shard and index) should stay where they are; without it, a group's
-            home is its own shard (shard i belongs to group i).
 
-    The largest load is the least possible, and as few microbatches as possible change hands. With different weights the
+    The largest load is the least possible, and as few microbatches as possible leave their home: shard i belongs to
+    group i. With different weights the
     longest time (load divided by weight) is the least possible, if every group of ``weights`` keeps a microbatch: a
     group that computes nothing could never show that it is fast again.
     Raises ``ValueError`` for an empty ``live`` or a weight that is not positive.
@@ -82,12 +80,8 @@ def plan_step(
         chosen, reason = _by_time(shards, per_shard, members, restricted, speed, tested)
         slower = [group for group, own in zip(members, speed, strict=True) if own < fastest]
         less = f", less for the slow groups {listed(sorted(slower))}"
-    elif previous is None:
-        chosen, reason = _even(shards, per_shard, members, restricted)
     else:
-        home = _home(shards, per_shard, members, previous)
-        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
-        reason = _summary(shards, per_shard, chosen)
+        chosen, reason = _even(shards, per_shard, members, restricted)
     return Plan(step, _Named(step, chosen), reason + less)
 
 
@@ -201,8 +195,7 @@ def _even(shards: int, per_shard: int, members: tuple[GroupId, ...], placement: 
     if placement is None:
         chosen = _levelled(shards, per_shard, members)
     else:
-        home = _home(shards, per_shard, members, None)
-        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement, home), home)
+        chosen = _choose(per_shard, _quota(shards, per_shard, members, placement))
     return chosen, _summary(shards, per_shard, chosen)
 
 
@@ -255,7 +248,6 @@ def _by_time(
     ``tested``: per member, True if it gets at least one microbatch however slow it is, as far as there are enough.
     """
     limits = _limits(shards * per_shard, speed, tested)
-    home = _home(shards, per_shard, members, None)
     if placement is None:
         counts = _fill(shards, per_shard, members, speed, limits)
     else:
@@ -263,13 +255,13 @@ def _by_time(
 
         edges = _edges(np.arange(shards), members, placement)
         supply = np.full(shards, per_shard, dtype=np.int64)
-        found = maxflow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, home))
+        found = maxflow.place(supply, edges, np.array(limits, dtype=np.int64), _kept(edges, members, per_shard))
         counts = dict(zip(members, found, strict=True))
     pace, least = dict(zip(members, speed, strict=True)), dict(zip(members, tested, strict=True))
     for group in members:
         if least[group] and not counts[group]:
             _give_one(counts, group, pace, least, placement)
-    chosen = _choose(per_shard, counts, home)
+    chosen = _choose(per_shard, counts)
     return chosen, _summary(shards, per_shard, chosen)
 
 
@@ -328,73 +320,35 @@ def _give_one(
         counts[group][shard] = 1
 
 
-# --- restricted stacks, a previous plan: flows ------------------------------------------------------------------------
+# --- restricted stacks: flows -----------------------------------------------------------------------------------------
 
 
-def _home(shards: int, per_shard: int, members: Sequence[GroupId], previous: Plan | None) -> Chosen:
-    """Return the home of each microbatch, where it should stay if possible; those of absent groups have no home."""
-    if previous is None:
-        return {group: {group: range(per_shard)} if group < shards else {} for group in members}
-    if isinstance(previous.assignment, _Named):
-        return {group: previous.assignment.chosen.get(group, {}) for group in members}
-    home: dict[GroupId, dict[int, list[int]]] = {group: {} for group in members}
-    for group, own in home.items():
-        for microbatch in previous.of(group):
-            own.setdefault(microbatch.shard, []).append(microbatch.index)
-    return home
-
-
-def _quota(
-    shards: int,
-    per_shard: int,
-    members: Sequence[GroupId],
-    placement: Placement | None,
-    home: Chosen,
-) -> Counts:
+def _quota(shards: int, per_shard: int, members: Sequence[GroupId], placement: Placement) -> Counts:
     """Return the number of microbatches of each shard that every group computes: least largest load, then fewest moves."""
     from megatron_ft.core.scheduling import maxflow  # half a second of imports that a run with full hosting never needs
 
     edges = _edges(np.arange(shards), members, placement)
     supply = np.full(shards, per_shard, dtype=np.int64)
-    loads = maxflow.balance(supply, edges, np.ones(len(members)), _kept(edges, members, home))
+    loads = maxflow.balance(supply, edges, len(members), _kept(edges, members, per_shard))
     return dict(zip(members, loads, strict=True))
 
 
-def _kept(edges: maxflow.Edges, members: Sequence[GroupId], home: Chosen) -> np.ndarray:
-    """Return the number of microbatches that are at home on each edge."""
-    at_home = [
-        (row * len(members) + column, len(indices))
-        for column, group in enumerate(members)
-        for row, indices in home[group].items()
-    ]
-    kept = np.zeros(len(edges.rows), dtype=np.int64)
-    if at_home and len(kept):
-        wanted, counts = np.array(at_home, dtype=np.int64).T
-        keys = edges.rows * len(members) + edges.columns
-        order = np.argsort(keys, kind="stable")
-        place = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
-        found = keys[order[place]] == wanted  # a shard may be at home with a group that does not host it
-        kept[order[place[found]]] = counts[found]
-    return kept
+def _kept(edges: maxflow.Edges, members: Sequence[GroupId], per_shard: int) -> np.ndarray:
+    """Return the number of microbatches that are at home on each edge: all of a shard at its own group."""
+    return np.where(np.array(members)[edges.columns] == edges.rows, per_shard, 0)
 
 
-def _choose(per_shard: int, counts: Counts, home: Chosen) -> Chosen:
+def _choose(per_shard: int, counts: Counts) -> Chosen:
     """Turn counts into indices: each group first keeps its own microbatches, then takes free ones in order."""
-    chosen: dict[GroupId, dict[int, list[int]]] = {group: {} for group in counts}
-    short: list[tuple[GroupId, int, int]] = []
-    for group, row in counts.items():
-        for shard, count in row.items():
-            own = chosen[group][shard] = list(home[group].get(shard, ())[:count])
-            if len(own) < count:
-                short.append((group, shard, count - len(own)))
-    taken: dict[int, set[int]] = {shard: set() for _, shard, _ in short}
-    for kept_row in chosen.values():
-        for shard, own in kept_row.items():
-            if shard in taken:
-                taken[shard].update(own)
-    free = {shard: iter([i for i in range(per_shard) if i not in kept]) for shard, kept in taken.items()}
-    for group, shard, lacking in sorted(short):
-        chosen[group][shard].extend(islice(free[shard], lacking))
+    kept = {group: row.get(group, 0) for group, row in counts.items()}
+    chosen = {
+        group: {shard: list(range(count if shard == group else 0)) for shard, count in row.items()}
+        for group, row in counts.items()
+    }
+    taken = sorted((group, shard) for group, row in counts.items() for shard in row if shard != group)
+    free = {shard: iter(range(kept.get(shard, 0), per_shard)) for _, shard in taken}
+    for group, shard in taken:
+        chosen[group][shard].extend(islice(free[shard], counts[group][shard]))
     return chosen
 
 
@@ -427,20 +381,18 @@ def _spread(
     _level(added, (microbatch for name in names for microbatch in by_shard[name]), base)
 
 
-def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement | None) -> maxflow.Edges:
+def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement) -> maxflow.Edges:
     """Return hosting edges as (position of the shard, position of the group); shards without a live host go to any group."""
     from megatron_ft.core.scheduling import maxflow
 
-    hosts = np.broadcast_to(members, (len(shards), len(members)))
-    if placement is not None:
-        hosts = np.array([placement.hosts[shard] for shard in shards.tolist()], dtype=np.int64)
+    hosts = np.array([placement.hosts[shard] for shard in shards.tolist()], dtype=np.int64)
     position = np.full(max(hosts.max(initial=0), members[-1]) + 1, -1, dtype=np.int64)
     position[list(members)] = np.arange(len(members))
     columns = position[hosts]
     rows, places = np.nonzero(columns >= 0)
     columns = columns[rows, places]
     for group in members:
-        if placement is not None and group >= placement.groups:  # on top of the first N
+        if group >= placement.groups:  # on top of the first N
             more = np.flatnonzero(np.isin(shards, placement.stack(group)))
             rows, columns = np.append(rows, more), np.append(columns, np.full(len(more), position[group]))
     order = np.argsort(rows, kind="stable")

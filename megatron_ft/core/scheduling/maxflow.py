@@ -1,12 +1,13 @@
 """Balanced integer flows from shards to groups for ``assignment``, solved with scipy and ortools.
 
-A problem is a supply per row (shard), edges from rows to columns (groups) that may carry any amount, and a weight per
-column. The solution is a flow for the least T for which every column gets at most floor(T * weight); at that T, it is
-the flow that moves least. Rows without an edge may go to any column through one shared node.
+A problem is a supply per row (shard) and edges from rows to columns (groups) that may carry any amount. The solution of
+:func:`balance` has the least limit of all columns with which the whole supply fits; at that limit, it is the flow that
+moves least. Rows without an edge may go to any column through one shared node.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Edges(NamedTuple):
@@ -49,19 +49,18 @@ class _Graph(NamedTuple):
     last: int
 
 
-def balance(supply: Ints, edges: Edges, weights: NDArray[np.float64], kept: Ints | None) -> list[dict[int, int]]:
+def balance(supply: Ints, edges: Edges, columns: int, kept: Ints) -> list[dict[int, int]]:
     """Return the amount of each row that each column gets: ``[{row: amount}]``, one entry per column.
 
     Args:
         supply: amount of each row, at least 1, shape [rows].
         edges: the columns that each row may go to.
-        weights: relative capacity of each column, > 0, shape [columns].
-        kept: amount that is on each edge already, shape [edges]; None for a flow with no amounts to keep.
+        columns: number of columns.
+        kept: amount that is on each edge already, shape [edges].
     """
-    graph = _graph(supply, edges, len(weights))
-    limits = _least_limits(graph, int(supply.sum()), weights)
-    amounts = _flow(graph, limits) if kept is None else _cheapest_flow(graph, limits, supply, kept)
-    return _found(graph, edges, amounts)
+    graph = _graph(supply, edges, columns)
+    limits = np.full(columns, _least_limit(graph, int(supply.sum())))
+    return _found(graph, edges, _cheapest_flow(graph, limits, supply, kept))
 
 
 def place(supply: Ints, edges: Edges, limits: Ints, kept: Ints) -> list[dict[int, int]]:
@@ -135,42 +134,20 @@ def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
     )
 
 
-def _least_limits(graph: _Graph, total: int, weights: NDArray[np.float64]) -> Ints:
-    """Return the column limits floor(T * weight) for the least T at which the whole supply fits.
+def _least_limit(graph: _Graph, total: int) -> int:
+    """Return the least limit of all columns with which the whole supply fits.
 
-    The search doubles, then halves. The ideal T is tried first: with a Golomb placement it nearly always fits.
+    The search doubles, then halves. The ideal limit is tried first: with a Golomb placement it nearly always fits.
     """
-    candidates = _candidates(total, weights)
-    low, high, width = 0, 0, 1
-    while not _fits(graph, _limits(candidates[high], weights), total):
-        low, high, width = high + 1, min(high + width, len(candidates) - 1), 2 * width
-    while low < high:
-        half = (low + high) // 2
-        if _fits(graph, _limits(candidates[half], weights), total):
-            high = half
-        else:
-            low = half + 1
-    return _limits(candidates[high], weights)
 
+    def fits(limit: int) -> bool:
+        return int(_maximum_flow(graph, np.full(graph.last, limit)).flow_value) == total
 
-def _candidates(total: int, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return all T at which some limit grows by one, from the ideal T to that at which one column could take everything."""
-    if weights.min() == weights.max():
-        ideal = -(-total // len(weights))
-        evenly: Floats = np.arange(ideal, total + 1) / weights[0]
-        return evenly
-    loads = np.arange(1, total + 1)
-    times: Floats = np.unique((loads[:, None] / np.unique(weights)[None, :]).ravel())
-    possible: Floats = times[times >= total / weights.sum() - 1e-9]
-    return possible
-
-
-def _limits(time: float, weights: NDArray[np.float64]) -> Ints:
-    return np.floor(time * weights + 1e-9).astype(np.int64)
-
-
-def _fits(graph: _Graph, limits: Ints, total: int) -> bool:
-    return int(limits.sum()) >= total and _maximum_flow(graph, limits).flow_value == total
+    low = high = -(-total // graph.last)
+    width = 1
+    while not fits(high):
+        low, high, width = high + 1, min(high + width, total), 2 * width
+    return low + bisect_left(range(low, high), True, key=fits)
 
 
 def _maximum_flow(graph: _Graph, limits: Ints) -> Any:
