@@ -6,9 +6,9 @@ every decision.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_ft.core.replication import placement
 from megatron_ft.core.replication.placement import Placement
@@ -28,32 +28,7 @@ class Loss:
     wiped_out: bool = False
 
 
-class Policy(Protocol):
-    """The properties of a policy that a simulated run needs."""
-
-    live: set[GroupId]
-    hosts: int
-    rejoins: bool
-    plans_restarts: bool
-    spares_stragglers: bool
-
-    def restart(self, gone: Collection[GroupId] = ()) -> None:
-        """Make all groups live, except those that are lost for good."""
-
-    def stacks(self) -> float:
-        """Return the number of stacks that a group computes in a step, one after the other."""
-
-    def lose(self, groups: Collection[GroupId]) -> Loss:
-        """Remove live groups that are lost in the running step."""
-
-    def begin_step(self) -> None:
-        """Begin the step after a committed one."""
-
-    def rejoin(self, group: GroupId) -> None:
-        """Add a lost group that is back, at a step boundary."""
-
-
-class _Base(Policy):
+class Policy(ABC):
     """A policy with all groups live at the start.
 
     Attributes:
@@ -84,16 +59,26 @@ class _Base(Policy):
         self.restart()
 
     def restart(self, gone: Collection[GroupId] = ()) -> None:
+        """Make all groups live, except those that are lost for good."""
         self.live = set(range(self.groups)) - set(gone)
 
-    def begin_step(self) -> None:
-        """Do nothing."""
+    @abstractmethod
+    def stacks(self) -> float:
+        """Return the number of stacks that a group computes in a step, one after the other."""
+
+    @abstractmethod
+    def lose(self, groups: Collection[GroupId]) -> Loss:
+        """Remove live groups that are lost in the running step."""
+
+    def begin_step(self) -> None:  # noqa: B027  # most policies have nothing to do
+        """Begin the step after a committed one."""
 
     def rejoin(self, group: GroupId) -> None:
+        """Add a lost group that is back, at a step boundary."""
         raise AssertionError(f"{type(self).__name__} has no rejoin, group {group} cannot come back")
 
 
-class Restart(_Base):
+class Restart(Policy):
     """Checkpoint-restart: any loss ends the attempt. The groups that restart share the whole global batch."""
 
     def stacks(self) -> float:
@@ -107,7 +92,7 @@ class Restart(_Base):
         return Loss(wiped_out=True)
 
 
-class Replication(_Base):
+class Replication(Policy):
     """r copies compute the same r shards; a set without a live copy is a wipe-out (SPARe's baseline)."""
 
     stacked = True
@@ -131,7 +116,7 @@ class Replication(_Base):
         return Loss(patch=1.0 if self.setting.patch_in_replication else 0.0)
 
 
-class Spare(_Base):
+class Spare(Policy):
     """SPARe: ReCtlr on stacks (``core.scheduling.policies.stack_repair``)."""
 
     stacked = True
@@ -158,7 +143,7 @@ class Spare(_Base):
         self._stacks.begin_step()
 
 
-class Recover(_Base):
+class Recover(Policy):
     """ReCoVer: roles (``recover_roles``); a promotion costs nothing, a policy boundary costs b microbatches."""
 
     plans_restarts = True
@@ -186,7 +171,7 @@ class Recover(_Base):
             self._roles = recover_roles.next_step(self._roles)
 
 
-class StackedQuota(_Base):
+class StackedQuota(Policy):
     """Quotas in microbatches (``quota_load``); a patch is spread evenly over all survivors (``assignment``)."""
 
     stacked = True
@@ -227,7 +212,7 @@ class StackedQuotaRejoin(StackedQuota):
         self._load = None
 
 
-POLICIES: dict[str, type[_Base]] = {
+POLICIES: dict[str, type[Policy]] = {
     "restart": Restart,
     "replication": Replication,
     "spare": Spare,

@@ -7,8 +7,9 @@ import argparse
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import starmap
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any, cast
@@ -19,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning import inputs
+from megatron_ft.planning import inputs, plan_command
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Policy as PolicyName
 from megatron_ft.planning.estimate import evaluate
@@ -34,19 +35,12 @@ Trials = Mapping[str, Sequence[Result]]
 
 def run(options: argparse.Namespace) -> int:
     """Check all options, simulate, and show the results. Returns the exit code; raises ``ConfigError``."""
-    flags = {name: getattr(options, name) for name in inputs.NAMES}
-    cluster = inputs.cluster(options.preset, options.file, flags, options.values)
+    cluster = plan_command.cluster(options)
     settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
     for policy, setting in settings.items():
         POLICIES[policy](setting)  # an impossible placement is refused here, not in a worker process
     trials, jobs = _count("--trials", options.trials), _count("--jobs", options.jobs)
     seed = _count("--seed", options.seed, least=0)
-    if options.plot:
-        from megatron_ft.planning.plan_plots import (
-            check_path,
-        )  # its import takes half a second, which a table does not need
-
-        check_path(options.plot)
     found = _simulate(settings, range(seed, seed + trials), jobs)
     if options.plot:
         from megatron_ft.simulation.training import simulation_plots
@@ -67,22 +61,16 @@ def _simulate(settings: Mapping[str, Setting], seeds: range, jobs: int) -> Trial
     """Simulate all policies with the same seeds. The number of processes does not change a result."""
     tasks = [(setting, policy, seed) for policy, setting in settings.items() for seed in seeds]
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"{len(tasks)} runs", total=len(tasks))
-        found = list(_results(tasks, jobs, lambda: progress.advance(bar)))
+        found = list(progress.track(_results(tasks, jobs), len(tasks), description=f"{len(tasks)} runs"))
     return {policy: found[i * len(seeds) : (i + 1) * len(seeds)] for i, policy in enumerate(settings)}
 
 
-def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int, done: Callable[[], None]) -> Iterator[Result]:
+def _results(tasks: Sequence[tuple[Setting, str, int]], jobs: int) -> Iterator[Result]:
     if jobs == 1 or len(tasks) == 1:
-        results: Iterator[Result] = (simulate(*task) for task in tasks)
-        for result in results:
-            done()
-            yield result
+        yield from starmap(simulate, tasks)
         return
     with ProcessPoolExecutor(min(jobs, len(tasks))) as pool:
-        for result in pool.map(simulate, *zip(*tasks, strict=True)):
-            done()
-            yield result
+        yield from pool.map(simulate, *zip(*tasks, strict=True))
 
 
 # --- from options to settings -----------------------------------------------------------------------------------------
