@@ -93,12 +93,10 @@ def most(supply: Ints, edges: Edges, limits: Ints) -> list[dict[int, int]]:
     ``limits`` (shape [columns]) is the capacity of each column. Supply that finds no place along the edges is in no
     column; ``edges.anywhere`` is ignored.
     """
-    graph = _graph(supply, edges._replace(anywhere=edges.anywhere[:0]), len(limits))
-    amounts = _flow(graph, limits)[: len(edges.rows)]
-    found: list[dict[int, int]] = [{} for _ in limits]
-    for at in np.flatnonzero(amounts).tolist():
-        found[edges.columns[at]][int(edges.rows[at])] = int(amounts[at])
-    return found
+    edges = edges._replace(anywhere=edges.anywhere[:0])
+    graph = _graph(supply, edges, len(limits))
+    carried = _maximum_flow(graph, limits).flow.tocsr()
+    return _found(graph, edges, np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64))
 
 
 def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
@@ -158,12 +156,6 @@ def _maximum_flow(graph: _Graph, limits: Ints) -> Any:
         shape=(graph.nodes, graph.nodes),
     )
     return maximum_flow(matrix, graph.source, graph.sink)
-
-
-def _flow(graph: _Graph, limits: Ints) -> Ints:
-    """Return the amounts on all arcs of some maximum flow."""
-    carried = _maximum_flow(graph, limits).flow.tocsr()
-    return np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64)
 
 
 def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: int = 0) -> Ints:
