@@ -39,7 +39,7 @@ def _(patch):
     only_what_follows(patch)
 
     def sealed(self, proposal):
-        self.cluster.kernel.after(20.0, lambda: self.ended or fence(self, proposal.fence))
+        self.cluster.kernel.after(20.0, lambda: self.gone or fence(self, proposal.fence))
         return True
         yield
 

@@ -26,9 +26,9 @@ class Kernel:
         self.count += 1
         heapq.heappush(self._heap, (time, priority, self.count, call))
 
-    def after(self, delay: float, call: Callable[[], object], priority: int = 0) -> None:
+    def after(self, delay: float, call: Callable[[], object]) -> None:
         """Call in ``delay`` from now."""
-        self.at(self.now + delay, call, priority)
+        self.at(self.now + delay, call)
 
     def run(self, until: float, done: Callable[[], bool]) -> bool:
         """Work off the calls; True as soon as ``done()``, False when nothing is left or the next is after ``until``."""

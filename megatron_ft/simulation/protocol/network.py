@@ -56,9 +56,7 @@ class Network:
         for host in (source, target):
             factor, until = self._slow.get(host, (1.0, 0.0))
             delay *= factor if now < until else 1.0
-        share, until = self._loss
-        lost = now < until and self._rng.random() < share
-        if source != target and (lost or now < self._cut.get((source, target), 0.0)):
+        if not self.open(source, target):
             return False
         self._kernel.after(delay, deliver)
         return True

@@ -233,7 +233,7 @@ def draw_fixed(seed: int) -> Scenario:
     for _ in range(rng.randint(0, 2 if returns else 7)):
         at = at + rng.uniform(0, 6) if faults and rng.random() < 0.5 else rng.uniform(0, 1.3 * length)
         faults += _fault(rng, rng.choices(list(weights), list(weights.values()))[0], at, groups)
-    return Scenario(**{**vars(scenario), "faults": tuple(sorted(faults, key=lambda fault: fault.at))})
+    return replace(scenario, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _coming_back(rng: random.Random, at: float, groups: int, gentle: bool) -> list[Fault]:

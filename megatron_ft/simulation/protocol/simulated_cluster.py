@@ -28,7 +28,7 @@ from megatron_ft.simulation.protocol.scenario import GENTLE, GENTLE_TO_HOSTS, PA
 from megatron_ft.simulation.protocol.simulated_group import Group, Pace
 from megatron_ft.simulation.protocol.simulated_hosts import Hosts
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
-from megatron_ft.simulation.protocol.store_client import Client, Plain
+from megatron_ft.simulation.protocol.store_client import Client, Plain, Process
 from megatron_ft.types import Exit, GroupId, Microbatch, View
 
 LIVENESS_BOUND = 600.0
@@ -71,7 +71,7 @@ def play(scenario: Scenario) -> History:
 
 
 @dataclass
-class Seeker:
+class Seeker(Process):
     """A new incarnation that is warm, follows donors and waits for its seat. ``inbox``: who has read the view that gives it
     one greets it before it has read that itself."""
 
@@ -91,12 +91,6 @@ class Seeker:
     def reads(self, claim: store_failover.Claim) -> None:
         if self.asking is not None and (self.asking.group, self.incarnation) in claim.fenced:
             self.fenced = f"is left out by claim {claim.number}"
-
-    def moves(self) -> None:
-        pass
-
-    def conflicts(self) -> None:
-        raise AssertionError("who has no seat puts no view back")
 
 
 class Cluster:
@@ -152,11 +146,11 @@ class Cluster:
 
     # --- what groups call ---------------------------------------------------------------------------------------------
 
-    def client(self, group: Group, like: Client | None = None) -> Client | Plain:
-        """Returns the client through which the group talks to the control store."""
+    def client(self, me: GroupId, process: Process, like: Client | None = None) -> Client | Plain:
+        """Returns the client through which a process of the group talks to the control store."""
         if self.hosts is None:
-            return Plain(self.store, group.me, lambda: group.ended)
-        return self.hosts.client(group.me, group, like)
+            return Plain(self.store, me, lambda: process.gone)
+        return self.hosts.client(me, process, like)
 
     def _branch(self, view: View, after: View | None = None, log: int = 0, decided: int = 0) -> dict[str, Any]:
         """Returns the fields that tell views of one epoch apart, where there may be several. ``log``: number of claims that
@@ -164,10 +158,6 @@ class Cluster:
         if self.hosts is None:
             return {}
         return {"view": lineage.digest(view), "after": after and lineage.digest(after), "log": log, "decided": decided}
-
-    def under(self, view: View) -> dict[str, Any]:
-        """Returns the field of a line that names its view."""
-        return {"view": lineage.digest(view)} if self.hosts is not None else {}
 
     def contribution(self, microbatch: Microbatch) -> int:
         return invariants.contribution(microbatch, self.job.shards, self.job.per_shard)
@@ -214,8 +204,7 @@ class Cluster:
 
     def stopped(self, group: Group, reason: str) -> None:
         """The process ends by itself; its agent sees that like any other end."""
-        fields = {"group": group.me, "incarnation": group.incarnation, "epoch": group.state.view.epoch}
-        self.record("stop", **fields, reason=reason, synced=group.state.synced)
+        group.record("stop", epoch=group.state.view.epoch, reason=reason, synced=group.state.synced)
         if self.hosts is not None and group.me not in self.hosts.agents:
             self._gone(group)
             return
@@ -237,9 +226,9 @@ class Cluster:
             rng.uniform(0.5, 1.5), rng.uniform(0.1, 1.0), rng.uniform(0.3, 1.0), PATIENCE, rng.uniform(-9e5, 9e5)
         )
         group = Group(self, me, view, pace, following)
-        fields = {"group": me, "incarnation": group.incarnation, "epoch": view.epoch, "view": view.to_json()}
-        self.record("enter", **fields, **({"branch": lineage.digest(view)} if self.hosts is not None else {}))
-        group.client = self.client(group, like)
+        branch = {"branch": lineage.digest(view)} if self.hosts is not None else {}
+        group.record("enter", epoch=view.epoch, view=view.to_json(), **branch)
+        group.client = self.client(me, group, like)
         self.groups[me, group.incarnation] = group
         group.start()
 
@@ -253,7 +242,8 @@ class Cluster:
         ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
         delay = self.rng.uniform(0.05, 3.0)
         if self.hosts is None:
-            self.kernel.after(delay, lambda: self.store.call(me, lambda store: store.append(ended), lambda: False))
+            client = Plain(self.store, me, lambda: False)
+            self.kernel.after(delay, lambda: client.call(lambda store: store.append(ended)))
         elif me in self.hosts.agents:
             agent = self.hosts.agents[me]
             self.kernel.after(delay, lambda: agent.client.awake(lambda: agent.say(ended)))
@@ -272,9 +262,9 @@ class Cluster:
             return
         if not noticed and self.hosts is not None:  # older starts, which were frozen, are gone with their host
             for older in [self.groups[seat] for seat in sorted(self.seats_on(me)) if seat[1] != group.incarnation]:
-                self.record("dead", group=me, incarnation=older.incarnation)
+                older.record("dead")
                 self._gone(older)
-        self.record("dead", group=me, incarnation=group.incarnation)
+        group.record("dead")
         self._gone(group)
         if noticed:
             self._tell_end(me, group.incarnation, "killed")
@@ -292,7 +282,7 @@ class Cluster:
                 self._reset(peer, epoch)
 
     def _reset(self, peer: Group, epoch: int) -> None:
-        self.kernel.after(self.rng.uniform(0.01, 2.0), lambda: None if peer.ended else peer.reset(epoch))
+        self.kernel.after(self.rng.uniform(0.01, 2.0), lambda: None if peer.gone else peer.reset(epoch))
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -306,10 +296,8 @@ class Cluster:
         if self.hosts is not None:
             self.hosts.boot(me)
             seeker.frozen_until = self.hosts.frozen.get(me, 0.0)
-            seeker.client = self.hosts.client(me, seeker)
-        else:
-            seeker.client = Plain(self.store, me, lambda: seeker.gone)
-        self._seek(me, self.seekers[me])
+        seeker.client = self.client(me, seeker)
+        self._seek(me, seeker)
 
     def _seek(self, me: GroupId, seeker: Seeker) -> None:
         """Let a joining group ask for a state or for membership, at intervals, until it is a member."""

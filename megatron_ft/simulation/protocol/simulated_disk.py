@@ -16,19 +16,17 @@ from megatron_ft.simulation.protocol.kernel import Future, Kernel
 from megatron_ft.simulation.protocol.network import Host
 
 SENT_TWICE_SHARE = 0.1
+FASTEST, SLOWEST = 0.01, 0.2
 
 
 class Disk:
-    """Times are in the unit of the kernel; a request takes between two times ``fastest`` and two times ``slowest``.
+    """Times are in the unit of the kernel; a request takes between two times ``FASTEST`` and two times ``SLOWEST``.
 
     ``told`` hears of every claim that is made, with its makers (see :meth:`create`).
     """
 
-    def __init__(
-        self, kernel: Kernel, rng: random.Random, told: Callable[..., None], fastest: float = 0.01, slowest: float = 0.2
-    ) -> None:
+    def __init__(self, kernel: Kernel, rng: random.Random, told: Callable[..., None]) -> None:
         self._kernel, self._rng, self._told = kernel, rng, told
-        self._fastest, self._slowest = fastest, slowest
         self._away: dict[Host, float] = {}
         self._slow: dict[Host, float] = {}
         self.log: list[Claim] = []
@@ -76,4 +74,4 @@ class Disk:
 
     def _delay(self, host: Host) -> float:
         slow = 20.0 if self._kernel.now < self._slow.get(host, 0.0) else 1.0
-        return slow * self._rng.uniform(self._fastest, self._slowest)
+        return slow * self._rng.uniform(FASTEST, SLOWEST)

@@ -26,7 +26,7 @@ from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol.kernel import Future, Thread
 from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
-from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain
+from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain, Process
 from megatron_ft.types import GroupId, View, given
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Sum(NamedTuple):
     seconds: Mapping[GroupId, float] = {}
 
 
-class Group:
+class Group(Process):
     """One incarnation of a group, from its seat to its end."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Group:
         self.next = machine.next_action(self.state)
         self.params = f"initial model of {me}.{self.incarnation}"
         self.reset_step()
-        self.ended = False
+        self.gone = False
         self.frozen_until = 0.0
         self.followers: list[tuple[Donor, Following]] = []
         self.client: Client | Plain  # given by the cluster before :meth:`start`
@@ -100,6 +100,9 @@ class Group:
         self.reduced: dict[int, Sum] = {}
         self.seconds: dict[GroupId, float] = {}
 
+    def record(self, event: str, **fields: Any) -> None:
+        self.cluster.record(event, group=self.me, incarnation=self.incarnation, **fields)
+
     @property
     def done(self) -> bool:
         return self.state.finished and isinstance(self.next, machine.Finish)
@@ -107,7 +110,7 @@ class Group:
     # --- what happens to the process ----------------------------------------------------------------------------------
 
     def die(self) -> None:
-        self.ended = True
+        self.gone = True
         self._thread.stop()
 
     def freeze(self, until: float) -> None:
@@ -121,7 +124,7 @@ class Group:
         return self.cluster.kernel.now < self.frozen_until
 
     def _thaw(self) -> None:
-        if self.ended or self.frozen:
+        if self.gone or self.frozen:
             return
         waiting, self._backlog = self._backlog, []
         for notice in waiting:
@@ -141,7 +144,7 @@ class Group:
         self._listen()
 
     def _on_notice(self, notice: Any) -> None:
-        if self.ended:
+        if self.gone:
             return
         if self.frozen:
             self._backlog.append(notice)
@@ -196,7 +199,8 @@ class Group:
                 case machine.Update(step=step):
                     yield from self._update(step)
                 case machine.AwaitView(epoch=epoch, missing=missing):
-                    yield from self._await_view(epoch, missing)
+                    if not (yield from self._glance(epoch, missing)):
+                        yield self._sleep(self.pace.poll)
                 case machine.Finish():
                     yield from self._finish()
                 case machine.Stop(reason=reason):
@@ -214,7 +218,7 @@ class Group:
                         self.cluster.aborted(self, epoch)
                 case machine.Publish(report=report):
                     self._report = report
-                    yield self._ask(methodcaller("set", ("report", report.epoch, report.group), report))
+                    yield self.client.call(methodcaller("set", ("report", report.epoch, report.group), report))
                 case machine.Announce(epoch=epoch, reason=reason, after=after):
                     yield self._announce(epoch, reason, after)
                 case machine.Propose(view=view):
@@ -222,7 +226,7 @@ class Group:
                         if action.reads_log and not (yield from self._sealed(action)):
                             return
                         self.read = len(self._claimant.claims)
-                    (standing,) = yield self._ask(self._decision(view))
+                    (standing,) = yield self.client.call(self._decision(view))
                     if standing is None:
                         return
                     yield from self._adopt(standing)
@@ -230,8 +234,7 @@ class Group:
 
     def _adopt(self, view: View) -> Body:
         if view.epoch > self.state.view.epoch:
-            fields = {"group": self.me, "incarnation": self.incarnation, "view": view.to_json()}
-            self.cluster.record("adopt", **fields, **self._branch("branch", view))
+            self.record("adopt", view=view.to_json(), **self._branch("branch", view))
             yield from self._feed(machine.ViewSeen(view))
 
     def _branch(self, name: str, view: View) -> dict[str, str]:
@@ -274,7 +277,7 @@ class Group:
         while not answers:
             yield self._wait(self.cluster.kernel.now + self.pace.poll)
             if not answers:
-                view, _ = yield self._ask(lambda store: read_view(store, epoch, ()))
+                view, _ = yield self.client.call(lambda store: read_view(store, epoch, ()))
                 if view is not None:
                     yield from self._adopt(view)
                     return True
@@ -291,10 +294,6 @@ class Group:
     @property
     def seat(self) -> store_failover.Seat:
         return self.me, self.incarnation
-
-    @property
-    def gone(self) -> bool:
-        return self.ended
 
     def knows(self) -> list[Operation]:
         """The view comes first, so that no group that has missed it decides on another; then the entries of its epoch."""
@@ -397,30 +396,26 @@ class Group:
         if outcome.step > self.state.step:
             self.reset_step()
         self.params = outcome.params
-        fields = {"group": self.me, "incarnation": self.incarnation, "epoch": view.epoch}
-        self.cluster.record("state", **fields, step=outcome.step, source=view.source, params=outcome.params)
+        told = {"step": outcome.step, "source": view.source, "params": outcome.params}
+        self.record("state", epoch=view.epoch, **told)
 
     def _update(self, step: int) -> Body:
         yield self._sleep(self.pace.update)
         parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
         sums = [part.gradient for part in parts]
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
-        fields: dict[str, Any] = {"group": self.me, "incarnation": self.incarnation, "epoch": self.state.view.epoch}
-        known = self.state.speeds.to_json()
-        fields |= self._branch("view", self.state.view)
-        self.cluster.record("commit", **fields, step=step, sums=sums, params=self.params, speeds=known)
+        view, known = self.state.view, self.state.speeds.to_json()
+        told = {"step": step, "sums": sums, "params": self.params, "speeds": known}
+        self.record("commit", epoch=view.epoch, **self._branch("view", view), **told)
         self.reset_step()
         yield from self._feed(machine.Updated(step, parts[0].seconds))
-        self._hand_on()
+        for who, following in self.followers:
+            self._send_state(who, following)
         self._save()
-
-    def _await_view(self, epoch: int, missing: Collection[GroupId]) -> Body:
-        if not (yield from self._glance(epoch, missing)):
-            yield self._sleep(self.pace.poll)
 
     def _glance(self, epoch: int, missing: Collection[GroupId]) -> Body:
         """Look once for what the agreement waits for: the next view, else reports. Whether there was any."""
-        view, reports = yield self._ask(lambda store: read_view(store, epoch, missing))
+        view, reports = yield self.client.call(lambda store: read_view(store, epoch, missing))
         if view is not None:
             yield from self._adopt(view)
             return True
@@ -444,7 +439,7 @@ class Group:
 
     def told_to_save(self, order: checkpoint_protocol.Saves) -> None:
         """The order has come, at any time after it was given."""
-        if not self.ended:
+        if not self.gone:
             self._orders.append(order)
 
     def _save(self) -> None:
@@ -456,9 +451,8 @@ class Group:
                 continue
             self._orders.remove(order)
             if not said and (part := order.part_of(self.me)) is not None:
-                fields = {"group": self.me, "incarnation": self.incarnation, "epoch": state.view.epoch}
                 named = {"attempt": order.attempt, "part": part, "parts": len(order.writers)}
-                self.cluster.record("part", **fields, **named, step=state.step, params=self.params)
+                self.record("part", epoch=state.view.epoch, **named, step=state.step, params=self.params)
         if self.me == min(state.view.live) and not state.finished:
             self.cluster.order_to_save(self)
 
@@ -466,16 +460,12 @@ class Group:
 
     def followed_by(self, who: Donor, following: Following) -> None:
         """Another process wants the state this one stands at, and all that comes of it."""
-        if self.ended:
+        if self.gone:
             return
         if self.frozen:
             self.cluster.kernel.at(self.frozen_until, lambda: self.followed_by(who, following))
         elif self.state.synced:
             self.followers.append((who, following))
-            self._send_state(who, following)
-
-    def _hand_on(self) -> None:
-        for who, following in self.followers:
             self._send_state(who, following)
 
     def _send_state(self, who: Donor, following: Following) -> None:
@@ -534,13 +524,10 @@ class Group:
             else:
                 self.cluster.deliver(self.me, target, self.state.view.incarnations.get(target, 0), key, value)
 
-    def _ask(self, operation: Operation) -> Future:
-        return self.client.call(operation)
-
     def _announce(self, epoch: int, reason: str, after: int = -1) -> Future:
         signal = signals.EpochAborted(epoch, reason, after, self.me)
         self._said = [*(said for said in self._said if said.epoch >= epoch), signal]
-        return self._ask(lambda store: store.append(signal))
+        return self.client.call(lambda store: store.append(signal))
 
 
 def _sum(parts: Iterable[Sum]) -> Sum:

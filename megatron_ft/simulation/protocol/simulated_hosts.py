@@ -101,7 +101,7 @@ class Hosts:
             self.kernel.after(self.rng.uniform(0.0, 4.0), lambda: self.cluster.host_dies(claim.host))
 
 
-class Agent:
+class Agent(Process):
     """One host's agent: says which processes have ended and which hosts are silent, and takes the store over."""
 
     def __init__(self, world: Hosts, host: Host, claims: Sequence[Claim], birth: int | None) -> None:
@@ -140,12 +140,6 @@ class Agent:
     def reads(self, claim: Claim) -> None:
         self.lost_since = None
         self.answered = self.world.kernel.now  # a store that has just been made is given the same time
-
-    def moves(self) -> None:
-        pass
-
-    def conflicts(self) -> None:
-        raise AssertionError("an agent puts no view back")
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

@@ -28,19 +28,11 @@ class Request:
         self.result: Any = None
 
     def send(self) -> None:
-        if not self.gone() and not self.store.network.send(self.client, STORE, self.arrive):
+        if not self.gone() and not self.store.network.send(self.client, STORE, lambda: self.store.arrived(self)):
             self.again()
 
     def again(self) -> None:
         self.store.kernel.after(RETRY, self.send)
-
-    def arrive(self) -> None:
-        if self.store.dead:
-            self.again()
-        elif self.store.frozen:
-            self.store.queue.append(self)
-        else:
-            self.serve()
 
     def serve(self) -> None:
         if self.result is None:
@@ -52,7 +44,7 @@ class Request:
 
 
 class Store:
-    """Keys, and the log of notices. ``call`` is what clients use where the store never moves (``client``).
+    """Keys, and the log of notices.
 
     ``forgets``: when it dies it comes back empty, and with another ``birth``.
     """
@@ -62,7 +54,7 @@ class Store:
         self.birth = 0
         self.values: dict[tuple, Any] = {}
         self.notices: list[Any] = []
-        self.queue: list[Any] = []  # what has been sent (:class:`Request`, ``store_client.Attempt``) and waits here
+        self.queue: list[Any] = []
         self.parked: list[Any] = []
         self.dead_until = self.frozen_until = 0.0
 
@@ -74,11 +66,14 @@ class Store:
     def frozen(self) -> bool:
         return self.kernel.now < self.frozen_until
 
-    def call(self, client: Host, operation: Operation, gone: Callable[[], bool]) -> Future:
-        """Send a request; the future has the answer, however often it takes to get one."""
-        request = Request(self, client, operation, gone)
-        request.send()
-        return request.future
+    def arrived(self, request: Any) -> None:
+        """Serve what has been sent (:class:`Request`, ``store_client.Attempt``), now or when the store is back."""
+        if self.dead:
+            request.again()
+        elif self.frozen:
+            self.queue.append(request)
+        else:
+            request.serve()
 
     # --- operations, as the server carries them out -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_ft.core.lifecycle.store_failover import Claim, Seat
 from megatron_ft.simulation.protocol.kernel import Future
 from megatron_ft.simulation.protocol.network import Host
-from megatron_ft.simulation.protocol.simulated_store import RETRY, Operation, Store
+from megatron_ft.simulation.protocol.simulated_store import RETRY, Operation, Request, Store
 
 if TYPE_CHECKING:
     from megatron_ft.simulation.protocol.simulated_hosts import Hosts
@@ -30,9 +30,7 @@ class Process(Protocol):
     """The process that uses a client."""
 
     frozen_until: float
-
-    @property
-    def gone(self) -> bool: ...
+    gone: bool
 
     def knows(self) -> Sequence[Operation]:
         """Returns the operations that restore an empty store; one that returns :data:`CONFLICT` ends the process."""
@@ -44,9 +42,11 @@ class Process(Protocol):
 
     def moves(self) -> None:
         """The process moves to a new store, in which logs begin again."""
-        ...
+        return None
 
-    def conflicts(self) -> None: ...
+    def conflicts(self) -> None:
+        """The view that the process puts back is not the one that stands there."""
+        raise AssertionError("who has no seat puts no view back")
 
 
 class Plain:
@@ -58,7 +58,10 @@ class Plain:
         self._store, self._host, self._gone = store, host, gone
 
     def call(self, operation: Operation) -> Future:
-        return self._store.call(self._host, operation, self._gone)
+        """The future has the answer, however often it takes to get one."""
+        request = Request(self._store, self._host, operation, self._gone)
+        request.send()
+        return request.future
 
 
 class Client:
@@ -210,19 +213,11 @@ class Attempt:
     def send(self) -> None:
         if self.client.process.gone or self.idle:
             return
-        if not self.client.world.network.send(self.client.host, self.store.host, self.arrive):
+        if not self.client.world.network.send(self.client.host, self.store.host, lambda: self.store.arrived(self)):
             self.again()
 
     def again(self) -> None:
         self.store.kernel.after(RETRY, lambda: self.client.awake(self.send))
-
-    def arrive(self) -> None:
-        if self.store.dead:
-            self.again()
-        elif self.store.frozen:
-            self.store.queue.append(self)
-        else:
-            self.serve()
 
     def serve(self) -> None:
         if self.call.told is None and self.store.birth != self.birth:
