@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.report import run_plots, run_tables, slurm_section
+from megatron_ft.report import run_plots, run_tables
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import terminal
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
     """
     record = RunRecord.load(options.run_dir)
     reference = RunRecord.load(options.reference) if options.reference else None
-    jobs = slurm_section.jobs(record)
+    jobs = run_tables.slurm_jobs(record)
     if options.slurm and not jobs:
         raise LaunchError(
             f"--slurm: {options.run_dir} was not supervised in Slurm (megatron-ft supervise); leave it out"
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
     console.print(run_tables.failures_table(record))
     console.print(run_tables.summary_table(record, reference))
     if jobs:
-        console.print(slurm_section.supervisor_table(record))
+        console.print(run_tables.supervisor_table(record))
     for job in jobs if options.slurm else ():
         console.print(f"\nSlurm's record of job {job}; slurm/README.md explains the states:")
         console.print(described(job), markup=False, highlight=False, soft_wrap=True)

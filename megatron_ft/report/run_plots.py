@@ -26,38 +26,23 @@ from megatron_ft.runlog.run_record import Failure, RunRecord, Span
 from megatron_ft.types import given
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
-COLOURS = {
-    "compute": "#56B4E9",
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "reduce": "#009E73",
-    "patch": "#E69F00",
-    "patch_forward": "#E69F00",
-    "patch_backward": "#A66F00",
-    "recover": "#D55E00",
-    "update": "#CC79A7",
-    "dead": "#3A3A3A",
-    "starting": "#9A9A9A",
-    "receiving": "#F0E442",
-    "following": "#B9B4E0",
-    "left": "#DDDDDD",
+STATES = {
+    "compute": ("#56B4E9", "computing"),
+    "forward": ("#56B4E9", "forward"),
+    "backward": ("#0072B2", "backward"),
+    "reduce": ("#009E73", "reducing"),
+    "patch": ("#E69F00", "patching"),
+    "patch_forward": ("#E69F00", "patching, forward"),
+    "patch_backward": ("#A66F00", "patching, backward"),
+    "recover": ("#D55E00", "recovering"),
+    "update": ("#CC79A7", "updating"),
+    "dead": ("#3A3A3A", "dead"),
+    "starting": ("#9A9A9A", "starting again"),
+    "receiving": ("#F0E442", "receiving the state"),
+    "following": ("#B9B4E0", "following"),
+    "left": ("#DDDDDD", "left in order"),
 }
-NAMES = {
-    "compute": "computing",
-    "forward": "forward",
-    "backward": "backward",
-    "reduce": "reducing",
-    "patch": "patching",
-    "patch_forward": "patching, forward",
-    "patch_backward": "patching, backward",
-    "recover": "recovering",
-    "update": "updating",
-    "dead": "dead",
-    "starting": "starting again",
-    "receiving": "receiving the state",
-    "following": "following",
-    "left": "left in order",
-}
+"""The colour and the name of what a rank or a group does."""
 _ZOOMS = 4
 _LEGEND_COLUMNS = 6
 _MOST_ROWS = 48
@@ -107,7 +92,7 @@ def _mark_failures(axes: Axes, record: RunRecord) -> None:
         late = step > 0.75 * last  # its label is on the left, to stay inside the picture
         row = row + 1 if step - previous < 0.3 * last else 0
         previous = step
-        axes.axvline(step, color=COLOURS["recover"], linestyle="--", linewidth=1)
+        axes.axvline(step, color=STATES["recover"][0], linestyle="--", linewidth=1)
         axes.annotate(
             _lost(failures),
             xy=(step, 1),
@@ -117,7 +102,7 @@ def _mark_failures(axes: Axes, record: RunRecord) -> None:
             ha="right" if late else "left",
             va="top",
             fontsize=8,
-            color=COLOURS["recover"],
+            color=STATES["recover"][0],
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
 
@@ -167,12 +152,12 @@ def timeline_plot(record: RunRecord, path: Path) -> None:
         columns.draw(axes[0][0], row, zero)
         for panel, bars in zip(axes[1:], close, strict=True):
             for phase, own in bars.items():
-                panel[0].broken_barh(own, (row - 0.4, 0.8), color=COLOURS[phase], linewidth=0)
+                panel[0].broken_barh(own, (row - 0.4, 0.8), color=STATES[phase][0], linewidth=0)
     for panel, (start, stop, title) in zip(axes, panels, strict=True):
         _draw(panel[0], record, rows, absent, (zero, start, stop))
         panel[0].set_title(title, loc="left", fontsize=9)
     axes[-1][0].set_xlabel("seconds since the first step began")
-    handles = [Patch(color=colour, label=NAMES[phase]) for phase, colour in COLOURS.items() if phase in seen]
+    handles = [Patch(color=colour, label=name) for phase, (colour, name) in STATES.items() if phase in seen]
     # The timeline lacks what a rank did between its last line and its death.
     handles.append(Patch(facecolor="white", edgecolor="#BBBBBB", label="no record"))
     across = min(len(handles), _LEGEND_COLUMNS)
@@ -205,7 +190,7 @@ class _Columns:
         picture = np.ones((1, _COLUMNS, 3))
         for phase, seconds in self.seconds.items():
             share = np.minimum(np.frombuffer(seconds), 1.0)[None, :, None]
-            picture -= share * (1.0 - np.array(to_rgb(COLOURS[phase])))
+            picture -= share * (1.0 - np.array(to_rgb(STATES[phase][0])))
         where = (self._start - zero, self._end - zero, row + 0.4, row - 0.4)
         axes.imshow(picture.clip(0.0, 1.0), extent=where, aspect="auto", interpolation="antialiased")
 
@@ -262,7 +247,7 @@ def _draw(
         for state, begins, ends, _ in absent.get(group, ()):
             if state != "member" and begins < stop and ends > start:
                 bar = (begins - zero, min(ends, stop) - begins)
-                axes.broken_barh([bar], (row - 0.4, 0.8), color=COLOURS[state], linewidth=0)
+                axes.broken_barh([bar], (row - 0.4, 0.8), color=STATES[state][0], linewidth=0)
     axes.set_xlim(start - zero, stop - zero)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     alone = len(rows) <= record.groups

@@ -19,8 +19,6 @@ from typing import Any, Protocol
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.report.follow import follow
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-
 
 class Tracker(Protocol):
     """Destination of scalars."""
@@ -68,14 +66,15 @@ class WandbTracker:
 
 
 _TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+"""By the name of the package that each of them needs."""
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """Raise ``ConfigError`` for a tracker that is unknown or not installed. It is called before any process starts."""
     for name in names:
-        if name not in _PACKAGES:
-            raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_PACKAGES)}")
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        if name not in _TRACKERS:
+            raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{name} is not installed; pip install 'megatron_ft[track]'")
 
 

@@ -154,7 +154,7 @@ def drawn(record: RunRecord) -> dict[int, list[tuple[str, float, float]]]:
     times = [one["t"] for one in record.lines]
     rows = run_plots._rows(record)
     run_plots._draw(axes, record, rows, stages(record), (0.0, min(times), max(times)))
-    names = {to_hex(colour): name for name, colour in run_plots.COLOURS.items()}
+    names = {to_hex(colour): state for state, (colour, _) in run_plots.STATES.items()}
     found: dict[int, list[tuple[str, float, float]]] = {}
     for bars in axes.collections:
         state = names[to_hex(bars.get_facecolor()[0])]
