@@ -191,7 +191,7 @@ def wait_for_step(run: Run, step: int) -> None:
 
 def await_held(run: Run, group: int, position: int = 0) -> int:
     """Wait until that rank is frozen at its point; return its pid."""
-    wait_for(lambda: inject.is_stopped(inject.pid_of(run.directory, group, position) or 0), run)
+    wait_for(lambda: inject.is_frozen(run.directory, group, position), run)
     return inject.pid_of(run.directory, group, position)
 
 

@@ -90,11 +90,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("agent/store_keeper.py", "StoreSupervisor._end", "waitpid"): _KILLED,
     ("agent/store_keeper.py", "StoreSupervisor.serve", "waitpid"): "the process has ended: nothing reads from its pipe",
     ("agent/process_keeper.py", "await_end", "waitpid"): _KILLED,
-    (
-        "agent/process_keeper.py",
-        "keep",
-        "while True",
-    ): "a keeper has nothing else to do, and ends with its agent",
+    ("agent/process_keeper.py", "keep", "while True"): "a keeper has nothing else to do, and ends with its agent",
     ("agent/etcd/members.py", "_Own.close", "wait"): _KILLED,
     ("launchers/slurm/supervisor.py", "Supervisor._end_steps", "wait"): _KILLED,
     ("launchers/slurm/supervisor.py", "Supervisor.run", "while True"): _COMMAND,
@@ -182,11 +178,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "PointToPoint.wait",
         "while self._thread is not None and self._thread.is_alive()",
     ): _GLOO,
-    (
-        "collectives/communicator.py",
-        "Work.wait",
-        "while self._work is not None",
-    ): _GLOO,
+    ("collectives/communicator.py", "Work.wait", "while self._work is not None"): _GLOO,
     (
         "collectives/group_world.py",
         "World._meet",
@@ -224,7 +216,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     (
         "faults/injector.py",
         "Injector.run",
-        "while not self._over() and (not (self._all_done() and (not self._u ...",
+        "while not self._over() and (self._undos or any((case.state not in  ...",
     ): _COMMAND,
     ("launchers/ssh/remote.py", "_watch", "while content['code'] is None"): "the agent's keeper, until the agent ends",
     ("utils/file_descriptors.py", "readable", "poll"): "each use of `readable` is listed by itself, with its timeout",
@@ -442,7 +434,6 @@ def _limit(value: ast.expr | None) -> str | None:
 
 
 def tables() -> str:
-    """Return the text between the marks of the page."""
     found = waits()
     lines = ["## Waits with a limit in the call", "", "| where | call | limit |", "|---|---|---|"]
     lines += [f"| `{w.path}` `{w.function}` | `{w.call}` | `{w.limit}` |" for w in found if w.limit is not None]

@@ -14,7 +14,7 @@ from rich.table import Table
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.faults import host_faults, injection_points, mix
 from megatron_ft.faults import schedule as schedule_module
-from megatron_ft.faults.injector import Case, Injector
+from megatron_ft.faults.injector import DONE, Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog.live_run import run_size
 from megatron_ft.utils import atomic_file, terminal
@@ -90,8 +90,7 @@ def summary(cases: list[Case]) -> Table:
     for name in ("#", "fault", "target", "when", "result"):
         table.add_column(name)
     for case in cases:
-        words = {"before": "injected before", "missed": "not reached"}.get(case.state, case.state)
-        fault = case.fault
+        fault, words = case.fault, DONE.get(case.state, case.state)
         table.add_row(str(case.number), fault.kind, fault.whom(), fault.when(), f"{words}: {case.note}")
     return table
 

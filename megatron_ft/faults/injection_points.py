@@ -186,17 +186,11 @@ class InjectionPoints:
         self._armed = bool(self._orders)
 
     @classmethod
-    def from_env(cls, group: int, position: int | None = None, run_dir: Path | None = None) -> InjectionPoints:
-        """Reads missing arguments from the environment of the rank (``config.rank_env``)."""
-        raw, own = os.environ.get(VARIABLE), os.environ.get("MEGATRON_FT_RUN_DIR")
-        if run_dir is None and own:
-            run_dir = Path(own)
-        if position is None:
-            position = int(os.environ.get("MEGATRON_FT_POSITION", "0"))
-        incarnation = int(os.environ.get("MEGATRON_FT_INCARNATION", "0"))
-        holds = [Breakpoint(**hold) for hold in json.loads(raw)] if raw else []
-        holds = [hold for hold in holds if hold.incarnation == incarnation]
-        return cls(group, holds, position=position, run_dir=run_dir)
+    def from_env(cls, group: int, position: int, incarnation: int, run_dir: Path) -> InjectionPoints:
+        """The points of this start of a rank, with the holds that the launch has for it."""
+        holds = [Breakpoint(**hold) for hold in json.loads(os.environ.get(VARIABLE) or "[]")]
+        mine = [hold for hold in holds if hold.incarnation == incarnation]
+        return cls(group, mine, position=position, run_dir=run_dir)
 
     def reach(self, point: str, step: int, bucket: int | None = None) -> None:
         """Called at each point. Carries out an order that matches, once.

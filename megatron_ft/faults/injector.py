@@ -35,7 +35,8 @@ _FREEZES_WITHIN_S = 0.5
 """A rank freezes within microseconds after it has named the order, unless its host is very busy."""
 
 State = Literal["waiting", "armed", "injected", "before", "refused", "missed"]
-DONE = ("injected", "before", "refused", "missed")
+DONE = {"injected": "injected", "before": "injected before", "refused": "refused", "missed": "not reached"}
+"""The states in which a fault is over, and the words for them."""
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Injector:
                 self.cases = _cases(self._draw(time.time() - given(self._record.started), self._there()))
             self._find_injected()
             try:
-                while not self._over() and not (self._all_done() and not self._undos):
+                while not self._over() and (self._undos or any(case.state not in DONE for case in self.cases)):
                     self._turn()
                     time.sleep(_POLL_S)
             finally:
@@ -131,7 +132,8 @@ class Injector:
             self._record.read()
             if self._record.over:
                 raise LaunchError(f"the run in {self._run_dir} is over, and no fault was injected; choose a live run")
-            if self._record.started is not None and self._find_agent() is not None:
+            self._agent = process_lookup.agent(self._run_dir)
+            if self._record.started is not None and self._agent is not None:
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -155,17 +157,10 @@ class Injector:
                 self._end(case, "before", lines[0].get("point") or "")
                 self._plan_undo(case, [_process(line) for line in lines], lines[-1]["t"])
 
-    def _find_agent(self) -> Process | None:
-        self._agent = self._agent or process_lookup.agent(self._run_dir)
-        return self._agent
-
     def _over(self) -> bool:
         """Returns True at the end of the record, or when the agent is gone, with which the ranks end."""
         self._record.read()
         return self._record.over or (self._agent is not None and not self._agent.lives)
-
-    def _all_done(self) -> bool:
-        return all(case.state in DONE for case in self.cases)
 
     # --- one turn -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +318,7 @@ class Injector:
 
     def _processes_of(self, fault: Fault) -> list[Process]:
         """Returns the living targets; none for a link or a disk."""
-        if fault.of_agent:
+        if fault.kind == "agent":
             return [given(self._agent)]
         if fault.kind == "store":
             found: list[Any] = [process_lookup.store(self._run_dir, given(self._agent))]
@@ -390,7 +385,7 @@ class Injector:
 
     def _end(self, case: Case, state: State, note: str) -> None:
         case.state, case.note, case.ended_at = state, note, time.time()
-        self._say(f"{_WORDS[state]}: {case}: {note}")
+        self._say(f"{DONE[state]}: {case}: {note}")
 
     # --- undoing ------------------------------------------------------------------------------------------------------
 
@@ -454,9 +449,6 @@ class Injector:
         return "the run was over" + (
             "" if case.armed else ", and its ranks were not alive" if case.fault.is_order else ""
         )
-
-
-_WORDS = {"injected": "injected", "before": "injected before", "refused": "refused", "missed": "not reached"}
 
 
 def _cases(schedule: Schedule) -> list[Case]:

@@ -15,7 +15,6 @@ from megatron_ft.errors import LaunchError
 from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
-from megatron_ft.utils import process_status
 
 _POLL_S = 0.001
 
@@ -26,12 +25,10 @@ def pid_of(run_dir: Path, group: int, position: int = 0) -> int | None:
     return None if rank is None else rank.pid
 
 
-def is_stopped(pid: int) -> bool:
-    """Returns True for a process that SIGSTOP has frozen (state T of proc(5))."""
-    try:
-        return process_status.process_status(pid).state == "T"
-    except OSError:
-        return False
+def is_frozen(run_dir: Path, group: int, position: int = 0) -> bool:
+    """Returns True for a living rank that SIGSTOP has frozen."""
+    rank = process_lookup.find(run_dir, group, position)
+    return rank is not None and rank.is_stopped
 
 
 def kill(run_dir: Path, group: int, point: str, number: signal.Signals = signal.SIGKILL, position: int = 0) -> float:
@@ -57,8 +54,7 @@ def strike(run_dir: Path, holds: list[Breakpoint], timeout_s: float, still_runni
     deadline = time.monotonic() + timeout_s
     while waiting:
         for hold in list(waiting):
-            pid = pid_of(run_dir, hold.group, hold.position)
-            if pid is not None and is_stopped(pid):
+            if is_frozen(run_dir, hold.group, hold.position):
                 sent.append(kill(run_dir, hold.group, describe(hold), position=hold.position))
                 waiting.remove(hold)
         if not waiting:

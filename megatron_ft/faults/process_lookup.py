@@ -109,8 +109,7 @@ def _listed(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _living(entries: list[dict[str, Any]]) -> list[Rank]:
-    found = map(_verified, entries)
-    return [rank for rank in found if rank is not None]
+    return [rank for rank in map(_verified, entries) if rank is not None]
 
 
 def _verified(entry: dict[str, Any]) -> Rank | None:

@@ -14,11 +14,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from megatron_ft.config.validators import is_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults.injection_points import CORRUPTIBLE, CORRUPTIBLE_BY, POINTS, STATE, describe
 
@@ -152,11 +152,6 @@ class Fault:
         """The point at which a rank carries the order out."""
         return self.point or ("backward" if self.kind in (*RAISING, "gil") else "begin")
 
-    @property
-    def of_agent(self) -> bool:
-        """True for a fault of the agent, whose end is also the end of all its ranks."""
-        return self.kind == "agent"
-
     def targets(self, ranks_per_group: int) -> tuple[tuple[int, int], ...]:
         """Returns (group, position) of the ranks concerned."""
         everybody = self.groups is not None or self.position == "all"
@@ -166,7 +161,7 @@ class Fault:
 
     def takes(self, groups: int) -> frozenset[int]:
         """Returns the groups that are lost. Stopped groups count, too: the others may continue without them."""
-        if self.of_agent:  # the ranks end with their agent
+        if self.kind == "agent":  # the ranks end with their agent
             return frozenset() if self.signal is Signals.SIGSTOP else frozenset(range(groups))
         if self.signal is not None or self.kind in RAISING:  # no group for a fault of the store
             return frozenset(group for group, _ in self.targets(1))
@@ -242,7 +237,13 @@ class Schedule:
         seed = value.get("seed", 0)
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise ConfigError(f"seed is {seed!r} and must be a whole number")
-        return cls(tuple(_numbered(value["faults"])), seed)
+        faults = []
+        for number, fault in enumerate(value["faults"], 1):
+            try:
+                faults.append(Fault.from_json(fault))
+            except ConfigError as error:
+                raise ConfigError(f"fault {number}: {error}") from None
+        return cls(tuple(faults), seed)
 
     def to_json(self) -> dict[str, Any]:
         return {"seed": self.seed, "faults": [fault.to_json() for fault in self.faults]}
@@ -276,23 +277,12 @@ def load(path: Path) -> Schedule:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"schedule {path} cannot be read: {reason}; give a JSON or YAML file") from None
     try:
-        return Schedule.from_json(_parse(text, yaml=path.suffix in (".yaml", ".yml")))
+        return Schedule.from_json(_parse_yaml(text) if path.suffix in (".yaml", ".yml") else _parse_json(text))
     except ConfigError as error:
         raise ConfigError(f"schedule {path}: {error}") from None
 
 
-def _numbered(values: Iterable[Any]) -> Iterable[Fault]:
-    for number, value in enumerate(values, 1):
-        try:
-            fault = Fault.from_json(value)
-        except ConfigError as error:
-            raise ConfigError(f"fault {number}: {error}") from None
-        yield fault
-
-
-def _parse(text: str, yaml: bool) -> Any:
-    if yaml:
-        return _parse_yaml(text)
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
@@ -354,8 +344,7 @@ def _check_value(name: str, value: Any) -> None:
             raise ConfigError(f"{name} is {value!r} and must be a whole number >= {_WHOLE[name]}{most}")
     elif name in _NUMBERS:
         least, included = _NUMBERS[name]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not number or value < least or (value == least and not included):
+        if not is_number(value) or value < least or (value == least and not included):
             raise ConfigError(f"{name} is {value!r} and must be a number {'>=' if included else '>'} {least}")
     elif name == "position":
         if value != "all" and not _is_whole(value, 0):

@@ -76,7 +76,7 @@ class RankExecutor:
         self.group, self.position, self.size = env.group, env.position, env.config.ranks_per_group
         self.incarnation, self.host_rank = env.incarnation, env.host_rank
         self.agreement, self.history = agreement, history
-        self.points = InjectionPoints.from_env(env.group, env.position, env.run_dir)
+        self.points = InjectionPoints.from_env(env.group, env.position, env.incarnation, env.run_dir)
         self.progress = ProgressCounters.from_env()
         self.timeline = Timeline(env.run_dir, env.group, env.position)
         self.inner: IntraGroup | None = None

@@ -171,7 +171,7 @@ def takes(fault: Fault, job: Job) -> frozenset[int]:
         return frozenset([fault.group]) if job.nonfinite == "recompute" else frozenset()
     if fault.signal is not None and fault.signal.name == "SIGSTOP" and not is_long(fault):
         return frozenset()
-    return frozenset() if fault.of_agent else fault.takes(0)
+    return frozenset() if fault.kind == "agent" else fault.takes(0)
 
 
 def _cuts_off(fault: Fault, job: Job) -> frozenset[int]:

@@ -53,11 +53,6 @@ def calls(run: support.Run, group: int) -> list[str]:
         return []
 
 
-def is_frozen(run: support.Run, group: int) -> bool:
-    pid = kill.pid_of(run.directory, group)
-    return pid is not None and kill.is_stopped(pid)
-
-
 def wait_for_the_stacks(run: support.Run, groups: set[int]) -> None:
     """Wait until those groups hold their stacks: the next step's share comes after them, one call at a time."""
     ready = {f"{STEP + 1}/{group}.0": group for group in groups}
@@ -87,7 +82,7 @@ def struck(tmp_path, data_dir, script, *dead: int, **changes) -> support.Run:
     run = support.start(tmp_path / "run", data_dir, holds, script=script, **changes)
     wait_for_the_stacks(run, set(range(GROUPS)) - set(dead))
     # Otherwise a group that has not come so far would live to take over a part of the other.
-    support.wait_for(lambda: all(is_frozen(run, group) for group in dead), run)
+    support.wait_for(lambda: all(kill.is_frozen(run.directory, group) for group in dead), run)
     run.strike(*holds)
     return run
 

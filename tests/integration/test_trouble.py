@@ -28,7 +28,7 @@ def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir,
     run = support.start(tmp_path / "run", data_dir, [hold], detector=detector)
     support.wait_for(lambda: any(hold.group not in line["live"] for line in run.events("step")), run)
     frozen = kill.pid_of(run.directory, hold.group)
-    assert kill.is_stopped(frozen)
+    assert kill.is_frozen(run.directory, hold.group)
     os.kill(frozen, signal.SIGCONT)
     run.check(reference)
     view = run.events("view")[1]

@@ -160,11 +160,9 @@ def test_orders_of_the_environment_and_of_the_mailbox_coexist(tmp_path, monkeypa
         injection_points.VARIABLE,
         injection_points.to_env([Breakpoint(0, 1, "gate"), Breakpoint(1, 1, "gate")])[injection_points.VARIABLE],
     )
-    monkeypatch.setenv("MEGATRON_FT_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("MEGATRON_FT_POSITION", "0")
     stops: list[int] = []
     monkeypatch.setattr(injection_points.os, "kill", lambda pid, number: stops.append(number))
-    rank = InjectionPoints.from_env(0)
+    rank = InjectionPoints.from_env(0, 0, 0, tmp_path)
     post(tmp_path, RAISE)
     rank.reach("begin", 1)
     rank.reach("gate", 1)
@@ -330,13 +328,13 @@ def test_the_seed_draws_the_open_fields_of_an_order(tmp_path):
     assert len({tuple(torch.cat(flipped(seed)).tolist()) for seed in range(20)}) > 10
 
 
-def test_a_hold_applies_to_one_start_of_a_group(monkeypatch):
+def test_a_hold_applies_to_one_start_of_a_group(tmp_path, monkeypatch):
     for name, value in injection_points.to_env(
         [injection_points.Breakpoint(1, 2, "gate"), injection_points.Breakpoint(1, 3, "gate", incarnation=1)]
     ).items():
         monkeypatch.setenv(name, value)
     armed = {}
     for incarnation in range(3):
-        monkeypatch.setenv("MEGATRON_FT_INCARNATION", str(incarnation))
-        armed[incarnation] = [order.step for order in injection_points.InjectionPoints.from_env(1)._orders]
+        rank = InjectionPoints.from_env(1, 0, incarnation, tmp_path)
+        armed[incarnation] = [order.step for order in rank._orders]
     assert armed == {0: [2], 1: [3], 2: []}
