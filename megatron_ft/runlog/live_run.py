@@ -30,20 +30,17 @@ class Growing:
     def read(self) -> None:
         """Take in the whole lines that were added."""
         for line in self._tail.each():
-            self._take_in(line)
-
-    def _take_in(self, line: dict[str, Any]) -> None:
-        match line["event"]:
-            case "start":
-                self.started, self.over = self.started or line["t"], False
-            case "begin":
-                self.begun = True
-            case "step":
-                self.committed = max(self.committed, line["step"])
-            case "end" | "stop":
-                self.over = True
-            case "inject" if "fault" in line:
-                self._injected.setdefault(line["fault"], []).append(line)
+            match line["event"]:
+                case "start":
+                    self.started, self.over = self.started or line["t"], False
+                case "begin":
+                    self.begun = True
+                case "step":
+                    self.committed = max(self.committed, line["step"])
+                case "end" | "stop":
+                    self.over = True
+                case "inject" if "fault" in line:
+                    self._injected.setdefault(line["fault"], []).append(line)
 
 
 def uses_etcd(run_dir: Path) -> bool:

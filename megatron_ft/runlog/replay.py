@@ -260,13 +260,11 @@ class _Run:
     def replay(self) -> None:
         views = [line.view for line in self.record.views]
         self._first(self.record.views[0].number, views[0])
-        for old, new in pairwise(views) if not self.result.stopped else ():
-            self._end(old, new)
-            if self.result.stopped:
-                break
-        else:
+        for old, new in pairwise(views):
             if not self.result.stopped:
-                self._last(views[-1])
+                self._end(old, new)
+        if not self.result.stopped:
+            self._last(views[-1])
         self._check_steps()
 
     def _first(self, line: int, view: View) -> None:
@@ -380,10 +378,8 @@ class _Run:
         if not lines and first is not None and first.resumed and first.recoveries:
             what = f"recovery in epoch {old.epoch}: none recorded"
             missing = Difference("line", None, first.recoveries[0])
-            self.result.decisions.append(Decision("recovery", self._line_of(old), what, (missing,)))
-
-    def _line_of(self, view: View) -> int:
-        return self.record.views[view.epoch].number
+            at = self.record.views[old.epoch].number
+            self.result.decisions.append(Decision("recovery", at, what, (missing,)))
 
     def _decide_recovery(self, line: Line, possible: list[dict[str, Any]]) -> None:
         fields = line.fields

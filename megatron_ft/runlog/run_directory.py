@@ -141,7 +141,6 @@ def write_ranks(run_dir: Path, living: list[dict[str, Any]], host: int) -> None:
 
 
 def _listed(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the ranks that all hosts have listed so far."""
     return [rank for path in sorted((run_dir / RANKS).glob("*.json")) for rank in read(path)]
 
 

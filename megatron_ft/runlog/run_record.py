@@ -184,12 +184,10 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration in force; empty if the file is missing."""
-        return _json_or(self.run_dir / "config.json", {})
-
-    @cached_property
-    def ranks(self) -> list[dict[str, Any]]:
-        """The ranks alive when the file was last replaced; empty if it is missing."""
-        return _json_or(self.run_dir / "ranks.json", [])
+        try:
+            return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}  # only history.jsonl is required
 
     @cached_property
     def groups(self) -> int:
@@ -207,8 +205,7 @@ class RunRecord:
 
     @cached_property
     def end(self) -> dict[str, Any] | None:
-        ends = self.events("end")
-        return ends[0] if ends else None
+        return next(iter(self.events("end")), None)
 
     @cached_property
     def steps_lost(self) -> int:
@@ -275,13 +272,6 @@ class RunRecord:
             tail = file.read().decode(errors="replace").splitlines()
         ends = [span.end for line in tail for span in _spans(line)]
         return first.start, max(ends, default=first.end)
-
-
-def _json_or(path: Path, otherwise: Any) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return otherwise  # only history.jsonl is required
 
 
 def _spans(line: str) -> list[Span]:
