@@ -126,17 +126,13 @@ _COUNT = whole_number(1)
 
 
 def _count(engine: Mapping[str, Any], name: str) -> int:
-    value = _value(engine, name)
-    return 1 if value is None else _COUNT(name, value)
-
-
-def _value(engine: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
-    value = engine.get(section, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{section} is {value!r}; it must be a JSON object {{...}}")
-    found = value.get(key)
-    return None if found == "auto" else found  # DeepSpeed's word for a value that the script decides
+    settings = engine.get(section, {})
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{section} is {settings!r}; it must be a JSON object {{...}}")
+    value = settings.get(key)
+    # "auto" is DeepSpeed's word for a value that the script decides.
+    return 1 if value is None or value == "auto" else _COUNT(name, value)
 
 
 def _offloads(zero: Any) -> bool:

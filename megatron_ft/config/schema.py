@@ -44,13 +44,8 @@ STACKED_QUOTA, DROP, RESTART = "stacked_quota", "drop", "restart"
 """Values of ``policy``."""
 
 USED_ENGINE_KEYS = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "fault_tolerance",
-    }
+    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    fault_tolerance""".split()
 )
 ENGINE_KEYS = frozenset(
     """optimizer scheduler fp16 bf16 amp zero_optimization zero_allow_untested_optimizer steps_per_print

@@ -53,7 +53,6 @@ class Permutation:
         self._keys = struct.unpack(f"<{_ROUNDS}Q", digest)
 
     def _shuffle_grid(self, value: Words) -> Words:
-        """Apply the bijection of the whole grid."""
         rows, columns = self._rows, self._columns
         row, column = value // columns, value % columns
         for number, key in enumerate(self._keys):
