@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,7 +123,6 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values measured in the run that ``--measured`` names."""
     if options.measured is None:
         return {}
     from megatron_ft.report import measured
@@ -150,59 +149,31 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     _add_cluster(parser)
-    parser.add_argument("--policy", metavar="NAMES", help="policies, separated by commas (default: all)")
-    parser.add_argument(
-        "--redundancy", metavar="R", help="number of groups that host each shard (default: the planner's)"
-    )
-    parser.add_argument("--period-s", metavar="S", help="time between checkpoints (default: the planner's)")
-    parser.add_argument("--trials", default="3", metavar="N", help="number of runs of each policy (default: 3)")
-    parser.add_argument(
-        "--seed", default="0", metavar="N", help="seed of the first trial; all policies have equal seeds"
-    )
-    parser.add_argument(
-        "--jobs", default=str(os.cpu_count() or 1), metavar="N", help="number of processes (default: all cores)"
-    )
-    parser.add_argument(
-        "--jitter", default="0.05", metavar="X", help="relative standard deviation of all durations (default: 0.05)"
-    )
-    parser.add_argument("--read-s", default="0", metavar="S", help="time to prefetch one shard (default: 0)")
-    parser.add_argument(
-        "--shard-gb", default="0", metavar="GB", help="memory for one shard, to show the cost of hosting"
-    )
     failures = parser.add_argument_group("failures", "their distribution")
-    failures.add_argument(
-        "--shape", default="0.78", metavar="X", help="Weibull shape; 1 is exponential (default: 0.78)"
-    )
-    failures.add_argument(
-        "--renewal",
-        default="system",
-        metavar="WHAT",
-        help="clock of failures: system, groups or replaced (default: system)",
-    )
+    # As text, as in _add_cluster.
+    for where, name, default, metavar, text in (
+        (parser, "policy", None, "NAMES", "policies, separated by commas (default: all)"),
+        (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
+        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
+        (parser, "trials", "3", "N", "number of runs of each policy (default: 3)"),
+        (parser, "seed", "0", "N", "seed of the first trial; all policies have equal seeds"),
+        (parser, "jobs", str(os.cpu_count() or 1), "N", "number of processes (default: all cores)"),
+        (parser, "jitter", "0.05", "X", "relative standard deviation of all durations (default: 0.05)"),
+        (parser, "read-s", "0", "S", "time to prefetch one shard (default: 0)"),
+        (parser, "shard-gb", "0", "GB", "memory for one shard, to show the cost of hosting"),
+        (failures, "shape", "0.78", "X", "Weibull shape; 1 is exponential (default: 0.78)"),
+        (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
+        (failures, "in-restart", "missing", "WHAT",
+         "a group that fails in a restart: missing, none or again (default: missing)"),
+        (failures, "restart-finds", "everybody", "WHO",
+         "groups after a restart: everybody, survivors or divisor (default: everybody)"),
+        (failures, "frail-share", "0", "X", "share of groups that fail more often"),
+        (failures, "frail-weight", "10", "X", "ratio of their failure rate to that of the others (default: 10)"),
+        (failures, "rack-share", "0", "X", "share of failures that take a whole rack"),
+        (failures, "rack-groups", "1", "N", "number of neighbouring groups in a rack (default: 1)"),
+    ):  # fmt: skip
+        where.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
     failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is already lost")
-    failures.add_argument(
-        "--in-restart",
-        default="missing",
-        metavar="WHAT",
-        help="a group that fails in a restart: missing, none or again (default: missing)",
-    )
-    failures.add_argument(
-        "--restart-finds",
-        default="everybody",
-        metavar="WHO",
-        help="groups after a restart: everybody, survivors or divisor (default: everybody)",
-    )
-    failures.add_argument("--frail-share", default="0", metavar="X", help="share of groups that fail more often")
-    failures.add_argument(
-        "--frail-weight",
-        default="10",
-        metavar="X",
-        help="ratio of their failure rate to that of the others (default: 10)",
-    )
-    failures.add_argument("--rack-share", default="0", metavar="X", help="share of failures that take a whole rack")
-    failures.add_argument(
-        "--rack-groups", default="1", metavar="N", help="number of neighbouring groups in a rack (default: 1)"
-    )
     failures.add_argument(
         "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
     )
@@ -321,7 +292,7 @@ def _add_preload(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from megatron_ft.agent import forkserver, job_restore
+    from megatron_ft.agent import job_restore
     from megatron_ft.launchers import host_place
 
     run = job_restore.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
@@ -345,18 +316,24 @@ def _launch(options: argparse.Namespace) -> int:
             return _join_as(options, running, 0)
     host_place.check_store(options, run)
     job = job_restore.WholeJob(run, options.hosts or 1)
+    here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
     while True:
-        forks = None
-        if not options.no_preload:  # before torch is imported here: both take as long
-            here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
-            forks = forkserver.ForkServer(forkserver.common_environment(here), options.preload)
-        try:
+        with _forks(options, here) as forks:  # before torch is imported here: both take as long
             code = _launch_from(options, run, forks)
-        finally:
-            if forks is not None:
-                forks.close()
         if not job.again(code):
             return code
+
+
+@contextlib.contextmanager
+def _forks(options: argparse.Namespace, ranks: int) -> Iterator[ForkServer | None]:
+    """The process that forks the ranks of this host, for the block; None with ``--no-preload``."""
+    if options.no_preload:
+        yield None
+        return
+    from megatron_ft.agent import forkserver
+
+    with contextlib.closing(forkserver.ForkServer(forkserver.common_environment(ranks), options.preload)) as forks:
+        yield forks
 
 
 def _add_join(parser: argparse.ArgumentParser) -> None:
@@ -378,17 +355,14 @@ def _join(options: argparse.Namespace) -> int:
 
 def _join_as(options: argparse.Namespace, running: join.Running, groups: int, entered_fd: int | None = None) -> int:
     """With a number of groups, or as a spare host. ``entered_fd``: takes a byte once the host has its number."""
-    from megatron_ft.agent import forkserver, join
+    from megatron_ft.agent import join
     from megatron_ft.agent.node_agent import Agent, LaunchOptions
 
     newcomer = join.enter(running, groups, options.address)
     if entered_fd is not None:
         os.write(entered_fd, b"1")
         os.close(entered_fd)
-    forks = None
-    if not options.no_preload:
-        forks = forkserver.ForkServer(forkserver.common_environment(join.ranks_here(newcomer)), options.preload)
-    try:
+    with _forks(options, join.ranks_here(newcomer)) as forks:
         os.chdir(running.directory)
         script, *arguments = running.command
         agent = Agent(
@@ -402,9 +376,6 @@ def _join_as(options: argparse.Namespace, running: join.Running, groups: int, en
             forks,
         )
         return agent.run()
-    finally:
-        if forks is not None:
-            forks.close()
 
 
 def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer | None) -> int:
