@@ -6,11 +6,15 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megatron_ft.utils.process_status import process_status
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,6 +77,38 @@ def prepare_data(out: Path) -> Path:
         [sys.executable, "-m", "megatron_ft.cli", "prepare", "--out", str(out)], check=True, cwd=ROOT, stdout=sys.stderr
     )
     return out
+
+
+def launch(groups: int, config: Path, run_dir: Path, *job: object) -> list[str]:
+    """Return the command that launches a run; ``job``: more options, the script and its arguments."""
+    words = ["--groups", groups, "--config", config, "--run-dir", run_dir, *job]
+    return [sys.executable, "-m", "megatron_ft.cli", "launch", *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a run whose ranks have a thread each and can import what is here."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def cpu_s(pid: int) -> float:
+    return process_status(pid).cpu_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(condition: Callable[[], object], within_s: float, every_s: float = 0.01) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {within_s:g} s; is this machine busy?")
+        time.sleep(every_s)
+
+
+def of(lines: list[dict], event: str) -> list[dict]:
+    return [line for line in lines if line["event"] == event]
 
 
 def _cpu() -> str:

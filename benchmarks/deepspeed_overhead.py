@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -97,26 +96,14 @@ def take_turns(
 def start_ours(kind: str, directory: Path, arguments: list[str]) -> list[subprocess.Popen]:
     section = {"model": MODEL, "detector": {"straggler_factor": 0}}
     (directory / "ours.json").write_text(json.dumps({**settings(kind), "fault_tolerance": section}))
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ft.cli",
-        "launch",
-        "--groups",
-        GROUPS,
-        "--config",
-        directory / "ours.json",
-    ]
-    command += ["--run-dir", directory / "run", "--preload", "deepspeed", __file__, "--", *arguments]
-    return [subprocess.Popen(list(map(str, command)), env=environment(), stdout=subprocess.DEVNULL)]
+    job = ["--preload", "deepspeed", __file__, "--", *arguments]
+    command = common.launch(GROUPS, directory / "ours.json", directory / "run", *job)
+    return [subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)]
 
 
 def start_theirs(kind: str, arguments: list[str]) -> list[subprocess.Popen]:
     ranks = GROUPS * STAGES[kind]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(common.free_port())}
     return [
         subprocess.Popen(
             [sys.executable, __file__, *arguments],

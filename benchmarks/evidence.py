@@ -21,25 +21,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
-STEP = (
-    *(
-        "megatron_ft/core",
-        "megatron_ft/coordination",
-        "megatron_ft/engines",
-        "megatron_ft/collectives",
-        "megatron_ft/checkpoint",
-    ),
-    *("megatron_ft/worker", "megatron_ft/types.py"),
-)
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(f"megatron_ft/{path}" for path in text.split())
+
+
+STEP = _paths("core coordination engines collectives checkpoint worker types.py")
 """The parts of the package that make up a training step, its recovery and the protocol."""
-RUN = (*STEP, "megatron_ft/agent", "megatron_ft/launchers", "megatron_ft/data", "megatron_ft/config")
+RUN = (*STEP, *_paths("agent launchers data config"))
 MODEL = ("benchmarks/recovery_model.py",)
-DECIDED = (
-    *(f"megatron_ft/core/{part}" for part in ("protocol", "detection", "replication", "scheduling")),
-    *(f"megatron_ft/core/lifecycle/{part}.py" for part in ("store_failover", "checkpoint_protocol")),
+DECIDED = _paths(
+    "core/protocol core/detection core/replication core/scheduling core/lifecycle/store_failover.py "
+    "core/lifecycle/checkpoint_protocol.py"
 )
 """The decisions that the simulated world takes."""
-SIMULATED = ("megatron_ft/core", "megatron_ft/planning", "megatron_ft/simulation/training")
+SIMULATED = _paths("core planning simulation/training")
 
 
 @dataclass(frozen=True)
@@ -58,109 +55,49 @@ def _result(name: str, command: str, *depends_on: str) -> tuple[str, Kept]:
     return name, Kept(f"{RESULTS}/{name}.json", command, (own, *depends_on))
 
 
-KEPT = dict(
-    [
-        _result("overhead", "benchmarks/overhead.py", *STEP),
-        _result(
-            "unblock",
-            "benchmarks/overhead.py --unblock",
-            "megatron_ft/collectives/communicator.py",
-            "megatron_ft/collectives/gloo_sockets.py",
-            "megatron_ft/utils/socket_tracker.py",
-        ),
-        _result("deepspeed_overhead", "benchmarks/deepspeed_overhead.py --pairs 40", *STEP),
-        _result("state_check", "benchmarks/state_check.py", "megatron_ft/worker/state_checksum.py", "megatron_ft/engines"),
-        _result(
-            "recovery",
-            "benchmarks/recovery.py --trials 5 --default-trials 1",
-            "benchmarks/recovery_ours.py",
-            *MODEL,
-            *RUN,
-        ),
-        _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
-        _result("rejoin", "benchmarks/rejoin.py --trials 5", "benchmarks/rejoin_torchft.py", *MODEL, *RUN),
-        _result("goodput", "benchmarks/goodput.py --trials 5", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
-        _result("scale", "benchmarks/scale.py", "benchmarks/scale_standins.py", *STEP),
-        _result(
-            "own_etcd",
-            "benchmarks/own_etcd.py",
-            "megatron_ft/agent",
-            "megatron_ft/coordination/store",
-            "megatron_ft/core/lifecycle/etcd_membership.py",
-        ),
-        _result("slurm_return", "benchmarks/slurm_return.py --trials 5", "tools/slurm_lab.py", *RUN),
-        _result(
-            "history",
-            "benchmarks/history.py",
-            "megatron_ft/runlog/history.py",
-            "megatron_ft/runlog/run_record.py",
-            "megatron_ft/core/detection/stragglers.py",
-            "megatron_ft/report",
-        ),
-        _result(
-            "store_growth",
-            "benchmarks/store_growth.py",
-            "megatron_ft/coordination",
-            "megatron_ft/core/protocol/key_lifetimes.py",
-            "tests/growth.py",
-        ),
-        _result("soak", "benchmarks/soak.py --kills 200", "megatron_ft/utils/heap.py", *RUN),
-        _result("storage_outage", "benchmarks/storage_outage.py", *RUN),
-        _result("decisions", "benchmarks/decisions.py", "megatron_ft/core", "megatron_ft/types.py"),
-        _result("simulator", "benchmarks/simulator.py", *SIMULATED),
-        _result("simgrid", "benchmarks/simgrid.py", "megatron_ft/planning/allreduce.py", "tools/simgrid_allreduce.py"),
-        _result(
-            "explore",
+KEPT = dict([
+    _result("overhead", "benchmarks/overhead.py", *STEP),
+    _result("unblock", "benchmarks/overhead.py --unblock",
+            *_paths("collectives/communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
+    _result("deepspeed_overhead", "benchmarks/deepspeed_overhead.py --pairs 40", *STEP),
+    _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines")),
+    _result("recovery", "benchmarks/recovery.py --trials 5 --default-trials 1",
+            "benchmarks/recovery_ours.py", *MODEL, *RUN),
+    _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
+    _result("rejoin", "benchmarks/rejoin.py --trials 5", "benchmarks/rejoin_torchft.py", *MODEL, *RUN),
+    _result("goodput", "benchmarks/goodput.py --trials 5", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
+    _result("scale", "benchmarks/scale.py", "benchmarks/scale_standins.py", *STEP),
+    _result("own_etcd", "benchmarks/own_etcd.py",
+            *_paths("agent coordination/store core/lifecycle/etcd_membership.py")),
+    _result("slurm_return", "benchmarks/slurm_return.py --trials 5", "tools/slurm_lab.py", *RUN),
+    _result("history", "benchmarks/history.py",
+            *_paths("runlog/history.py runlog/run_record.py core/detection/stragglers.py report")),
+    _result("store_growth", "benchmarks/store_growth.py",
+            *_paths("coordination core/protocol/key_lifetimes.py"), "tests/growth.py"),
+    _result("soak", "benchmarks/soak.py --kills 200", "megatron_ft/utils/heap.py", *RUN),
+    _result("storage_outage", "benchmarks/storage_outage.py", *RUN),
+    _result("decisions", "benchmarks/decisions.py", *_paths("core types.py")),
+    _result("simulator", "benchmarks/simulator.py", *SIMULATED),
+    _result("simgrid", "benchmarks/simgrid.py", "megatron_ft/planning/allreduce.py", "tools/simgrid_allreduce.py"),
+    _result("explore",
             "-m megatron_ft.simulation.protocol.explore --seeds 200000 --jobs 2 --out benchmarks/results/explore.json",
-            *DECIDED,
-            "megatron_ft/simulation/protocol",
-            "megatron_ft/types.py",
-        ),
-        _result(
-            "chaos",
-            "-m tests.chaos --runs 80 --seed 0 --out benchmarks/results/chaos.json",
-            "megatron_ft/faults",
-            *RUN,
-        ),
-        _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
-        _result("deepspeed_kills", "-m tests.deepspeed_kills", *RUN),
-        _result("checkpoint_kills", "-m tests.checkpoint_kills 10 2", *RUN),
-        _result(
-            "fuzz",
-            "-m tests.fuzz --save",
-            "megatron_ft/auth/handshake.py",
-            "megatron_ft/auth/secret.py",
-            "megatron_ft/collectives/framing.py",
-            "megatron_ft/worker/rejoin/state_sender.py",
-            "megatron_ft/worker/rejoin/state_receiver.py",
-            "megatron_ft/coordination/store",
-            "megatron_ft/core/protocol/signals.py",
-            "megatron_ft/checkpoint/peer_copies.py",
-            "megatron_ft/checkpoint/memory_copies.py",
-            "megatron_ft/agent/checkpoint_cache.py",
-            "megatron_ft/agent/heartbeat.py",
-            "megatron_ft/doctor/hosts_check.py",
-            "megatron_ft/doctor/meeting.py",
-            "megatron_ft/doctor/bandwidth.py",
-        ),
-        (
-            "reproduce_spare",
-            Kept(
-                "docs/results/spare_table.csv",
-                "examples/reproduce_spare/reproduce.py",
-                ("examples/reproduce_spare", *SIMULATED),
-            ),
-        ),
-        (
-            "reproduce_recover",
-            Kept(
-                "docs/results/recover_headline.csv",
-                "examples/reproduce_recover/reproduce.py",
-                ("examples/reproduce_recover", *SIMULATED),
-            ),
-        ),
-    ]
-)  # fmt: skip
+            *DECIDED, *_paths("simulation/protocol types.py")),
+    _result("chaos", "-m tests.chaos --runs 80 --seed 0 --out benchmarks/results/chaos.json",
+            "megatron_ft/faults", *RUN),
+    _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
+    _result("deepspeed_kills", "-m tests.deepspeed_kills", *RUN),
+    _result("checkpoint_kills", "-m tests.checkpoint_kills 10 2", *RUN),
+    _result("fuzz", "-m tests.fuzz --save", *_paths(
+        "auth/handshake.py auth/secret.py collectives/framing.py worker/rejoin/state_sender.py "
+        "worker/rejoin/state_receiver.py coordination/store core/protocol/signals.py checkpoint/peer_copies.py "
+        "checkpoint/memory_copies.py agent/checkpoint_cache.py agent/heartbeat.py doctor/hosts_check.py "
+        "doctor/meeting.py doctor/bandwidth.py"
+    )),
+    ("reproduce_spare", Kept("docs/results/spare_table.csv", "examples/reproduce_spare/reproduce.py",
+                             ("examples/reproduce_spare", *SIMULATED))),
+    ("reproduce_recover", Kept("docs/results/recover_headline.csv", "examples/reproduce_recover/reproduce.py",
+                               ("examples/reproduce_recover", *SIMULATED))),
+])  # fmt: skip
 
 
 def depends_on(name: str) -> list[str]:

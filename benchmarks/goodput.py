@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import common
@@ -151,13 +152,11 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
         section["policy"] = name
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": PER_GROUP}
     config.write_text(json.dumps({**batch, "fault_tolerance": section}))
-    flags = ["--groups", str(GROUPS), "--config", str(config), "--run-dir", str(run_dir)]
     log = config.with_suffix(".log")
     with log.open("w") as output:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}"}
-        job = [__file__, "--", "train", str(steps), str(evaluated)]
-        command = [sys.executable, "-m", "megatron_ft.cli", "launch", *flags, *job]
-        agent = subprocess.Popen(command, cwd=common.ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        options = {"cwd": common.ROOT, "env": common.environment(), "stdout": output, "stderr": subprocess.STDOUT}
+        command = common.launch(GROUPS, config, run_dir, __file__, "--", "train", steps, evaluated)
+        agent = subprocess.Popen(command, **options)
     committed: dict[int, dict] = {}
 
     def look() -> dict[int, dict]:
@@ -182,15 +181,11 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
             agent.terminate()
             agent.wait()
     # Steps that were repeated after a restart are counted once, by their last end.
-    lines = [line for start in _records(run_dir) for line in history.read(start) if line["event"] == "step"]
+    starts = [*sorted((run_dir / "earlier").glob("*")), run_dir]
+    lines = [line for start in starts for line in common.of(history.read(start), "step")]
     last = {line["step"]: line for line in lines}
     count = sum(line["microbatches"] for step, line in last.items() if step > 0)
     return result(count, last[steps - 1]["t"] - first, float(evaluated.read_text()), struck)
-
-
-def _records(run_dir: Path) -> list[Path]:
-    """Return the record of each start, in order."""
-    return [*sorted((run_dir / "earlier").glob("*")), run_dir]
 
 
 def _kill(run_dir: Path, group: int) -> bool:
@@ -202,26 +197,18 @@ def _kill(run_dir: Path, group: int) -> bool:
 
 
 def train(steps: int, evaluated: Path) -> None:
-    """One group of ours."""
     import torch
 
-    import megatron_ft
-
-    session = megatron_ft.init(seed=SEED)
-    model = recovery_model.build(MEGABYTES)
-    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=RATE), recovery_model.loss_of)
-    for _ in session.steps(steps):
-        session.train_step(engine, lambda number: recovery_model.batch(*number))
-    partial = evaluated.with_suffix(f".{os.getpid()}")
-    partial.write_text(str(goodput_torchft.evaluate(model)))
-    partial.replace(evaluated)
+    model = recovery_model.train(steps, MEGABYTES, partial(torch.optim.Adam, lr=RATE))
+    part = evaluated.with_suffix(f".{os.getpid()}")
+    part.write_text(str(goodput_torchft.evaluate(model)))
+    part.replace(evaluated)
 
 
 # --- torchft ----------------------------------------------------------------------------------------------------------
 
 
 def torchft(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
-    """Make one run of torchft's."""
     settings = {"groups": GROUPS, "per_group": PER_GROUP, "megabytes": MEGABYTES, "rate": RATE}
     count, seconds, loss, struck = goodput_torchft.run(directory, settings, steps, lambda *rest: strike(trace, *rest))
     return result(count, seconds, loss, struck)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -33,10 +32,7 @@ def run(directory: Path, settings: dict, steps: int, strike) -> tuple[int, float
     """Return the microbatches committed after the first step, the seconds they took, the final loss, and the kills by
     ``strike``."""
     python, tight = recovery_torchft.environment(), recovery_torchft.TIGHTEST
-    flags = [text for name, value in tight["lighthouse"].items() for text in (f"--{name}", str(value))]
-    lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    env = {**os.environ, **own, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{_PORT}"}
+    lighthouse, env = recovery_torchft.lighthouse(tight, _PORT)
     groups, workers = settings["groups"], {}
     with (directory / "log").open("w") as log:
         options = {"cwd": directory, "env": env, "stdout": log, "stderr": subprocess.STDOUT}

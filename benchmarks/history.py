@@ -63,7 +63,6 @@ def main() -> None:
 
 
 def write(run_dir: Path, groups: int, steps: int) -> None:
-    """Write a record of that size."""
     rng = random.Random(0)
     book = history.History(run_dir)
     book.set_writer(True)

@@ -76,15 +76,12 @@ def compare(options: argparse.Namespace, size: str, overlap: bool) -> dict[str, 
         section = {"bucket_mb": 8, "overlap": overlap}
         config.write_text(json.dumps({"gradient_clipping": CLIPPING, "fault_tolerance": section}))
         steps = options.warmup + options.pairs * SIZES[size]["pairs"]
+        job = (size, steps, f"{directory}/times", server.port)
         subprocess.run(
-            [
-                *(sys.executable, "-m", "megatron_ft.cli", "launch", "--groups", str(options.groups)),
-                *("--config", str(config), "--run-dir", f"{directory}/run", __file__, "--"),
-                *(size, str(steps), f"{directory}/times", str(server.port)),
-            ],
+            common.launch(options.groups, config, Path(directory, "run"), __file__, "--", *job),
             check=True,
             cwd=common.ROOT,
-            env={**os.environ, "PYTHONPATH": str(common.ROOT / "benchmarks"), "OMP_NUM_THREADS": "1"},
+            env=common.environment(),
             stdout=sys.stderr,
         )
         times = [json.loads(path.read_text()) for path in sorted(Path(directory).glob("times.*"))]
@@ -198,7 +195,7 @@ def unblock(rounds: int) -> None:
             [sys.executable, __file__, "unblocked", str(me), str(rounds), str(server.port)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}", "OMP_NUM_THREADS": "1"},
+            env=common.environment(),
         )
         for me in range(UNBLOCKED)
     ]

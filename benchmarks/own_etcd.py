@@ -29,6 +29,7 @@ import common
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.runlog import run_directory
+from megatron_ft.utils.process_status import process_status
 from tools.netlab import Network, ip
 
 MEMBERS, CLIENTS, EVERY_S, PATIENCE_S = 3, 6, 0.02, 60.0
@@ -97,10 +98,10 @@ class Lab:
 
     def _used(self, rank: int) -> dict[str, float]:
         entry = json.loads((self._directory / run_directory.ETCD / f"h{rank}.member").read_text())
-        keeper = int(Path(f"/proc/{entry['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+        keeper = process_status(entry["pid"]).parent
         link = json.loads(ip("-n", self._net.namespace(rank), "-s", "-j", "link", "show", "eth0"))[0]["stats64"]
         sums = {f"{what}_per_s": float(link["rx"][what] + link["tx"][what]) for what in ("packets", "bytes")}
-        return {"etcd_cpu": _cpu_s(entry["pid"]), "keeper_cpu": _cpu_s(keeper), **sums}
+        return {"etcd_cpu": common.cpu_s(entry["pid"]), "keeper_cpu": common.cpu_s(keeper), **sums}
 
     def lose_leader(self) -> dict[str, Any]:
         spare = self._start(MEMBERS, self._address)
@@ -191,17 +192,8 @@ def client(address: str) -> None:
     os._exit(0)
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
 def _await(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            sys.exit("own_etcd: that took too long; is this machine busy?")
-        time.sleep(0.01)
+    common.wait_until(condition, PATIENCE_S)
 
 
 if __name__ == "__main__":

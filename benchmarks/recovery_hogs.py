@@ -68,7 +68,6 @@ def hogs():
 
 
 def endure(minutes: float, limit_ms: int) -> dict:
-    """Train torchft beside the hogs."""
     with tempfile.TemporaryDirectory() as directory, hogs():
         try:
             found = recovery_torchft.endure(Path(directory), 4, recovery_torchft.tight(limit_ms), minutes)
@@ -100,8 +99,8 @@ def run(minutes: float, data: Path, lab) -> dict:
 
 
 def judge(lines: list[dict], loads: list[float], log: str) -> dict:
-    steps = recovery_ours.of(lines, "step")
-    lost = [view["lost"] for view in recovery_ours.of(lines, "view") if view["lost"]]
+    steps = common.of(lines, "step")
+    lost = [view["lost"] for view in common.of(lines, "view") if view["lost"]]
     if not steps:
         print(log[-4000:], file=sys.stderr)
     return {
@@ -109,7 +108,7 @@ def judge(lines: list[dict], loads: list[float], log: str) -> dict:
         "steps": len(steps),
         "evictions": sum(map(len, lost)),
         "why": lost,
-        "silences": len(recovery_ours.of(lines, "silence")),
+        "silences": len(common.of(lines, "silence")),
         "longest_step_s": max((step["duration_s"] for step in steps), default=None),
         "load_largest": max(loads),
     }

@@ -76,6 +76,18 @@ def slowly(compute_s: float):
     return loss
 
 
+def train(steps: int, megabytes: int, optimizer_of, loss=loss_of) -> nn.Module:
+    """Train one group of ours. ``optimizer_of``: (parameters) -> optimizer."""
+    import megatron_ft
+
+    session = megatron_ft.init(seed=1)
+    model = build(megabytes)
+    engine = session.wrap(model, optimizer_of(model.parameters()), loss)
+    for _ in session.steps(steps):
+        session.train_step(engine, lambda number: batch(*number))
+    return model
+
+
 def flat_gradients(model: nn.Module, megabytes: int = 25) -> list[torch.Tensor]:
     """Flat buckets of at least ``megabytes`` with the parameters' gradients as views, last parameter first."""
     buckets, part = [], []

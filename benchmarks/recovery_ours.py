@@ -6,17 +6,20 @@ Started by the launcher, this file is the training script as well.
 from __future__ import annotations
 
 import json
-import os
 import random
+import statistics
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
 import common
 import recovery_model
+import torch
+from common import of
 
 from megatron_ft.faults import kill
 from megatron_ft.runlog import history
@@ -39,14 +42,14 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, l
     with _running(directory, run_dir, [__file__, "--", str(megabytes), str(steps)], lab) as agent:
         _await(run_dir, agent, lambda lines: any(line["step"] >= WARMUP for line in of(lines, "step")))
         durations = [line["duration_s"] for line in of(history.read(run_dir), "step")]
-        time.sleep(random.Random(seed).uniform(0, 2 * sorted(durations)[len(durations) // 2]))
+        usual = statistics.median_high(durations)
+        time.sleep(random.Random(seed).uniform(0, 2 * usual))
         _strike(run_dir, fault, victim, lab)
         _await(run_dir, agent, lambda lines: _recovered(lines) is not None)
         _await(run_dir, agent, lambda lines: of(lines, "end"))
         lines = history.read(run_dir)
         struck = of(lines, "inject")[0]["t"]
         recovery, committed = _recovered(lines)
-        usual = sorted(durations)[len(durations) // 2]
         before = [line["t"] for line in of(lines, "step") if line["step"] == recovery["step"] - 1]
         patch_s = patch_seconds(run_dir, recovery["step"])
         lost = [group for view in of(lines, "view") for group in view["lost"]]
@@ -74,23 +77,17 @@ def patch_seconds(run_dir: Path, step: int) -> float:
     )
 
 
-def of(lines: list[dict], event: str) -> list[dict]:
-    return [line for line in lines if line["event"] == event]
-
-
 def launch(run_dir: Path, config: Path, job: list[str], lab=None) -> list[subprocess.Popen]:
     """Start the job: one agent, or one on each host of the lab."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{common.ROOT}:{common.ROOT / 'benchmarks'}"}
-    command = [sys.executable, "-m", "megatron_ft.cli", "launch"]
-    common_part = ["--groups", str(GROUPS), "--config", str(config), "--run-dir", str(run_dir), *job]
     output = config.with_suffix(".log").open("w")
-    options = {"cwd": common.ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
+    options = {"cwd": common.ROOT, "env": common.environment(), "stdout": output, "stderr": subprocess.STDOUT}
     if lab is None:
-        return [subprocess.Popen([*command, *common_part], **options)]
+        return [subprocess.Popen(common.launch(GROUPS, config, run_dir, *job), **options)]
     agents = []
     for host in lab.hosts:
-        where = ["--hosts", str(GROUPS), "--host-rank", str(host), "--store", f"{lab.address(0)}:{_PORT}"]
-        agents.append(subprocess.Popen(lab.inside(host, [*command, *where, *common_part]), **options))
+        where = ["--hosts", GROUPS, "--host-rank", host, "--store", f"{lab.address(0)}:{_PORT}"]
+        command = common.launch(GROUPS, config, run_dir, *where, *job)
+        agents.append(subprocess.Popen(lab.inside(host, command), **options))
     return agents
 
 
@@ -152,23 +149,5 @@ def _recovered(lines: list[dict]) -> tuple[dict, dict] | None:
     return None
 
 
-def train(megabytes: int, steps: int) -> None:
-    """Train one group."""
-    import torch
-
-    import megatron_ft
-
-    session = megatron_ft.init(seed=1)
-    model = recovery_model.build(megabytes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=recovery_model.LEARNING_RATE)
-    engine = session.wrap(model, optimizer, recovery_model.loss_of)
-    for _ in session.steps(steps):
-        session.train_step(engine, lambda microbatch: recovery_model.batch(*_number(microbatch)))
-
-
-def _number(microbatch) -> tuple[int, int, int]:
-    return microbatch.step, microbatch.shard, microbatch.index
-
-
 if __name__ == "__main__":
-    train(int(sys.argv[1]), int(sys.argv[2]))
+    recovery_model.train(int(sys.argv[2]), int(sys.argv[1]), partial(torch.optim.SGD, lr=recovery_model.LEARNING_RATE))

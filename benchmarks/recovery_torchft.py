@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
     with _running(directory, megabytes, settings, lab) as workers:
         survivors = [group for group in range(GROUPS) if group != victim]
         _await(workers, lambda: all(trained(directory, group) >= WARMUP for group in range(GROUPS)))
-        step_s = _median(
+        step_s = statistics.median_high(
             [a["ended"] - a["begun"] for a in attempts_of(directory, survivors[0]) if a["committed"]][-WARMUP:]
         )
         time.sleep(random.Random(seed).uniform(0, 2 * step_s))
@@ -96,7 +97,7 @@ def trial(directory: Path, fault: str, megabytes: int, victim: int, seed: int, s
             "group": victim,
             "fault_to_commit_s": min(times) if times else None,
             "all_survivors_s": max(times) if reached else None,
-            "stall_s": _median([_longest(attempts[group]) for group in survivors]),
+            "stall_s": statistics.median_high([_longest(attempts[group]) for group in survivors]),
             "delay_s": min(delays) if delays else None,
             "interrupted_step": _fate([attempts[group] for group in survivors]),
             "survivors_crashed": sum(worker.poll() is not None for worker in living),
@@ -172,11 +173,17 @@ def _longest(attempts: list[dict]) -> float:
     return max((a["ended"] - a["begun"] for a in attempts), default=0.0)
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 # --- running ----------------------------------------------------------------------------------------------------------
+
+
+def lighthouse(
+    settings: dict, port: int, address: str = "127.0.0.1", interface: str = "lo"
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a lighthouse, and the environment of it and of its replicas."""
+    command = [str(environment().parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{port}"]
+    command += [text for name, value in settings["lighthouse"].items() for text in (f"--{name}", str(value))]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return command, {**os.environ, **own, "TORCHFT_LIGHTHOUSE": f"http://{address}:{port}"}
 
 
 @contextmanager
@@ -185,20 +192,12 @@ def _running(directory: Path, megabytes: int, settings: dict, lab):
     python = environment()
     address = lab.address if lab else lambda group: "127.0.0.1"
     inside = lab.inside if lab else lambda group, command: command
-    flags = [text for name, value in settings["lighthouse"].items() for text in (f"--{name}", str(value))]
-    lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0" if lab else "lo",
-        "TORCHFT_LIGHTHOUSE": f"http://{address(0)}:{_PORT}",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",
-    }
+    server, env = lighthouse(settings, _PORT, address(0), "eth0" if lab else "lo")
     processes = []
     try:
         with (directory / "log").open("w") as log:
             options = {"cwd": directory, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
-            processes.append(subprocess.Popen(inside(0, lighthouse), **options))
+            processes.append(subprocess.Popen(inside(0, server), **options))
             for group in range(GROUPS):
                 out, own = directory / f"attempts.{group}", json.dumps(settings["manager"])
                 command = [str(python), __file__, str(group), str(megabytes), str(out), address(group), own]

@@ -26,12 +26,14 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import common
 import recovery_model
 import recovery_ours
 import rejoin_torchft
+from common import of
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.faults import injection_points, kill
@@ -107,21 +109,23 @@ def ours(directory: Path, megabytes: int, victim: int, without: int) -> dict:
     os.environ.update(injection_points.to_env([injection_points.Breakpoint(victim, None, "warm", incarnation=1)]))
     agents = recovery_ours.launch(run_dir, config, [__file__, "--", "train", str(megabytes)])
     try:
-        recovery_ours._await(run_dir, agents[0], lambda lines: len(_steps(lines)) >= 3)
+        recovery_ours._await(run_dir, agents[0], lambda lines: len(of(lines, "step")) >= 3)
         kill.kill(run_dir, victim, "anywhere")
-        recovery_ours._await(run_dir, agents[0], lambda lines: _frozen(run_dir, victim))
-        first = _steps(history.read(run_dir))[-1]["step"] + 1  # the step that is under way saw the new process start
-        recovery_ours._await(run_dir, agents[0], lambda lines: _steps(lines)[-1]["step"] >= first + without)
+        recovery_ours._await(run_dir, agents[0], lambda lines: kill.is_frozen(run_dir, victim))
+        first = (
+            of(history.read(run_dir), "step")[-1]["step"] + 1
+        )  # the step that is under way saw the new process start
+        recovery_ours._await(run_dir, agents[0], lambda lines: of(lines, "step")[-1]["step"] >= first + without)
         going_on = time.time()
         os.kill(kill.pid_of(run_dir, victim), signal.SIGCONT)
-        recovery_ours._await(run_dir, agents[0], lambda lines: _steps(lines)[-1]["live"] == [0, 1, 2, 3])
+        recovery_ours._await(run_dir, agents[0], lambda lines: of(lines, "step")[-1]["live"] == [0, 1, 2, 3])
         lines = history.read(run_dir)
     except Exception:
         print(config.with_suffix(".log").read_text()[-3000:], file=sys.stderr)
         raise
     finally:
         recovery_ours.stop(agents)
-    steps = _steps(lines)
+    steps = of(lines, "step")
     before = [line["duration_s"] for line in steps if line["step"] > first and line["t"] < going_on]
     during = [line["duration_s"] for line in steps if line["t"] > going_on]
     (entry,) = [line for line in lines if line["event"] == "rejoined"]
@@ -142,26 +146,10 @@ def _waited_s(run_dir: Path, group: int, step: int) -> float:
     return sum(end - start for phase, start, end in spans if phase == "recover")
 
 
-def _steps(lines: list[dict]) -> list[dict]:
-    return [line for line in lines if line["event"] == "step"]
-
-
-def _frozen(run_dir: Path, victim: int) -> bool:
-    pid = kill.pid_of(run_dir, victim)
-    return pid is not None and kill.is_stopped(pid)
-
-
 def train(megabytes: int) -> None:
-    """Train one group of ours."""
     import torch
 
-    import megatron_ft
-
-    session = megatron_ft.init(seed=1)
-    model = recovery_model.build(megabytes)
-    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-6), recovery_model.loss_of)
-    for _ in session.steps(10_000):
-        session.train_step(engine, lambda number: recovery_model.batch(*number))
+    recovery_model.train(10_000, megabytes, partial(torch.optim.Adam, lr=1e-6))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ for a file before it asks for a quorum.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -27,10 +26,7 @@ def trial(directory: Path, megabytes: int, victim: int, without: int) -> dict:
     """Run one trial; return durations of the survivors' attempts at steps, and the seconds from going on to having a
     part."""
     python = recovery_torchft.environment()
-    flags = [text for name, value in SETTINGS["lighthouse"].items() for text in (f"--{name}", str(value))]
-    lighthouse = [str(python.parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"[::]:{_PORT}", *flags]
-    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    env = {**os.environ, **own, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{_PORT}"}
+    lighthouse, env = recovery_torchft.lighthouse(SETTINGS, _PORT)
     workers: dict[int, subprocess.Popen] = {}
     with (directory / "log").open("w") as log:
         options = {"cwd": directory, "env": env, "stdout": log, "stderr": subprocess.STDOUT}

@@ -94,8 +94,7 @@ class Store:
         self.client.set("view/0", view.to_wire())
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return common.cpu_s(self._process.pid)
 
     def close(self) -> None:
         self._process.communicate()
@@ -166,7 +165,7 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
             exit_ = Exit(victim, 0, 1, f"host{victim}", "SIGKILL", None)
             watcher.announce(store.client, signals.RankExited(exit_))
             said = crowd.line()
-            _await(lambda epoch=trial + 1: all(epoch in real.had for real in reals))
+            common.wait_until(lambda epoch=trial + 1: all(epoch in real.had for real in reals), PATIENCE_S)
             times = [at - struck for at in (*said["times"], *(real.had[trial + 1] for real in reals))]
             numbers = {"first_s": min(times), "median_s": statistics.median(times), "last_s": max(times)}
             found.append({**numbers, "store_cpu_s": store.cpu_s() - before, "requests_so_far": said["requests"]})
@@ -236,21 +235,21 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
         config, run_dir = Path(directory) / "config.json", Path(directory) / "run"
         config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
         data = common.prepare_data(Path(directory) / "data")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = common.free_port()
         proxy = Proxy(port)
         model = ["--layers", "1", "--width", "32", "--seq-len", "32"]
         script = ["examples/pretrain_gpt/train.py", "--", "--data", str(data), "--steps", "1000000", *model]
-        what = ["--groups", "4", "--config", str(config), "--run-dir", str(run_dir), *script]
         agents = []
         for rank, at in enumerate((port, proxy.port)):
             where = ["--hosts", "2", "--host-rank", str(rank), "--store", f"127.0.0.1:{at}", "--address", "127.0.0.1"]
-            command = [sys.executable, "-m", "megatron_ft.cli", "launch", *where, *what]
+            command = common.launch(4, config, run_dir, *where, *script)
             log = (Path(directory) / f"agent{rank}.log").open("w")
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             agents.append(subprocess.Popen(command, cwd=common.ROOT, env=environment, stdout=log, stderr=log))
         try:
-            _await(lambda: any(line["event"] == "step" and line["step"] > STEP for line in history.read(run_dir)))
+            common.wait_until(
+                lambda: any(line["step"] > STEP for line in common.of(history.read(run_dir), "step")), PATIENCE_S
+            )
             steps, before = len(history.read(run_dir)), (proxy.sent, proxy.answered)
             time.sleep(seconds)
             sent, answered = proxy.sent - before[0], proxy.answered - before[1]
@@ -292,14 +291,6 @@ def far(changes: list[dict[str, Any]], fans: list[dict[str, Any]]) -> dict[str, 
         "a_notice_to_all_s": round(notices_s, 3),
         "connections_of_the_store": 3 * FAR["gpus"] + 2 * FAR["gpus"] // FAR["gpus_of_a_host"],
     }
-
-
-def _await(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {PATIENCE_S:g} s")
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -183,10 +183,10 @@ class Crowd:
         self._times: dict[int, list[float]] = {}
 
     def has(self, epoch: int) -> None:
-        """Count one more group that knows that view."""
-        times = self._times.setdefault(epoch, [])
+        """Count one more group that knows that view, or one more listener that knows of it."""
+        times, options = self._times.setdefault(epoch, []), self._options
         times.append(time.time())
-        if len(times) == self._options.groups - self._options.dying * epoch:
+        if len(times) == (options.listeners or options.groups - options.dying * epoch):
             self._say(epoch=epoch, times=times, requests=sum(line.requests for line in self._lines))
 
     async def run(self) -> None:
@@ -202,7 +202,7 @@ class Crowd:
             agent.voice = Line(options.run, agent.script())
             lines += [agent.voice, Line(options.run, _notices(agent.on_signal))]
         for _ in range(options.listeners):
-            lines.append(Line(options.run, _notices(self._listened)))
+            lines.append(Line(options.run, _notices(lambda signal: self.has(signal.epoch))))
         self._lines = lines
         host, _, port = options.store.rpartition(":")
         loop = asyncio.get_running_loop()
@@ -211,12 +211,6 @@ class Crowd:
             await asyncio.gather(*(loop.create_connection(lambda line=line: line, host, int(port)) for line in some))
         self._say(ready=len(lines))
         await loop.run_in_executor(None, sys.stdin.read)  # until the parent closes the input
-
-    def _listened(self, signal: signals.Signal) -> None:
-        times = self._times.setdefault(signal.epoch, [])
-        times.append(time.time())
-        if len(times) == self._options.listeners:
-            self._say(epoch=signal.epoch, times=times, requests=sum(line.requests for line in self._lines))
 
     @staticmethod
     def _say(**fields: Any) -> None:

@@ -124,15 +124,11 @@ def _judged(run_dir: Path, victim: int, struck: float) -> dict[str, float]:
 
 
 def _events(run_dir: Path, event: str) -> list[dict]:
-    return [line for line in history.read(run_dir) if line["event"] == event]
+    return common.of(history.read(run_dir), event)
 
 
 def _await(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {PATIENCE_S:g} s")
-        time.sleep(0.05)
+    common.wait_until(condition, PATIENCE_S, 0.05)
 
 
 if __name__ == "__main__":

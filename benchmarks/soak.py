@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,9 @@ class Soak:
         rejoin = {"enabled": True, "restarts_per_hour": 10_000}
         settings["fault_tolerance"] = {"rejoin": rejoin, "detector": {"straggler_factor": 0}}
         (directory / "config.json").write_text(json.dumps(settings))
-        words = ["launch", "--groups", str(groups), "--config", str(directory / "config.json")]
-        words += ["--run-dir", str(self._run_dir), __file__, "--", "train"]
+        command = common.launch(groups, directory / "config.json", self._run_dir, __file__, "--", "train")
         with (directory / "log").open("wb") as log:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-m", "megatron_ft.cli", *words], cwd=common.ROOT, stdout=log, stderr=subprocess.STDOUT
-            )
+            self._agent = subprocess.Popen(command, cwd=common.ROOT, stdout=log, stderr=subprocess.STDOUT)
         self._log = directory / "log"
         self._tail = history.Tail(self._run_dir)
         self._live: list[int] = []
@@ -160,17 +158,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def train() -> None:
-    """Train one group."""
     import recovery_model
     import torch
 
-    import megatron_ft
-
-    session = megatron_ft.init(seed=1)
-    model = recovery_model.build(MEGABYTES)
-    engine = session.wrap(model, torch.optim.Adam(model.parameters(), lr=1e-6), recovery_model.slowly(COMPUTE_S))
-    for _ in session.steps(10_000_000):
-        session.train_step(engine, lambda number: recovery_model.batch(*number))
+    adam = partial(torch.optim.Adam, lr=1e-6)
+    recovery_model.train(10_000_000, MEGABYTES, adam, recovery_model.slowly(COMPUTE_S))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import fcntl
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -69,7 +68,7 @@ def play(groups: int, hosts: int, struck: list[int], away_s: float) -> dict[str,
         here = Path(directory)
         for group in range(groups):
             (here / f"disk-{group}").touch()
-        port = _free_port()
+        port = common.free_port()
         agents = [_launch(here, groups, hosts, host, port) for host in range(hosts)]
         try:
             tail, lines = history.Tail(here / "run"), []
@@ -100,24 +99,18 @@ def play(groups: int, hosts: int, struck: list[int], away_s: float) -> dict[str,
 def _launch(here: Path, groups: int, hosts: int, host: int, port: int) -> subprocess.Popen:
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": MICROBATCHES}
     (here / "config.json").write_text(json.dumps(settings))
-    words = ["--groups", groups, "--config", here / "config.json", "--run-dir", here / "run"]
+    where: list[object] = []
     if hosts > 1:
-        words += ["--hosts", hosts, "--host-rank", host, "--address", f"127.0.0.{host + 1}"]
-        words += ["--store", f"127.0.0.1:{port}"]
+        where = ["--hosts", hosts, "--host-rank", host, "--address", f"127.0.0.{host + 1}"]
+        where += ["--store", f"127.0.0.1:{port}"]
     with (here / f"log-{host}").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.cli", "launch", *map(str, words), __file__, "--", "train"],
+            common.launch(groups, here / "config.json", here / "run", *where, __file__, "--", "train"),
             cwd=common.ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, DISK: str(here), "OMP_NUM_THREADS": "1"},
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as end:
-        end.bind(("127.0.0.1", 0))
-        return end.getsockname()[1]
 
 
 def _until(condition: Callable[[], bool], agents: list[subprocess.Popen], here: Path) -> None:
@@ -164,7 +157,6 @@ def _violations(case: dict[str, Any], away_s: float) -> list[str]:
 
 
 def train() -> None:
-    """Train one group."""
     import recovery_model
     import torch
 
