@@ -26,7 +26,6 @@ def missing() -> str:
 
 
 def ip(*arguments: object) -> str:
-    """Return the output of ``ip``."""
     return subprocess.run(["ip", *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 

@@ -44,11 +44,6 @@ def open_files(pid: int) -> set[str]:
     return found
 
 
-def network(pid: int) -> tuple[int, int] | None:
-    """Return the identity of the network namespace of a process."""
-    return identity(f"/proc/{pid}/ns/net")
-
-
 def identity(path: str) -> tuple[int, int] | None:
     """Return the identity of a namespace, by a file that stands for it; None when there is none."""
     try:

@@ -142,7 +142,6 @@ class Lab:
 
     @property
     def _is_up(self) -> bool:
-        """Return whether the lab is up or has been begun."""
         return slurm_conf.load(self.directory) is not None
 
     def _check(self) -> None:
@@ -331,7 +330,7 @@ class Lab:
         for pid in proc.pids():
             daemon = _program(pid)
             if (
-                (space is not None and proc.network(pid) == space)
+                (space is not None and proc.identity(f"/proc/{pid}/ns/net") == space)
                 or (daemon == "slurmd" and {str(self.conf), node} <= set(proc.command(pid)))
                 or (daemon == "slurmstepd" and log in proc.open_files(pid))
                 or marks <= set(proc.environment(pid))

@@ -23,8 +23,6 @@ PUBLISHED: dict[str, dict[int, Best]] = {
     "spare": {200: Best(2.92, 9, 0.87), 600: Best(2.49, 8, 0.939), 1000: Best(2.34, 9, 0.9654)},
     "replication": {200: Best(6.07, 3, 0.6174), 600: Best(4.27, 3, 0.7989), 1000: Best(3.88, 3, 0.8441)},
 }
-MU_WITHIN, S_BAR_BOUND_WITHIN, S_BAR_WITHIN = 0.0113, 0.0060, 0.04
-"""Published: mu against Monte Carlo, S_bar's bound, S_bar with patch against the simulation."""
 
 TOLERANCE = {"spare": 0.15, "replication": 0.20}
 POINTS = 0.05

@@ -3,6 +3,7 @@ trials."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -247,10 +248,10 @@ def outcomes(cases: Sequence[Case], results: Sequence[Result], trials: int) -> l
     return [Outcome(case, tuple(results[i * trials : (i + 1) * trials])) for i, case in enumerate(cases)]
 
 
-def run_all(work: Sequence[Task], jobs: int, what: str = "simulating") -> list[Any]:
+def run_all(work: Sequence[Task], jobs: int) -> list[Any]:
     """Run all cases, in order; the number of processes cannot change a result."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(what, total=len(work))
+        bar = progress.add_task("simulating", total=len(work))
         found = []
         for result in _results(work, jobs):
             found.append(result)
@@ -263,8 +264,4 @@ def _results(work: Sequence[Task], jobs: int) -> Iterator[Any]:
         yield from (task() for task in work)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(_call, work, chunksize=2)
-
-
-def _call(task: Task) -> Any:
-    return task()
+        yield from pool.map(operator.call, work, chunksize=2)
