@@ -8,6 +8,7 @@ This layer is between ``collectives.bucket_allreduce`` and an engine, and costs 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -19,20 +20,39 @@ from megatron_ft.engines.port import Engine
 from megatron_ft.types import Bucket
 
 
-class SharedGradients:
-    """The buckets as ``collectives.bucket_allreduce`` uses them; ``local`` is the sum over the group's ranks."""
+class _OfGroup:
+    """The common part. ``_first``: the number that this rank's bucket 0 has in the group."""
 
     def __init__(self, engine: Engine, inner: IntraGroup) -> None:
-        self._engine, self._inner, self.slots = engine, inner, engine.slots
+        self._engine, self._inner, self._first = engine, inner, 0
         self.num_buckets = engine.num_buckets
-        self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
 
+    @abstractmethod
     def owner(self, bucket: Bucket) -> int:
         """Return the position that reduces ``bucket``."""
-        return bucket % self._inner.size
 
     def mine(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         return [bucket for bucket in buckets if self.owner(bucket) == self._inner.position]
+
+    def tail(self, bucket: Bucket) -> int:
+        return self._engine.tail(bucket - self._first)
+
+    def reduced(self, bucket: Bucket) -> torch.Tensor:
+        return self._engine.reduced(bucket - self._first)
+
+    def replace_reduced(self, bucket: Bucket) -> None:
+        self._engine.replace_reduced(bucket - self._first)
+
+
+class SharedGradients(_OfGroup):
+    """The buckets as ``collectives.bucket_allreduce`` uses them; ``local`` is the sum over the group's ranks."""
+
+    def __init__(self, engine: Engine, inner: IntraGroup) -> None:
+        super().__init__(engine, inner)
+        self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
+
+    def owner(self, bucket: Bucket) -> int:
+        return bucket % self._inner.size
 
     def collect(self, buckets: Sequence[Bucket]) -> None:
         """Sum the ranks' parts. All ranks call it, again whenever one of them has computed something since."""
@@ -42,44 +62,28 @@ class SharedGradients:
         """Copy the owner's result to all ranks. All ranks call it."""
         self._inner.share(self._engine.reduced(bucket), self.owner(bucket))
 
-    def tail(self, bucket: Bucket) -> int:
-        return self._engine.tail(bucket)
-
     def local(self, bucket: Bucket) -> torch.Tensor:
         return self._sums[bucket]
-
-    def reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._engine.reduced(bucket)
 
     def keep_local(self, bucket: Bucket) -> None:
         self._engine.reduced(bucket).copy_(self._sums[bucket])
 
-    def replace_reduced(self, bucket: Bucket) -> None:
-        self._engine.replace_reduced(bucket)
 
-
-class OwnGradients:
+class OwnGradients(_OfGroup):
     """The buckets of ranks that compute together (pipeline, tensor parallelism). Each rank has its own parameters and
     buckets, numbered one rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
 
     def __init__(self, engine: Engine, inner: IntraGroup) -> None:
-        self._engine, self.slots = engine, engine.slots
+        super().__init__(engine, inner)
         counts = torch.zeros(inner.size, dtype=torch.int64)
         counts[inner.position] = engine.num_buckets
         inner.sum(counts)
         self._ends = list(accumulate(counts.tolist()))
-        self._position = inner.position
         self._first = self._ends[inner.position] - engine.num_buckets
-
-    @property
-    def num_buckets(self) -> int:
-        return self._ends[-1]
+        self.num_buckets = self._ends[-1]
 
     def owner(self, bucket: Bucket) -> int:
         return bisect_right(self._ends, bucket)
-
-    def mine(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        return [bucket for bucket in buckets if self.owner(bucket) == self._position]
 
     def collect(self, buckets: Sequence[Bucket]) -> None:
         """Do nothing: a rank's own results are in its buckets already."""
@@ -87,17 +91,8 @@ class OwnGradients:
     def broadcast(self, bucket: Bucket) -> None:
         """Do nothing: no other rank needs the bucket."""
 
-    def tail(self, bucket: Bucket) -> int:
-        return self._engine.tail(bucket - self._first)
-
     def local(self, bucket: Bucket) -> torch.Tensor:
         return self._engine.local(bucket - self._first)
 
-    def reduced(self, bucket: Bucket) -> torch.Tensor:
-        return self._engine.reduced(bucket - self._first)
-
     def keep_local(self, bucket: Bucket) -> None:
         self._engine.keep_local(bucket - self._first)
-
-    def replace_reduced(self, bucket: Bucket) -> None:
-        self._engine.replace_reduced(bucket - self._first)

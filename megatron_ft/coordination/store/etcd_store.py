@@ -30,7 +30,10 @@ class EtcdStore:
         self, address: EtcdAddress, timeout_s: float, verify: Verify | None = None, access: Access | None = None
     ) -> None:
         self._access, self._verify = access or Access(address), verify
-        self._gateway = Gateway(address.endpoints, timeout_s, _verifier(verify), address.own, self._access)
+        verified: Verifier | None = None
+        if verify is not None:
+            verified = lambda post: verify(lambda key: _value(post("/v3/kv/range", {"key": encoded(key)})))  # noqa: E731
+        self._gateway = Gateway(address.endpoints, timeout_s, verified, address.own, self._access)
         self._torch: TorchEtcdStore | None = None
         self._leases: dict[str, str] = {}
         self.name = self._gateway.name
@@ -42,16 +45,7 @@ class EtcdStore:
         return self._read(key)[0]
 
     def create(self, key: str, value: str) -> str:
-        name = encoded(key)
-        answer = self._gateway.call(
-            "/v3/kv/txn",
-            {
-                "compare": [{"key": name, "target": "CREATE", "create_revision": "0"}],
-                "success": [{"request_put": {"key": name, "value": encoded(value)}}],
-                "failure": [{"request_range": {"key": name}}],
-            },
-        )
-        return _standing(answer, value)
+        return self.swap(key, None, value) or ""
 
     def add(self, collection: str, member: str, value: str) -> None:
         self.set(f"{collection}/{member}", value)
@@ -76,10 +70,7 @@ class EtcdStore:
                 "failure": [{"request_range": {"key": name}}],
             },
         )
-        if answer.get("succeeded"):
-            return new
-        found = answer["responses"][0]["response_range"].get("kvs")
-        return decode(decoded(found[0].get("value", ""))) if found else None
+        return new if answer.get("succeeded") else _value(answer["responses"][0]["response_range"])
 
     def keys(self, prefix: str) -> list[str]:
         body = {"key": encoded(prefix), "range_end": encoded(_after(prefix)), "keys_only": True}
@@ -132,32 +123,15 @@ class EtcdStore:
     def _read(self, key: str) -> tuple[str | None, int]:
         """Return the value, and the store's revision when it was read."""
         answer = self._gateway.call("/v3/kv/range", {"key": encoded(key)})
-        kvs = answer.get("kvs")
-        return decode(decoded(kvs[0].get("value", ""))) if kvs else None, int(answer["header"]["revision"])
+        return _value(answer), int(answer["header"]["revision"])
 
 
-def _standing(answer: dict[str, Any], value: str) -> str:
-    """Return the value after a transaction that may have written ``value`` there; "" where the key has gone."""
-    if answer.get("succeeded"):
-        return value
-    kvs = answer["responses"][0]["response_range"].get("kvs")
-    return decode(decoded(kvs[0].get("value", ""))) if kvs else ""
+def _value(answer: dict[str, Any]) -> str | None:
+    """Return the value in the answer to a request for one key, if it is there."""
+    kvs = answer.get("kvs")
+    return decode(decoded(kvs[0].get("value", ""))) if kvs else None
 
 
 def _after(prefix: str) -> str:
     """Return the end of the range of all keys that begin with ``prefix``, which is ASCII."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-def _verifier(verify: Verify | None) -> Verifier | None:
-    if verify is None:
-        return None
-
-    def verified(post: Any) -> None:
-        def get(key: str) -> str | None:
-            kvs = post("/v3/kv/range", {"key": encoded(key)}).get("kvs")
-            return decode(decoded(kvs[0].get("value", ""))) if kvs else None
-
-        verify(get)
-
-    return verified
