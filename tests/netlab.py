@@ -97,7 +97,7 @@ class Lab(Network):
     def processes(self, host: int) -> set[int]:
         """Return all processes that run on that host."""
         namespace = proc.identity(f"/run/netns/{self.namespace(host)}")
-        return {pid for pid in proc.pids() if proc.network(pid) == namespace}
+        return {pid for pid in proc.pids() if proc.identity(f"/proc/{pid}/ns/net") == namespace}
 
     def freeze(self, host: int) -> None:
         """Send SIGSTOP to all processes of the host: none of them dies, none of them answers."""

@@ -20,4 +20,5 @@ def say(line: str) -> None:
 def show(line: str) -> None:
     """Print a line without a prefix."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: stderr is closed
-        print(printable(line), file=sys.stderr, flush=True)
+        sys.stderr.write(f"{printable(line)}\n")
+        sys.stderr.flush()

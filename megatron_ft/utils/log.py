@@ -26,7 +26,9 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stdout if record.levelno < self._quiet else sys.stderr
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            print(f"megatron_ft: {record.getMessage()}", file=stream, flush=True)
+            # The line and its end at once, also where Python does not buffer: other threads and processes write there, too.
+            stream.write(f"megatron_ft: {record.getMessage()}\n")
+            stream.flush()
 
 
 def set_up() -> None:
