@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from megatron_ft.auth import secret
 from megatron_ft.coordination.client import report_collection
 from megatron_ft.coordination.store import NOTICES
 from megatron_ft.core.protocol import signals
@@ -103,7 +104,12 @@ def _get(key: str) -> Generator[Any, Any, str | None]:
     """Get as ``coordination.store.tcp_store`` does: a question for a missing key would wait for it."""
     if (yield (_CHECK, key)) != b"\0":
         return None
-    return json.loads((yield (_GET, key)))["value"]
+    return _value((yield (_GET, key)))
+
+
+def _value(text: bytes) -> Any:
+    """Return a value without its HMAC, which a real client verifies in 10 us, on a processor of its own."""
+    return json.loads(text.partition(b" ")[2])["value"]
 
 
 def _notices(heard: Any) -> Script:
@@ -111,7 +117,7 @@ def _notices(heard: Any) -> Script:
     index = 0
     while True:
         yield (_WAIT, f"{NOTICES}/{index}")
-        raw = json.loads((yield (_GET, f"{NOTICES}/{index}")))["value"]
+        raw = _value((yield (_GET, f"{NOTICES}/{index}")))
         index += 1
         heard(signals.from_json(raw))
 
@@ -140,8 +146,10 @@ class Group:
             epoch = self._view.epoch
             if self._broken and self._reported < epoch:
                 self._reported, self._broken = epoch, False
-                report = {"value": Report(epoch, self._me, self._view.step).to_json()}
-                yield (_APPEND, report_collection(epoch), f"{self._me}\t{json.dumps(report)}\n")
+                collection, run = report_collection(epoch), self._crowd.run_id
+                text = json.dumps({"value": Report(epoch, self._me, self._view.step).to_json()})
+                mac = self._crowd.key.mac(f"{run}/{collection}/{self._me}".encode(), text.encode())[: secret.MAC_BYTES]
+                yield (_APPEND, collection, f"{self._me}\t{mac.hex()} {text}\n")
                 yield (_CHECK, report_collection(epoch))
             if self._agreed > epoch:
                 raw = yield from _get(f"view/{epoch + 1}")
@@ -181,6 +189,7 @@ class Crowd:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._lines = options, []
         self._times: dict[int, list[float]] = {}
+        self.run_id, self.key = options.run, secret.here().of("store", options.run)
 
     def has(self, epoch: int) -> None:
         """Count one more group that knows that view, or one more listener that knows of it."""
