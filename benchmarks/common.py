@@ -35,12 +35,11 @@ def about(name: str, command: str) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parent))  # the tests that measure call this function, too
     import evidence
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     return {
         "benchmark": name,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
+        "commit": commit(),
         "dirty": dirty(ROOT),
         "depends_on": evidence.depends_on(name),
         "machine": {
@@ -51,6 +50,11 @@ def about(name: str, command: str) -> dict[str, Any]:
             "torch": torch.__version__,
         },
     }
+
+
+def commit() -> str:
+    """Return the present commit."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def dirty(root: Path) -> list[str]:

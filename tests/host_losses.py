@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks import common
 from megatron_ft.data import prepare
 from megatron_ft.runlog import history, invariants
 from tests import netlab, support, warm
@@ -354,27 +355,16 @@ group.
 """
 
 
-RESULTS = support.ROOT / "benchmarks" / "results" / "host_losses.json"
-
-
 def kept() -> dict[str, list[dict]]:
     """Return the runs that are kept, by kind: runs, slurm."""
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    file = common.RESULTS / "host_losses.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {name: found.get(name, []) for name in ("runs", "slurm")}
-
-
-def commit() -> str:
-    """Return the present commit."""
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=support.ROOT).stdout.strip()
 
 
 def save(kind: str, row: dict, key: Sequence[str]) -> None:
     """Keep this run in place of an earlier one with the same ``key``, and write the tables anew. ``kind``: runs, slurm."""
-    sys.path.insert(0, str(support.ROOT / "benchmarks"))
-    import common
-
-    row = {**row, "commit": commit()}
+    row = {**row, "commit": common.commit()}
     with Path(tempfile.gettempdir(), "megatron_ft-host_losses.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another shard saves, too
         found = kept()
@@ -454,7 +444,8 @@ def main() -> None:
     shard, shards = options.shard
     chosen = chosen[shard::shards]
     if options.missing:
-        done = [run for run in kept()["runs"] if run.get("commit") == commit()]
+        present = common.commit()
+        done = [run for run in kept()["runs"] if run.get("commit") == present]
         chosen = [case for case in chosen if not any(asdict(case).items() <= run.items() for run in done)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts' processes are ended on the way out
     failed = 0

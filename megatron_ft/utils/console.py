@@ -3,11 +3,10 @@ because parts of a line may come from another host."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 
-from megatron_ft.utils.terminal import printable
+from megatron_ft.utils.terminal import printable, put
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +18,4 @@ def say(line: str) -> None:
 
 def show(line: str) -> None:
     """Print a line without a prefix."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: stderr is closed
-        sys.stderr.write(f"{printable(line)}\n")
-        sys.stderr.flush()
+    put(printable(line), sys.stderr)

@@ -8,9 +8,10 @@ handlers before it imports ``megatron_ft`` keeps them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
+
+from megatron_ft.utils.terminal import put
 
 LIBRARY, CONSOLE = "megatron_ft", "megatron_ft.utils.console"
 
@@ -24,11 +25,7 @@ class Lines(logging.Handler):
         self._quiet = quiet
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stdout if record.levelno < self._quiet else sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            # The line and its end at once, also where Python does not buffer: other threads and processes write there, too.
-            stream.write(f"megatron_ft: {record.getMessage()}\n")
-            stream.flush()
+        put(f"megatron_ft: {record.getMessage()}", sys.stdout if record.levelno < self._quiet else sys.stderr)
 
 
 def set_up() -> None:

@@ -6,8 +6,9 @@ store. An escape sequence in it could move the cursor, rewrite the screen or set
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
@@ -22,6 +23,14 @@ _ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for cod
 def printable(text: str) -> str:
     r"""Return ``text`` with control characters as escapes (``\x1b``); newline and tab stay."""
     return text.translate(_ESCAPES)
+
+
+def put(line: str, stream: TextIO) -> None:
+    """Write a line and its end at once, also where Python does not buffer: other threads and processes write there, too. A
+    terminal that has gone away, or a full disk, ends nothing."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        stream.write(f"{line}\n")
+        stream.flush()
 
 
 def console(**options: Any) -> Console:

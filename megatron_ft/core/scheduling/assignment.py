@@ -61,9 +61,8 @@ def plan_step(
         weights: speed of the stragglers relative to the others', which is 1; a group of weight 0.5 gets half the load.
 
     The largest load is the least possible, and as few microbatches as possible leave their home: shard i belongs to
-    group i. With different weights the
-    longest time (load divided by weight) is the least possible, if every group of ``weights`` keeps a microbatch: a
-    group that computes nothing could never show that it is fast again.
+    group i. With different weights the longest time (load divided by weight) is the least possible, if every group of
+    ``weights`` keeps a microbatch: a group that computes nothing could never show that it is fast again.
     Raises ``ValueError`` for an empty ``live`` or a weight that is not positive.
     """
     if not live:
