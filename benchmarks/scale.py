@@ -127,12 +127,25 @@ class Real:
 
     def __init__(self, me: int, config: RunConfig, store: ControlStore, directory: Path, view: View) -> None:
         rank = MagicMock(group=me, incarnation=0, size=1, inner=None, num_buckets=8, lost_because="")
+        rank.nonfinite.stopped.return_value = None
         agreement = CoordinationClient(store.clone(), me, PATIENCE_S)
         self.leader = GroupLeader(rank, config, agreement, History(directory), placement_of(config), view)
         self.leader.enter(total=10**6, comes_back=False)
         self.had: dict[int, float] = {}
+        self.failed: BaseException | None = None
         watcher.Watcher(store.clone(), self.leader.on_signal, lambda error: None).start()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def has(self, epoch: int) -> bool:
+        if self.failed is not None:
+            raise self.failed
+        return epoch in self.had
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self.failed = error
 
     def _run(self) -> None:
         leader = self.leader
@@ -165,7 +178,7 @@ def view_changes(groups: int, trials: int) -> dict[str, Any]:
             exit_ = Exit(victim, 0, 1, f"host{victim}", "SIGKILL", None)
             watcher.announce(store.client, signals.RankExited(exit_))
             said = crowd.line()
-            common.wait_until(lambda epoch=trial + 1: all(epoch in real.had for real in reals), PATIENCE_S)
+            common.wait_until(lambda epoch=trial + 1: all([real.has(epoch) for real in reals]), PATIENCE_S)
             times = [at - struck for at in (*said["times"], *(real.had[trial + 1] for real in reals))]
             numbers = {"first_s": min(times), "median_s": statistics.median(times), "last_s": max(times)}
             found.append({**numbers, "store_cpu_s": store.cpu_s() - before, "requests_so_far": said["requests"]})
