@@ -1,14 +1,14 @@
 """Each host of a run is lost in turn: the table of docs/host-losses.md, from real runs in network namespaces.
 
     python -m tests.host_losses [--hosts 2 3 4 5] [--blows power kill ...] [--stores embedded own given] [--save]
-                                [--shard K/N] [--missing]
+                                [--shard K/N] [--missing [COMMIT]]
 
 Each case is a run of its own: ``hosts`` hosts with one group each (or with groups of two hosts), perhaps a spare host, and
 one host that is lost after some steps. The steps must be those of a run without failures, with the same losses, and the
 survivors must end with the same parameters. ``--save`` adds each run to benchmarks/results/host_losses.json, with the commit
 it was measured at and in place of an earlier run of the same case, and writes the table of all runs that are there to
-docs/host-losses.md. ``--missing`` leaves out the cases that have a run of the present commit. Processes with different
-shards may run at the same time.
+docs/host-losses.md. ``--missing`` leaves out the cases that have a run of COMMIT (default: the present one) or of a later
+commit. Processes with different shards may run at the same time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
@@ -421,6 +422,13 @@ def _seconds(runs: list[dict], name: str) -> str:
     return f"{statistics.median(values):.2f} ({max(values):.2f})" if values else ""
 
 
+@functools.cache
+def _is_of(first: str, commit: str) -> bool:
+    """Return if ``commit`` is ``first``, or a later one."""
+    command = ["git", "merge-base", "--is-ancestor", first, commit]
+    return subprocess.run(command, cwd=support.ROOT, check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
 def _shard(text: str) -> tuple[int, int]:
     shard, shards = map(int, text.split("/"))
     return shard, shards
@@ -437,15 +445,16 @@ def main() -> None:
         "--shard", type=_shard, default=(0, 1), metavar="K/N", help="the Kth (from 0) of N parts of them"
     )
     parser.add_argument("--save", action="store_true", help="keep the results, and write the table anew")
-    parser.add_argument("--missing", action="store_true", help="only cases without a run of the present commit")
+    parser.add_argument(
+        "--missing", nargs="?", const="HEAD", metavar="COMMIT", help="only cases without a run of COMMIT or a later one"
+    )
     options = parser.parse_args()
     chosen = [case for case in cases(options.hosts, options.blows, options.stores)
               if options.lost is None or case.lost in options.lost][:: options.every]  # fmt: skip
     shard, shards = options.shard
     chosen = chosen[shard::shards]
     if options.missing:
-        present = common.commit()
-        done = [run for run in kept()["runs"] if run.get("commit") == present]
+        done = [run for run in kept()["runs"] if _is_of(options.missing, run["commit"])]
         chosen = [case for case in chosen if not any(asdict(case).items() <= run.items() for run in done)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts' processes are ended on the way out
     failed = 0
