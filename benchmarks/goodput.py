@@ -158,6 +158,7 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
         command = common.launch(GROUPS, config, run_dir, __file__, "--", "train", steps, evaluated)
         agent = subprocess.Popen(command, **options)
     committed: dict[int, dict] = {}
+    watched = history.Watched(run_dir)
 
     def look() -> dict[int, dict]:
         for line in history.read(run_dir):
@@ -168,7 +169,8 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
     def over() -> bool:
         if agent.poll():
             raise RuntimeError(f"{name} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
-        return agent.poll() is not None
+        # A group that is killed after the last step, while its script writes the loss, is no loss of training.
+        return agent.poll() is not None or watched.poll().ended
 
     try:
         while not look():
@@ -176,6 +178,8 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
             time.sleep(0.02)
         first = min(line["t"] for line in committed.values())
         struck = strike(trace, first, over, lambda group: _kill(run_dir, group))
+        agent.wait(60)
+        over()
     finally:
         if agent.poll() is None:
             agent.terminate()
