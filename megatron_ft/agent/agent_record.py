@@ -62,11 +62,6 @@ class AgentRecord:
         except OSError:
             return self._watched.known
 
-    @property
-    def known(self) -> history.Summary:
-        """What :meth:`summary` said last; any thread may read it. While the store is away the agent reads regularly."""
-        return self._watched.known
-
     def has_end(self, away: bool) -> bool:
         """Return whether the record has the end of the run, while the control store is ``away``: a host that is cut off
         from the store cannot hear of it otherwise. Called regularly."""

@@ -16,7 +16,9 @@ from megatron_ft.agent.peers import Hosts
 from megatron_ft.agent.rank_process import Rank, Starter
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
+from megatron_ft.core.lifecycle.store_failover import Seat
 from megatron_ft.utils.console import say
+from megatron_ft.worker import progress_counters
 
 _KILLED_S, _KILLED_LOOK_S = 10.0, 0.005
 """The agent waits at most this long for killed ranks; a rank that is inside the kernel may not end for hours."""
@@ -35,6 +37,15 @@ class LocalRanks:
 
     def living(self) -> list[Rank]:
         return [rank for rank in self._living if rank.ended is None]
+
+    def seats(self) -> frozenset[Seat]:
+        """Return the seats of the groups with a living rank here. Callable from any thread."""
+        return frozenset((rank.group, rank.incarnation) for rank in self.living())
+
+    def seated(self) -> frozenset[Seat]:
+        """Return those of :meth:`seats` whose ranks have entered a view."""
+        entered = filter(lambda rank: progress_counters.has_seat(rank.watched.pulse), self.living())
+        return frozenset((rank.group, rank.incarnation) for rank in entered)
 
     def start(self, group: int, position: int, incarnation: int, epoch: int) -> None:
         """Start one rank. ``epoch``: of the newest view that is known here. Raises ``OSError``."""

@@ -262,12 +262,12 @@ class Agent:
             self._hosts,
             given(self._hosts.locator),
             self._run_dir,
-            lambda: frozenset((rank.group, rank.incarnation) for rank in self._ranks.living()),
+            self._ranks.seats,
+            self._ranks.seated,
             lambda: self._restarts.seats.view,
             self._ranks.starter.told,
             self._client.hurry,
             lambda what, detail: self._record.note("store", what=what, **self._hosts.who, detail=detail),
-            lambda own: self._record.known.has_committed(*own),
         )
         self._succession.start()
 

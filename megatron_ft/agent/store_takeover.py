@@ -49,12 +49,12 @@ class StoreTakeover:
         hosts: the run's hosts, after they have met.
         locator: the locator of this process.
         seats: returns the seats of this host's groups that may still live.
+        seated: returns those of ``seats`` whose ranks have entered a view. These are members, although the store may have
+            gone before this agent read that view.
         view: returns the newest view that is known here.
         told: the file in which the ranks of this host look for the number of the newest claim.
         moved: called in this object's thread when the store is at another address.
         note: called with (what, detail) for the run record.
-        committed: returns whether a seat has had a part in a committed step. A group here that has is a member, although
-            the store may have gone before this agent read its view.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class StoreTakeover:
         locator: Locator,
         run_dir: Path,
         seats: Callable[[], frozenset[Seat]],
+        seated: Callable[[], frozenset[Seat]],
         view: Callable[[], View],
         told: Path,
         moved: Callable[[], None],
         note: Callable[[str, str], None],
-        committed: Callable[[Seat], bool],
     ) -> None:
         self._hosts, self._locator, self._run_dir = hosts, locator, run_dir
-        self._committed = committed
-        self._seats, self._view, self._told, self._moved, self._note = seats, view, told, moved, note
+        self._seats, self._seated, self._view = seats, seated, view
+        self._told, self._moved, self._note = told, moved, note
         self._probe = TcpStore(locator, _PROBE_S)
         self._taken, self._address = 0, locator.claims[-1].address
         self._waited_s = self._looked = self._read_at = self._silent_until = 0.0
@@ -116,7 +116,7 @@ class StoreTakeover:
         self._follow()
         answers = not lost or self._answers()
         beats.says = Said(locator.newest, answers)
-        members = {*self._view().members, *filter(self._committed, self._seats())}
+        members = {*self._view().members, *self._seated()}
         outlook = Outlook(
             me=me,
             hosts=self._hosts.housing(store_failover.unfenced(members, locator.claims)),

@@ -23,7 +23,7 @@ from megatron_ft.core.detection.rank_health import Phase
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
-_FIELDS = struct.Struct("=QQQQ")  # beats, progress, phase, dataset; no two threads write the same one at a time
+_FIELDS = struct.Struct("=QQQQQ")  # beats, progress, phase, dataset, seat; no two threads write the same one at a time
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
 _NAME = "megatron_ft-pulses-"
 
@@ -54,6 +54,10 @@ class ProgressCounters:
         """Count the beginning or the end of a dataset call, in the calling thread; calls never overlap."""
         self._dataset += 1
         struct.pack_into("=Q", self._memory, 24, self._dataset)
+
+    def take_seat(self) -> None:
+        """Training thread: this rank's group is a member of the run from now on."""
+        struct.pack_into("=Q", self._memory, 32, 1)
 
     def beat(self) -> None:
         self._beats += 1
@@ -106,5 +110,13 @@ def create(path: Path) -> None:
 
 def read(path: Path) -> tuple[int, int, Phase, int]:
     """Agent: return beats, progress, phase, and the count of beginnings and ends of dataset calls."""
-    beats, progress, phase, dataset = _FIELDS.unpack(path.read_bytes()[: _FIELDS.size])
+    beats, progress, phase, dataset, _ = _FIELDS.unpack(path.read_bytes()[: _FIELDS.size])
     return beats, progress, _PHASES[phase], dataset
+
+
+def has_seat(path: Path) -> bool:
+    """Agent: return whether the rank has entered a view. False if the counters are gone."""
+    try:
+        return bool(_FIELDS.unpack(path.read_bytes()[: _FIELDS.size])[4])
+    except OSError:
+        return False

@@ -276,6 +276,7 @@ class RankExecutor:
         """Build the communicator of ``view``; False when ``interrupted`` became true first. Raises ``Broken``."""
         if self.link.view == view and self.link.outer is not None:  # built before another rank was interrupted
             return True
+        self.progress.take_seat()
         self.prepare(view, step)
         return self.link.enter(view, interrupted)
 

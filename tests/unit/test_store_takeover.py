@@ -58,16 +58,16 @@ class Agent:
             self.locator,
             directory,
             lambda: self.seats,
+            lambda: self.seated,
             lambda: self.view,
             self.told,
             self.moved,
             note,
-            lambda own: own in self.committed,
         )
         self.agent._probe = MagicMock()
         self.agent._probe.get.side_effect = StoreGone("its host is lost")
 
-    committed: frozenset = frozenset()
+    seated: frozenset = frozenset()
 
     def claims(self) -> list[tuple[int, str]]:
         return [(claim.host, claim.address) for claim in self.log.read()]
@@ -97,9 +97,9 @@ def test_a_store_that_does_not_answer_is_asked_once_before_a_host_that_hears_hal
 
 @pytest.mark.parametrize("member", [False, True])
 def test_a_host_whose_group_has_joined_takes_over_although_it_has_not_read_that_view(agent, member):
-    """The store ended right after the group had made its first step."""
+    """The store ended right after the group had entered."""
     agent.said, agent.view = {}, first_view(1)
-    agent.committed = agent.seats if member else frozenset()
+    agent.seated = agent.seats if member else frozenset()
     for _ in range(4):
         agent.agent._looked = agent.agent._waited_s = 0.0
         agent.agent._poll()

@@ -207,7 +207,7 @@ class Agent(Process):
         claims, heard = self.client.claims, self.hearing
         store = claims[-1].host
         reaching = frozenset(h for h in heard if self.flags.get(h) == (store, True))
-        hosts = store_failover.unfenced(self.seated, claims)
+        hosts = store_failover.unfenced(self.seated | self.seats, claims)
         out, keeps = store_failover.fenced(claims), claims[-1].address in self.keeps
         return Outlook(self.host, hosts, heard, reaching, store, self.answers, self.seats, out, keeps)
 
