@@ -246,7 +246,8 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
     """Count the messages between the store and a host with an agent and two groups of one rank, while steps are
     made."""
     with tempfile.TemporaryDirectory() as directory:
-        config, run_dir = Path(directory) / "config.json", Path(directory) / "run"
+        # A directory for each host: with a common one, the second host would read the store's own address there.
+        config, run_dirs = Path(directory) / "config.json", [Path(directory) / "run0", Path(directory) / "run1"]
         config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}))
         data = common.prepare_data(Path(directory) / "data")
         port = common.free_port()
@@ -256,23 +257,25 @@ def at_rest(seconds: float = 60.0) -> dict[str, Any]:
         agents = []
         for rank, at in enumerate((port, proxy.port)):
             where = ["--hosts", "2", "--host-rank", str(rank), "--store", f"127.0.0.1:{at}", "--address", "127.0.0.1"]
-            command = common.launch(4, config, run_dir, *where, *script)
+            command = common.launch(4, config, run_dirs[rank], *where, *script)
             log = (Path(directory) / f"agent{rank}.log").open("w")
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             agents.append(subprocess.Popen(command, cwd=common.ROOT, env=environment, stdout=log, stderr=log))
         try:
             common.wait_until(
-                lambda: any(line["step"] > STEP for line in common.of(history.read(run_dir), "step")), PATIENCE_S
+                lambda: any(line["step"] > STEP for line in common.of(history.read(run_dirs[0]), "step")), PATIENCE_S
             )
-            steps, before = len(history.read(run_dir)), (proxy.sent, proxy.answered)
+            steps, before = len(history.read(run_dirs[0])), (proxy.sent, proxy.answered)
             time.sleep(seconds)
             sent, answered = proxy.sent - before[0], proxy.answered - before[1]
-            steps = len(history.read(run_dir)) - steps
+            steps = len(history.read(run_dirs[0])) - steps
         finally:
             for agent in agents:
                 agent.terminate()
             for agent in agents:
                 agent.wait()
+        if not proxy.sent:
+            raise RuntimeError("nothing went through the proxy: the second host has found the store's own address")
         per_group = (sent + answered) / seconds / 2
         sizes = (8, 32, 64, 512, 2048)
         partners = {hosts: sum(link_detector.are_partners(0, peer, hosts) for peer in range(hosts)) for hosts in sizes}
