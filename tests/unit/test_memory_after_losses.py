@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -23,8 +22,8 @@ from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
 from megatron_ft.runlog.history import History
 from megatron_ft.types import Microbatch
+from megatron_ft.worker import progress_counters
 from megatron_ft.worker.peer_lost import LivenessTracker
-from megatron_ft.worker.progress_counters import ProgressCounters
 from megatron_ft.worker.rank_executor import RankExecutor
 from tests import support
 from tests.growth import FIRST, Changes
@@ -38,6 +37,8 @@ class Survivor:
     told by its agent through the store; each view is agreed on there and its communicator built."""
 
     def __init__(self, tmp_path: Path) -> None:
+        progress_counters.create(tmp_path / "pulse")
+        os.environ[progress_counters.VARIABLE] = str(tmp_path / "pulse")
         self._server, port = store.host("127.0.0.1", 0)
         client = store.ControlStore(("127.0.0.1", port), "run", 30.0)
         self.changes = Changes(client)
@@ -103,7 +104,7 @@ class Survivor:
 
 @pytest.fixture
 def survivor(tmp_path, monkeypatch):
-    monkeypatch.setattr(ProgressCounters, "from_env", MagicMock)
+    monkeypatch.setenv(progress_counters.VARIABLE, "")  # the survivor sets it, until the end of the test
     made = Survivor(tmp_path)
     yield made
     made.close()
@@ -135,7 +136,6 @@ def test_memory_that_was_freed_goes_back_to_the_system_after_a_loss(tmp_path):
 def _free_between_blocks_in_use(directory: Path) -> tuple[float, float, float]:
     """Return the memory of this process with 60 MB of blocks, after it has freed them, and after the next loss."""
     secret.here = lambda: support.SECRET  # as tests/conftest.py does for other tests
-    ProgressCounters.from_env = MagicMock()
     survivor = Survivor(directory)
     survivor.lose(2)  # the heap is trimmed one loss after the first communicator was destroyed
     blocks = [(bytes(1_000), b"1" * 100_000) for _ in range(600)]
