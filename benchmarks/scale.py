@@ -228,7 +228,11 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except ConnectionRefusedError:  # the store is not up yet; the client asks again
+                client.close()
+                continue
             for source, target, name in ((client, server, "sent"), (server, client, "answered")):
                 threading.Thread(target=self._pump, args=(source, target, name), daemon=True).start()
 
