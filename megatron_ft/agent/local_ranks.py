@@ -7,7 +7,7 @@ decide when a group is started or what an end means for the run: the agent does 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_ft.agent import forkserver, rank_monitor
@@ -40,12 +40,11 @@ class LocalRanks:
 
     def seats(self) -> frozenset[Seat]:
         """Return the seats of the groups with a living rank here. Callable from any thread."""
-        return frozenset((rank.group, rank.incarnation) for rank in self.living())
+        return _seats(self.living())
 
-    def seated(self) -> frozenset[Seat]:
-        """Return those of :meth:`seats` whose ranks have entered a view."""
-        entered = filter(lambda rank: progress_counters.has_seat(rank.watched.pulse), self.living())
-        return frozenset((rank.group, rank.incarnation) for rank in entered)
+    def entered(self) -> frozenset[Seat]:
+        """Return those of :meth:`seats` whose ranks have entered a view. Reads a file for each living rank."""
+        return _seats(rank for rank in self.living() if progress_counters.has_seat(rank.watched.pulse))
 
     def start(self, group: int, position: int, incarnation: int, epoch: int) -> None:
         """Start one rank. ``epoch``: of the newest view that is known here. Raises ``OSError``."""
@@ -115,3 +114,7 @@ class LocalRanks:
                 say(f"{where} was killed and has not ended within {_KILLED_S:g} s: it is inside the kernel (state D)")
         self.write()
         self.starter.close()
+
+
+def _seats(ranks: Iterable[Rank]) -> frozenset[Seat]:
+    return frozenset((rank.group, rank.incarnation) for rank in ranks)

@@ -263,7 +263,7 @@ class Agent:
             given(self._hosts.locator),
             self._run_dir,
             self._ranks.seats,
-            self._ranks.seated,
+            self._ranks.entered,
             lambda: self._restarts.seats.view,
             self._ranks.starter.told,
             self._client.hurry,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_ft.agent import operator_requests
@@ -49,7 +49,7 @@ class StoreTakeover:
         hosts: the run's hosts, after they have met.
         locator: the locator of this process.
         seats: returns the seats of this host's groups that may still live.
-        seated: returns those of ``seats`` whose ranks have entered a view. These are members, although the store may have
+        entered: returns those of ``seats`` whose ranks have entered a view. These are members, although the store may have
             gone before this agent read that view.
         view: returns the newest view that is known here.
         told: the file in which the ranks of this host look for the number of the newest claim.
@@ -63,14 +63,14 @@ class StoreTakeover:
         locator: Locator,
         run_dir: Path,
         seats: Callable[[], frozenset[Seat]],
-        seated: Callable[[], frozenset[Seat]],
+        entered: Callable[[], frozenset[Seat]],
         view: Callable[[], View],
         told: Path,
         moved: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
         self._hosts, self._locator, self._run_dir = hosts, locator, run_dir
-        self._seats, self._seated, self._view = seats, seated, view
+        self._seats, self._entered, self._view = seats, entered, view
         self._told, self._moved, self._note = told, moved, note
         self._probe = TcpStore(locator, _PROBE_S)
         self._taken, self._address = 0, locator.claims[-1].address
@@ -116,21 +116,25 @@ class StoreTakeover:
         self._follow()
         answers = not lost or self._answers()
         beats.says = Said(locator.newest, answers)
-        members = {*self._view().members, *self._seated()}
-        outlook = Outlook(
+        outlook = self._outlook(store, said, answers) if lost else None
+        due_s = None if outlook is None else store_failover.due_s(outlook)
+        self._waited_s = 0.0 if due_s is None else self._waited_s + elapsed_s
+        if outlook is not None and due_s is not None and self._waited_s > due_s:
+            self._take_over(outlook)
+
+    def _outlook(self, store: int, said: Mapping[int, Said], answers: bool) -> Outlook:
+        me, claims = self._hosts.place.rank, self._locator.claims
+        members = {*self._view().members, *self._entered()}
+        return Outlook(
             me=me,
-            hosts=self._hosts.housing(store_failover.unfenced(members, locator.claims)),
+            hosts=self._hosts.housing(store_failover.unfenced(members, claims)),
             heard=frozenset(said) | {me},
             reaching=frozenset(host for host, one in said.items() if one.reaching),
             store=store,
             answers=answers,
             seats=self._seats(),
-            out=store_failover.fenced(locator.claims),
+            out=store_failover.fenced(claims),
         )
-        due_s = store_failover.due_s(outlook) if lost else None
-        self._waited_s = 0.0 if due_s is None else self._waited_s + elapsed_s
-        if due_s is not None and self._waited_s > due_s:
-            self._take_over(outlook)
 
     def _newest(self) -> Claim:
         return self._locator.claims[-1]

@@ -125,8 +125,8 @@ class Outlook:
 
     Args:
         me: number of its host.
-        hosts: hosts with a member of the newest view that it knows, without the members that the log has fenced
-            (:func:`unfenced`).
+        hosts: hosts with a member of the newest view that it knows, and its own host if a group there has entered a later
+            view; without the members that the log has fenced (:func:`unfenced`).
         heard: hosts whose beats arrive here, and this one.
         reaching: of those heard, hosts whose beats say that they hear the store's host, or that the store answers them.
         store: host of the newest claim.
