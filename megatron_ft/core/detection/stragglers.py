@@ -87,7 +87,7 @@ def observe(speeds: Speeds, measured: Mapping[GroupId, float], factor: float, st
     if factor <= 0:
         return Speeds(longest_s)
     ordered = sorted(seconds.values())
-    if not speeds.tracks and (len(ordered) < 2 or ordered[-1] <= factor * _median_of_others(ordered, ordered[-1])):
+    if not speeds.tracks and (len(ordered) < 2 or _ratio(ordered, ordered[-1]) <= factor):
         return Speeds(longest_s)  # nearly always: if the slowest group is not slow, no group is
     tracks: dict[GroupId, Track] = {}
     for group in sorted(seconds.keys() | speeds.tracks.keys()):
@@ -98,7 +98,7 @@ def observe(speeds: Speeds, measured: Mapping[GroupId, float], factor: float, st
         elif len(seconds) == 1:
             after, keep = before, bool(before.ratios)  # there is no group to compare it with
         else:
-            after = _after(before, seconds[group] / _median_of_others(ordered, seconds[group]), factor, steps)
+            after = _after(before, _ratio(ordered, seconds[group]), factor, steps)
             keep = after.slowness > 0 or after.ratios[-1] > factor
         if keep:
             tracks[group] = after
@@ -125,11 +125,11 @@ def brief(measured: Mapping[GroupId, float], speeds: Speeds, factor: float) -> d
     ordered = sorted(seconds.values())
     low, high = ordered[(count - 2) // 2], ordered[(count - 1) // 2 + 1]  # all that a median of others can depend on
     slowest = min(group for group, s in seconds.items() if s == ordered[-1])
-    some = factor > 0 and ordered[-1] > factor * _median_of_others(ordered, ordered[-1])  # nearly never
+    some = factor > 0 and _ratio(ordered, ordered[-1]) > factor  # nearly never
     slow = [
         group
         for group, s in seconds.items()
-        if group in speeds.tracks or group == slowest or some and s > factor * _median_of_others(ordered, s)
+        if group in speeds.tracks or group == slowest or some and _ratio(ordered, s) > factor
     ]
     named = sorted(slow, key=lambda group: (group not in speeds.tracks, -seconds[group], group))[:MOST_NAMED]
     rest = Counter(min(max(s, low), high) for group, s in seconds.items() if group not in set(named))
@@ -162,12 +162,14 @@ def _after(before: Track, ratio: float, factor: float, steps: int) -> Track:
     return Track(ratios, slowness)
 
 
-def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Return the median of ``ordered`` without one ``own``; ``ordered`` has at least two entries."""
+def _ratio(ordered: Sequence[float], own: float) -> float:
+    """Return ``own`` relative to the median of ``ordered`` without one ``own``; ``ordered`` has at least two entries.
+
+    The same quotient decides everywhere: by rounding, ``own > factor * median`` may differ from it."""
     place = bisect_left(ordered, own)
     count = len(ordered) - 1
     low, high = (middle + (middle >= place) for middle in ((count - 1) // 2, count // 2))
-    return (ordered[low] + ordered[high]) / 2
+    return own / ((ordered[low] + ordered[high]) / 2)
 
 
 def weights(speeds: Speeds) -> dict[GroupId, float]:
