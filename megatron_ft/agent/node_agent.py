@@ -557,9 +557,10 @@ class Agent:
         self._idles = True
 
     def _waits(self) -> bool:
-        """Return whether this host stays without ranks: it may get some, and leaving early would look like a loss."""
-        over = self._ended() or self._restarts.hopeless or self._restarts.in_vain or self._ended_elsewhere()
-        return self._idles and not over
+        """Return whether this host stays without ranks: it may get some, leaving early would look like a loss, and its exit
+        code is to be that of the run, which goes on elsewhere."""
+        nowhere = self._restarts.hopeless or self._restarts.wiped_out or self._restarts.in_vain
+        return not (nowhere or self._ended() or self._ended_elsewhere())
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

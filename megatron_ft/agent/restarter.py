@@ -105,15 +105,14 @@ class RestartManager:
         # Read after the news: a group that was dead by then has written no view since.
         self._seats = self._seats.after(self._client.newest_view(self._seats.view))
         self._known = not self._client.away
+        self._away_since = None if self._known else self._away_since or self._clock()
         if self._off:
             for signal in heard:
                 self._bury(signals.classify(signal))
             return
         if not self._known:
             self._unjudged += heard
-            self._away_since = self._away_since or self._clock()
             return
-        self._away_since = None
         unjudged, self._unjudged = self._unjudged, []
         for signal in (*unjudged, *heard):
             self._take(signal)

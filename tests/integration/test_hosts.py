@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from megatron_ft.faults import kill
 from megatron_ft.runlog import invariants
 from tests import support, warm
 from tests.stores import held_port
@@ -82,6 +83,23 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     assert sorted(lost) == ["2", "3"] and all(f"of host 1 ({socket.gethostname()}) for" in why for why in lost.values())
     about = {(line["about"], line["hosts"][1]) for line in run.events("silence")}
     assert about == {(f"{socket.gethostname()}(127.0.0.2)", 1)}
+
+
+def test_an_agent_whose_ranks_are_lost_for_good_stays_and_ends_as_the_run_does(agents):
+    """The scheduler would take an exit code other than 0 for a failure of the job, which goes on elsewhere."""
+    gate = support.Gate(agents.directory, 5)
+    agents.script = gate.script
+    for host in range(HOSTS):
+        agents.start(host)
+    run = support.Run(agents.directory / "run", agents.agents[0])
+    support.wait_for(lambda: gate.waiting(5) == GROUPS, run)
+    for group in (4, 5):
+        os.kill(kill.pid_of(run.directory, group), signal.SIGKILL)
+    support.wait_for(lambda: len(run.events("fault")) == 2, run)
+    gate.open()
+    said = {host: agents.said(host) for host in range(HOSTS)}
+    assert [agents.agents[host].returncode for host in range(HOSTS)] == [0, 0, 0], said
+    assert "no group is left" not in said[2]
 
 
 @pytest.mark.parametrize(
