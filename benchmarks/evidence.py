@@ -16,6 +16,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,15 +203,26 @@ def complete(name: str, root: Path = ROOT) -> None:
         file.write_text(json.dumps({**about, **said}, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(names: list[str]) -> int:
-    """Run the commands of these results, one after the other; return the number of those that failed."""
+def measure(names: list[str], root: Path = ROOT) -> int:
+    """Run the commands of these results, one after the other; return the number of those that failed.
+
+    A measurement that failed does not replace a result: what it wrote is in ``NAME.failed`` beside it.
+    """
     failed = []
     for name in names or list(KEPT):
         print(f"== {name}: python {KEPT[name].command}", flush=True)
-        if subprocess.run([sys.executable, *shlex.split(KEPT[name].command)], cwd=ROOT).returncode:
-            failed.append(name)
-        else:
-            complete(name)
+        file, begun = root / KEPT[name].path, time.monotonic()
+        before = file.read_bytes() if file.exists() else None
+        code = subprocess.run([sys.executable, *shlex.split(KEPT[name].command)], cwd=root).returncode
+        print(f"== {name}: {time.monotonic() - begun:.0f} s, exit code {code}", flush=True)
+        if not code:
+            complete(name, root)
+            continue
+        failed.append(name)
+        if file.exists() and file.read_bytes() != before:
+            file.replace(file.with_suffix(".failed"))
+            if before is not None:
+                file.write_bytes(before)
     print(f"failed: {' '.join(failed)}" if failed else "all are measured; read the differences before you commit them")
     return len(failed)
 

@@ -144,6 +144,15 @@ def test_a_result_of_a_command_without_a_list_of_paths_is_completed(tmp_path):
         assert (said["seeds"], said["depends_on"]) == (5, list(KEPT["explore"].depends_on)) and said["commit"]
 
 
+def test_a_measurement_that_failed_does_not_replace_the_result(tmp_path, monkeypatch):
+    file = tmp_path / "one.json"
+    file.write_text("kept")
+    (tmp_path / "one.py").write_text("import sys; open('one.json', 'w').write('broken'); sys.exit(1)")
+    monkeypatch.setitem(KEPT, "one", Kept("one.json", "one.py", ("one.py",)))
+    assert evidence.measure(["one"], tmp_path) == 1
+    assert file.read_text() == "kept" and file.with_suffix(".failed").read_text() == "broken"
+
+
 def test_an_unknown_result_cannot_be_measured():
     script = [sys.executable, str(ROOT / "benchmarks" / "evidence.py"), "measure", "speed"]
     refused = subprocess.run(script, capture_output=True, text=True)
