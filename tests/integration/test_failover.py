@@ -201,7 +201,7 @@ def test_a_spare_host_takes_the_store_over(hosts, references):
     assert all(line["t"] > moved for line in run.events("host") if line["what"] == "took over"), "it had no group"
 
 
-def test_a_stores_host_that_wakes_up_where_nothing_comes_back_ends_without_ending_the_run(hosts, references):
+def test_a_stores_host_that_wakes_up_where_nothing_comes_back_stays_without_ending_the_run(hosts, references):
     """A supervisor, and every report, takes a line of the record that says that the run has stopped for the end of the
     run."""
     run = hosts.begin(2)
@@ -211,9 +211,10 @@ def test_a_stores_host_that_wakes_up_where_nothing_comes_back_ends_without_endin
     hosts.at(run, HELD + 3, 1)
     for pid in reversed(frozen):
         os.kill(pid, signal.SIGCONT)
-    assert hosts.agents[0].wait(timeout=support.TIMEOUT_S) == RunStopped.exit_code
+    support.wait_for(lambda: [line["code"] for line in run.events("fault")] == [RunStopped.exit_code], run)
     hosts.gate.open()
     check(hosts, run, references(2), (1,))
+    assert hosts.agents[0].wait(timeout=support.TIMEOUT_S) == 0
     assert not run.events("stop")
 
 
