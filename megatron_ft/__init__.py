@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft.utils import log
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Session", "init"]
 
 log.set_up()
