@@ -115,6 +115,10 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ): "the socket's timeout is what is left of TIMEOUT_S for all of a handshake",
     ("collectives/intra_group.py", "IntraGroup._carry_out", "wait"): _INSIDE,
     ("collectives/intra_group.py", "_meet", "result"): _NEVER_BLOCKS + "the build is over, or it is given up",
+    ("worker/final_save.py", "FinalSave._shown", "join"): "it writes one key at most: `store_patience_s`",
+    ("worker/final_save.py", "FinalSave._shown.show", "while not over.wait(_LEASE_S / 8)"): _THREAD,
+    ("worker/final_save.py", "FinalSave.save", "while True"): "a writer that shows nothing "
+    "for 5 s is lost, and a rank that cannot write waits twice as long",
     ("worker/group_leader.py", "GroupLeader._drain_verdicts", "get"): _NEVER_BLOCKS + _ENTRY,
     ("collectives/p2p_channel.py", "P2PChannels._receive", "recv"): _INSIDE,
     ("collectives/p2p_channel.py", "P2PChannels.build", "settimeout(None)"): _INSIDE,

@@ -424,6 +424,7 @@ class PackedDataset:
         self.groups = groups
         self.microbatches_per_group = microbatches_per_group
         self.seed = seed
+        self.tokens_per_microbatch = samples_per_microbatch * seq_len
         self.num_samples = largest // seq_len
         dtype = np.dtype(self.meta.dtype).newbyteorder("<")
         try:

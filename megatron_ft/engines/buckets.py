@@ -246,7 +246,7 @@ class Bucketed:
         loss, norm = (loss / divisor, norm / divisor) if divisor else (nan, nan)
         self._buckets.average(max(divisor, 1), microbatches, norm, self._clipping)
         progress("update")
-        result = StepResult(step, loss, microbatches, norm, tokens)
+        result = StepResult(step, loss, microbatches, norm, tokens, self._learning_rate())
         self.repeat(result)
         return result
 
@@ -265,6 +265,13 @@ class Bucketed:
             self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches)
             manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
             self._optimize()
+
+    @abstractmethod
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that updates the parameters."""
+
+    def _learning_rate(self) -> float:
+        return float(self._torch_optimizer().param_groups[0].get("lr", 0.0))
 
     @abstractmethod
     def _optimize(self) -> None:

@@ -59,6 +59,7 @@ class StepResult:
         gradient_norm: norm over all buckets before clipping; may be inf or nan.
         tokens: number of tokens in the step with ``loss_reduction`` ``"token"``, where ``loss`` is the mean over them;
             else 0.
+        learning_rate: of the first group of the optimizer's parameters in this step; 0 for an optimizer without one.
     """
 
     step: int
@@ -66,14 +67,15 @@ class StepResult:
     microbatches: int
     gradient_norm: float
     tokens: int = 0
+    learning_rate: float = 0.0
 
     def to_json(self) -> list[Any]:
         """Return the fields in the order of the constructor's arguments."""
-        return [self.step, self.loss, self.microbatches, self.gradient_norm, self.tokens]
+        return [self.step, self.loss, self.microbatches, self.gradient_norm, self.tokens, self.learning_rate]
 
     @classmethod
     def from_json(cls, raw: Sequence[Any]) -> StepResult:
-        """Inverse of :meth:`to_json`. Checkpoints of earlier versions have no ``tokens``."""
+        """Inverse of :meth:`to_json`. Checkpoints of earlier versions have fewer fields."""
         return cls(*raw)
 
 

@@ -141,6 +141,9 @@ class TorchNativeEngine(Bucketed):
             bucket.point_gradients_at(bucket.sum_views)
         super().repeat(result)
 
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
     def _optimize(self) -> None:
         self.optimizer.step()
         if self.scheduler is not None:

@@ -69,6 +69,10 @@ _TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
 """By the name of the package that each of them needs."""
 
 
+_OF_STEPS = ("loss", "duration_s", "gradient_norm", "learning_rate")
+"""Fields of a step's line that are scalars; runs of earlier versions have only the first two."""
+
+
 def check_trackers(names: Iterable[str]) -> None:
     """Raise ``ConfigError`` for a tracker that is unknown or not installed. It is called before any process starts."""
     for name in names:
@@ -82,7 +86,12 @@ def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, flo
     """Return the step and the scalars of an event, or None. ``failures`` is the number of faults so far."""
     if event["event"] == "step":
         counts = {"live_groups": float(len(event["live"])), "failures": float(failures)}
-        return event["step"], {"loss": event["loss"], "duration_s": event["duration_s"], **counts}
+        found = {name: event[name] for name in _OF_STEPS if event.get(name) is not None}
+        if "tokens" in event and event["duration_s"]:
+            found["tokens_per_s"] = event["tokens"] / event["duration_s"]
+        return event["step"], {**found, **counts}
+    if event["event"] == "log":
+        return event["step"], {name: value for name, value in event["values"].items() if not isinstance(value, str)}
     if event["event"] == "recovery":
         return event["step"], {"stall_s": event["stall_s"], "patched_microbatches": float(event["patched"])}
     return None

@@ -36,6 +36,7 @@ _IDENTITY = {
     "recovery": "epoch",
     "step": "step",
     "stragglers": "step",
+    "log": "step",
     "survivor": "group",
     "end": "event",
 }
@@ -50,6 +51,8 @@ _FEW_GROUPS = 16
 _NUMBERED = ("view", "step")
 _HELD, _HELD_S = 1024, 5.0
 """Lines and seconds to wait for a view or a step that another file must have."""
+_RECALLED = 65536
+"""Lines of several files of which a reader recognises copies: those of the longest time that writers may be apart."""
 _STARTS, _VIEWS, _INJECTED = 8, 16, 4096
 """Entries that a summary keeps: starts of a group, views in which no step is committed yet, and injected faults."""
 _HARMLESS = ("slow", "nan", "bitflip")
@@ -127,7 +130,7 @@ class _Order:
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
-        self._seen: set[tuple[str, Any]] = set()
+        self._seen: dict[tuple[str, Any], None] = {}
         self._held: list[dict[str, Any]] = []
         self._since = 0.0
 
@@ -181,7 +184,9 @@ class _Order:
         elif event == "resume":
             self._newest.setdefault("step", line.get("step", 0) - 1)
         elif event in _IDENTITY:
-            self._seen.add(_key(line))
+            self._seen[_key(line)] = None
+            if len(self._seen) > _RECALLED:  # a script may log in every step
+                del self._seen[next(iter(self._seen))]
 
 
 def _number(line: Mapping[str, Any]) -> tuple[int, bool, int]:

@@ -9,6 +9,7 @@ any other rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,9 @@ class GroupFollower:
         """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""
         while not isinstance(self._obey(orders.Begin), orders.End):
             continue
+
+    def log(self, values: Mapping[str, float | str]) -> None:
+        """Drop what the script has logged: the leader records it."""
 
     def leave(self, why: str) -> None:
         """Note that this rank was told that its group leaves; the leader says after which step."""

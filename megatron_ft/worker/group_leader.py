@@ -145,9 +145,14 @@ class GroupLeader:
         while self._state.step == step:
             self._drain_verdicts()
             self._perform(self._next)
-        self._record.step(given(self._rank.result), time.monotonic() - started)
+        tokens = getattr(dataset, "tokens_per_microbatch", 0)
+        self._record.step(given(self._rank.result), time.monotonic() - started, tokens)
         self._executor.carry_out(orders.EndStep(given(self._record.view).epoch, self._state.step))
         return given(self._rank.result)
+
+    def log(self, values: Mapping[str, float | str]) -> None:
+        """Record what the script has logged since the last step."""
+        self._record.log(self.step - 1, values)
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""

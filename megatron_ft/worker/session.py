@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,7 @@ from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View
 from megatron_ft.worker import data_identity, progress_counters
+from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_follower import GroupFollower
 from megatron_ft.worker.group_leader import GroupLeader
 from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
@@ -138,7 +139,8 @@ class Session:
         self._dataset: Dataset | None = None
         self._datasets: list[PackedDataset] = []
         self._identified = False
-        first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
+        self._logged: dict[str, float | str] = {}
+        self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
         self._copies = peer_copies.of(env)
@@ -166,6 +168,76 @@ class Session:
                 self._rank.join(IntraGroup.build(env, agreement, lambda: bool(self._rank.lost_because)))
 
     # --- public methods -----------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all ranks of the run: ``group`` times the ranks per group, plus ``position``."""
+        return self.group * self.config.ranks_per_group + self.position
+
+    @property
+    def step(self) -> int:
+        """The next step to train; the number of steps that are committed."""
+        return self._role.step
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Numbers of the groups that have made the last step, ascending."""
+        view = self._rank.link.view or self._first
+        return () if view is None else view.live
+
+    @property
+    def is_writer(self) -> bool:
+        """True at one rank of the run: that at position 0 of the lowest living group.
+
+        Use it for what may be done again, or left out once, when that group dies, such as printing. Another group takes
+        the part over with the first step that is made without that group. Use :meth:`log` for what must be written
+        exactly once, and :meth:`save_final` for the final model.
+        """
+        return self.position == 0 and self.live[:1] == (self.group,)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Write values to the run record and to every tracker, once for the last committed step, whatever dies.
+
+        All groups call it with the values that they have; those of one living group are written. Several calls after one
+        step make one entry. Loss, gradient norm, learning rate and tokens per second are recorded without a call.
+
+        Args:
+            values: name -> number, text, or a tensor of one element.
+
+        Raises:
+            ConfigError: before the first step, or a value of another type.
+        """
+        if self.step < 1:
+            raise ConfigError("session.log before the first step: values belong to a step, so call it after train_step")
+        self._logged |= {str(name): _plain(name, value) for name, value in values.items()}
+
+    def _write_logged(self) -> None:
+        """Record what the script has logged since the last step."""
+        if self._logged:
+            self._role.log(self._logged)
+            self._logged = {}
+
+    def save_final(self, path: str | Path, write: Callable[[Path], object]) -> Path:
+        """Save the final model, after the last step: one group writes it, and another one if that group is lost.
+
+        Every rank calls it. It returns when the model is saved. What ``write`` makes gets its name only when it is
+        complete; a file or directory that has that name already is replaced.
+
+        Args:
+            path: file or directory of the model, on a file system that all groups share.
+            write: called with a temporary path beside ``path``, for instance ``model.save_pretrained``, at position 0 of
+                one group.
+
+        Raises:
+            ConfigError: the last step is not made yet.
+            CheckpointError: no group could save the model; in a group that has tried, the exception of ``write``.
+        """
+        if not 0 < self._total <= self.step:
+            raise ConfigError(
+                f"session.save_final after step {self.step} of {self._total}: call it after the loop over session.steps"
+            )
+        FinalSave(self._agreement, Path(path).absolute(), self.env.seat, self.position == 0).save(write)
+        return Path(path)
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> TorchNativeEngine:
         """Return an engine for a plain PyTorch model.
@@ -298,6 +370,7 @@ class Session:
             if self._role.step <= step:
                 raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
             step = self._role.step
+        self._write_logged()
         self._rank.close()
         with self._until_lost():
             self._role.finish()
@@ -314,6 +387,7 @@ class Session:
             RunStopped: this group was left out of the run, or fewer than ``min_groups`` are alive.
             StoreError: a recovery needed the control store, and the store did not answer for ``store_patience_s``.
         """
+        self._write_logged()
         with self._until_lost():
             if not self._identified:
                 self._identify(dataset)
@@ -481,3 +555,16 @@ class Session:
             return
         patience_s = self._settings.store_patience_s
         wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)
+
+
+def _plain(name: object, value: Any) -> float | str:
+    """Return a value of :meth:`Session.log` as a number or text. Raises ``ConfigError`` for another type."""
+    if isinstance(value, str | bool | int):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(value).__name__
+        raise ConfigError(
+            f"session.log: {name!r} is of type {kind}; values are numbers, texts or tensors of one element"
+        ) from None

@@ -7,6 +7,7 @@ Every leader makes them: its history is written only while its group is the lowe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from megatron_ft.core.detection import stragglers
@@ -35,9 +36,10 @@ class StepRecord:
         """Take the seconds per microbatch of every group that computed in the step, before it is committed."""
         self.measured = stragglers.brief(seconds, speeds, factor)
 
-    def step(self, result: StepResult, duration_s: float) -> None:
+    def step(self, result: StepResult, duration_s: float, tokens_per_microbatch: int) -> None:
         """Record a committed step; the end of the step decides when it is written."""
         view = given(self.view)
+        tokens = result.tokens or result.microbatches * tokens_per_microbatch
         self.line = {
             "step": result.step,
             "loss": result.loss,
@@ -45,9 +47,16 @@ class StepRecord:
             "epoch": view.epoch,
             "live": list(view.live),
             "duration_s": round(duration_s, 6),
+            "gradient_norm": result.gradient_norm if isfinite(result.gradient_norm) else None,
+            "learning_rate": result.learning_rate,
+            **({"tokens": tokens} if tokens else {}),
             **self.measured,
         }
         self._history.record("step", later=True, **self.line)
+
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Record what the script has logged after ``step``."""
+        self._history.record("log", later=True, step=step, values=values)
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Take another group's line of the last step before this group: its successors as writer may need it."""

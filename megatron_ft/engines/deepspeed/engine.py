@@ -59,6 +59,9 @@ class _Adapter(Bucketed, ABC):
         super().begin_step()
         self._optimizer.begin_step()
 
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer.inner
+
     def _optimize(self) -> None:
         self._optimizer.give()
         # The same call as in ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep at the end of an
