@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ft.coordination.client import CoordinationClient
-from megatron_ft.core.lifecycle.final_save_policy import Action, Claim, Waiter, look
+from megatron_ft.core.lifecycle.final_save_policy import Claim, Waiter, look
 from megatron_ft.errors import CheckpointError, StoreError
 
 _log = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ class FinalSave:
         ``write`` in this group, when no group could write it."""
         while True:
             self._waiter, action = look(self._waiter, self._is_saved(), self._newest(), time.monotonic())
-            if action is Action.DONE:
+            if action == "done":
                 if self._error is not None:
                     _log.warning(f"this group could not save {self._path}, another one has: {self._error}")
                 return
-            if action is Action.FAIL:
+            if action == "fail":
                 raise self._error or CheckpointError(f"no group could save {self._path}; see the logs of the groups")
-            if action is Action.WRITE:
+            if action == "write":
                 self._write(write)
-            elif action is Action.CLAIM:
+            elif action == "claim":
                 self._agreement.settle(f"{self._keys}/claim/{self._number + 1}", self._waiter.own)
             else:
                 time.sleep(_LOOK_EVERY_S)  # the policy ends this loop: it gives up two leases after the last claim
@@ -110,7 +110,7 @@ class FinalSave:
 def _replace(path: Path, temporary: Path) -> None:
     """Give ``temporary`` the name ``path``. An older file is replaced in one step; an older directory is moved aside."""
     if not path.is_dir():
-        os.replace(temporary, path)
+        temporary.replace(path)
         return
     aside = temporary.with_suffix(".old")
     path.rename(aside)

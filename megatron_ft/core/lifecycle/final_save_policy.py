@@ -11,7 +11,7 @@ own, and the file takes its final name in one step, so the model is whole whiche
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,9 @@ class Claim:
     failed: str = ""
 
 
-class Action(Enum):
-    """What a group does next: ``DONE``: return, the model is saved; ``CLAIM``: create the claim with the next number;
-    ``WRITE``: its own claim stands; ``WAIT``: look again; ``FAIL``: no group is left that could write."""
-
-    DONE = "done"
-    CLAIM = "claim"
-    WRITE = "write"
-    WAIT = "wait"
-    FAIL = "fail"
+Action = Literal["done", "claim", "write", "wait", "fail"]
+"""What a rank does next: ``done``: return, the model is saved; ``claim``: create the claim with the next number;
+``write``: its own claim stands; ``wait``: look again; ``fail``: no group is left that could write."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,14 @@ def look(waiter: Waiter, saved: bool, claim: Claim | None, now: float) -> tuple[
         now: time of this process's own clock, in seconds.
     """
     if saved:
-        return waiter, Action.DONE
+        return waiter, "done"
     if claim != waiter.claim:
         waiter = replace(waiter, claim=claim, since=now)
     if waiter.may_write and claim is not None and claim.owner == waiter.own:
-        return replace(waiter, may_write=False), Action.WRITE
+        return replace(waiter, may_write=False), "write"
     if claim is not None and not claim.failed and now - waiter.since < waiter.lease_s:
-        return waiter, Action.WAIT
+        return waiter, "wait"
     if waiter.may_write:
-        return waiter, Action.CLAIM
+        return waiter, "claim"
     # A rank that may write needs up to one lease to see that the owner is gone.
-    return waiter, Action.WAIT if now - waiter.since < 2 * waiter.lease_s else Action.FAIL
+    return waiter, "wait" if now - waiter.since < 2 * waiter.lease_s else "fail"
