@@ -11,7 +11,7 @@ SEED ?= 0
 # The tests start thousands of processes. Where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo pictures check test test-long test-system chaos deepspeed-kills checkpoint-kills fuzz soak lint types coverage bench
+.PHONY: help wheel test-oldest setup demo pictures check test test-long test-system chaos deepspeed-kills checkpoint-kills fuzz soak lint types coverage bench
 .PHONY: evidence storage-outage evidence-status host-losses clean
 .DEFAULT_GOAL := help
 
@@ -20,7 +20,7 @@ help:
 	@echo 'Variables: PYTHON=$(PYTHON) (3.11 or newer)  TORCH="$(TORCH)" (e.g. TORCH="torch --index-url ..." or a wheel of yours)'
 
 # torch goes first, so that nothing else can pull in another build of it; one that is installed already is kept.
-$(VENV)/.ready: setup.py
+$(VENV)/.ready: pyproject.toml setup.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; set PYTHON=... to a Python 3.11 or newer"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
@@ -40,6 +40,11 @@ pictures: demo
 	cp $(RUN)/history.jsonl docs/images/demo/history.jsonl
 	cp $(RUN)/timeline.png docs/images/demo-timeline.png
 	cp $(RUN)/loss.png docs/images/demo-loss.png
+
+# make wheel  the package as a wheel, in dist/
+wheel: setup
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -rf build
 
 # make lint   ruff: rules and format
 lint: setup
@@ -62,6 +67,17 @@ coverage: setup
 
 test: setup lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/system --durations=30
+
+# make test-oldest  what calls torch, with the oldest one that is supported, in an environment of its own
+OLDEST := torch==2.9.1
+.venv-oldest/.ready: pyproject.toml setup.py
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -c 'import torch' 2>/dev/null || .venv-oldest/bin/pip install --quiet $(OLDEST)
+	.venv-oldest/bin/pip install --quiet --editable '.[data,train]' 'hypothesis>=6.100' 'pytest>=8.0' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'safetensors>=0.5'
+	@touch $@
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not long' $$(grep -l 'import torch' tests/unit/*.py) tests/integration/test_kill.py
 
 # make test-long  further cases of what make test and make test-system show in fewer
 test-long: setup
@@ -130,4 +146,4 @@ evidence-status: setup
 
 # make clean  delete environment, data and runs
 clean:
-	rm -rf $(VENV) data runs build *.egg-info
+	rm -rf $(VENV) .venv-oldest data runs build *.egg-info

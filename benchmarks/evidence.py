@@ -67,6 +67,7 @@ KEPT = dict([
     _result("hogs", "benchmarks/recovery.py --hogs 5 --alone", "benchmarks/recovery_hogs.py", *RUN),
     _result("rejoin", "benchmarks/rejoin.py --trials 5", "benchmarks/rejoin_torchft.py", *MODEL, *RUN),
     _result("goodput", "benchmarks/goodput.py --trials 5", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
+    _result("policies", "benchmarks/policies.py", "benchmarks/goodput.py", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
     _result("scale", "benchmarks/scale.py", "benchmarks/scale_standins.py", *STEP),
     _result("own_etcd", "benchmarks/own_etcd.py",
             *_paths("agent coordination/store core/lifecycle/etcd_membership.py")),

@@ -141,42 +141,38 @@ def result(microbatches: int, seconds: float, loss: float, struck: list[dict]) -
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
-    """Make one run of ours under the policy of that name."""
-    run_dir, config, evaluated = directory / "run", directory / "config.json", directory / "loss"
-    section = {"rejoin": {"restarts_per_hour": 1000}, "detector": {"straggler_factor": 0}}
-    if name.startswith("restart"):
-        saved = {"directory": str(directory / "saved"), "period_s": float(name.partition("_")[2])}
-        section |= {"policy": "restart", "checkpoint": saved}
-    elif name == "drop":
-        section["policy"] = name
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": PER_GROUP}
+def play(
+    directory: Path,
+    section: dict,
+    groups: int,
+    per_group: int,
+    script: str,
+    steps: int,
+    trace: list[tuple[float, int]],
+) -> tuple[list[dict], float]:
+    """Launch ``script`` with that section, in ``directory/run``, and kill groups as the trace says until the run has ended;
+    the script writes the final loss to ``directory/loss``. Return the kills, and the time of the first step."""
+    run_dir, config = directory / "run", directory / "config.json"
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": per_group}
     config.write_text(json.dumps({**batch, "fault_tolerance": section}))
     log = config.with_suffix(".log")
     with log.open("w") as output:
         options = {"cwd": common.ROOT, "env": common.environment(), "stdout": output, "stderr": subprocess.STDOUT}
-        command = common.launch(GROUPS, config, run_dir, __file__, "--", "train", steps, evaluated)
+        command = common.launch(groups, config, run_dir, script, "--", "train", steps, directory / "loss")
         agent = subprocess.Popen(command, **options)
-    committed: dict[int, dict] = {}
     watched = history.Watched(run_dir)
-
-    def look() -> dict[int, dict]:
-        for line in history.read(run_dir):
-            if line["event"] == "step":
-                committed.setdefault(line["step"], line)
-        return committed
 
     def over() -> bool:
         if agent.poll():
-            raise RuntimeError(f"{name} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
+            raise RuntimeError(f"{section} ended with {agent.returncode}\n{log.read_text()[-3000:]}")
         # A group that is killed after the last step, while its script writes the loss, is no loss of training.
         return agent.poll() is not None or watched.poll().ended
 
     try:
-        while not look():
+        while not (begun := common.of(history.read(run_dir), "step")):
             over()
             time.sleep(0.02)
-        first = min(line["t"] for line in committed.values())
+        first = min(line["t"] for line in begun)
         struck = strike(trace, first, over, lambda group: _kill(run_dir, group))
         agent.wait(60)
         over()
@@ -184,12 +180,25 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
         if agent.poll() is None:
             agent.terminate()
             agent.wait()
+    return struck, first
+
+
+def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]]) -> dict:
+    """Make one run of ours under the policy of that name."""
+    section = {"rejoin": {"restarts_per_hour": 1000}, "detector": {"straggler_factor": 0}}
+    if name.startswith("restart"):
+        saved = {"directory": str(directory / "saved"), "period_s": float(name.partition("_")[2])}
+        section |= {"policy": "restart", "checkpoint": saved}
+    elif name == "drop":
+        section["policy"] = name
+    struck, first = play(directory, section, GROUPS, PER_GROUP, __file__, steps, trace)
+    run_dir = directory / "run"
     # Steps that were repeated after a restart are counted once, by their last end.
     starts = [*sorted((run_dir / "earlier").glob("*")), run_dir]
     lines = [line for start in starts for line in common.of(history.read(start), "step")]
     last = {line["step"]: line for line in lines}
     count = sum(line["microbatches"] for step, line in last.items() if step > 0)
-    return result(count, last[steps - 1]["t"] - first, float(evaluated.read_text()), struck)
+    return result(count, last[steps - 1]["t"] - first, float((directory / "loss").read_text()), struck)
 
 
 def _kill(run_dir: Path, group: int) -> bool:
@@ -200,10 +209,11 @@ def _kill(run_dir: Path, group: int) -> bool:
     return True
 
 
-def train(steps: int, evaluated: Path) -> None:
+def train(steps: int, evaluated: Path, megabytes: int = MEGABYTES) -> None:
+    """Train one group, and write the final model's loss."""
     import torch
 
-    model = recovery_model.train(steps, MEGABYTES, partial(torch.optim.Adam, lr=RATE))
+    model = recovery_model.train(steps, megabytes, partial(torch.optim.Adam, lr=RATE))
     part = evaluated.with_suffix(f".{os.getpid()}")
     part.write_text(str(goodput_torchft.evaluate(model)))
     part.replace(evaluated)

@@ -1,7 +1,9 @@
 """The model of ``recovery.py``, the same for both systems: as many MB of gradients as asked for, hardly any computing.
 
-With ``BENCHMARK_COMPUTE=gpt`` in the environment (``goodput.py`` and ``rejoin.py`` set it) it is a small GPT
-instead, which computes and does not sleep. Its text follows a rule with noise, so that there is something to learn.
+With ``BENCHMARK_MICROBATCH_S`` a microbatch also sleeps for so long, as on a device of its own (``policies.py``). With
+``BENCHMARK_COMPUTE=gpt`` in the environment (``goodput.py`` and ``rejoin.py`` set it) it is a small GPT instead, which
+computes; with ``small_gpt`` one of width 64, of any number of MB. Its text follows a rule with noise, so that there is
+something to learn.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from torch import nn
 
 WIDTH = 512  # a square layer of this width has 1 MiB of fp32 gradients
 LEARNING_RATE = 1e-3
-COMPUTE = "BENCHMARK_COMPUTE"
+COMPUTE, PACE = "BENCHMARK_COMPUTE", "BENCHMARK_MICROBATCH_S"
 _VOCABULARY, _LENGTH = 512, 64
 
 
 def _is_gpt() -> bool:
-    return os.environ.get(COMPUTE) == "gpt"
+    return os.environ.get(COMPUTE) in ("gpt", "small_gpt")
 
 
 def _gpt(megabytes: int) -> nn.Module:
@@ -31,6 +33,8 @@ def _gpt(megabytes: int) -> nn.Module:
 
     width = 256 if megabytes < 64 else 1024
     layers = max(1, round(megabytes * 2**20 / 4 / (12 * width**2)))
+    if os.environ[COMPUTE] == "small_gpt":
+        width, layers = 64, 2
     return GPT(GPTConfig(_VOCABULARY, layers=layers, width=width, heads=4, seq_len=_LENGTH, dropout=0.0))
 
 
@@ -61,6 +65,8 @@ def batch(*number: int, samples: int = 1) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    if pace := os.environ.get(PACE):
+        time.sleep(float(pace))
     if _is_gpt():
         return nn.functional.cross_entropy(model(inputs[:, :-1]).flatten(0, 1), inputs[:, 1:].flatten())
     return (model(inputs) - inputs).square().mean()

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import torch only when a training script asks for a public name: the command line works without it."""
     if name in __all__:
-        from megatron_ft.worker import session
+        from megatron_ft.utils import extras, torch_private
 
+        with extras.needed():
+            torch_private.check()
+            from megatron_ft.worker import session
         return getattr(session, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ft import __version__
 from megatron_ft.errors import FTError
+from megatron_ft.utils import extras
 from megatron_ft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -24,12 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code."""
     # Before torch is imported: it would log the retries of its sockets.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     from megatron_ft.utils import file_descriptors
 
     file_descriptors.raise_descriptors()  # child processes inherit the limit: agents, ranks, keepers
     try:
-        return options.run(options)
+        with extras.needed():
+            return options.run(options)
     except FTError as error:
         print(printable(f"megatron-ft {options.command}: {error}"), file=sys.stderr)
         return error.exit_code
@@ -55,25 +57,202 @@ def run_and_exit() -> NoReturn:
     os._exit(code)
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        script = getattr(options, "script", None)
+        hint = "" if script is None else f"; arguments of the script come after --: {script} -- {' '.join(unknown)}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options
+
+
+_COMMANDS = """\
+examples:
+  megatron-ft doctor                 check this machine
+  megatron-ft examples --copy ft     documents, training scripts, sbatch files
+  megatron-ft launch --groups 4 --run-dir runs/a train.py -- --steps 100
+  megatron-ft status runs/a          where the run stands
+  megatron-ft COMMAND --help         options, examples and exit codes of it"""
+_OTHER_CODES = "exit codes: 0 done; 1 failed; 2 refused: options, files, or a library that is missing"
+_RUN_CODES = """\
+exit codes:
+  0      all steps are done, and with checkpoints the one after the last step is complete
+  1      the script raised an exception, or ended before its steps did
+  2      refused before the start: options, config, data, or a run directory that another run has
+  3      the run stopped by itself: fewer than min_groups groups are left, say
+  4      the control store is gone
+  5      the last group that was left has left in order
+  7      no group is left, or too few for the policy (a wipe-out): start again
+  8      all steps are done, but the last checkpoint or the script's end was not
+  10     an invariant is broken: the groups' states differ, say; start again from a checkpoint
+  128+n  stopped before the last step by signal n"""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-ft", description="Fault-tolerant LLM pre-training.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-ft",
+        description="Fault-tolerant LLM pre-training: when ranks die,\nthe interrupted step is kept and training goes on.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_plan(commands.add_parser("plan", help="recommend a policy, redundancy and checkpoint period for a cluster"))
-    _add_simulate(commands.add_parser("simulate", help="simulate a whole training run with failures for each policy"))
-    _add_prepare(commands.add_parser("prepare", help="tokenise text into a dataset of packed samples"))
-    _add_launch(commands.add_parser("launch", help="start a fault-tolerant run on this node"))
-    _add_join(commands.add_parser("join", help="add groups to a live run, or a spare host, from this node"))
-    _add_leave(commands.add_parser("leave", help="have a group of a live run leave in order, for maintenance"))
-    _add_stop(commands.add_parser("stop", help="tell a live run to save and to end"))
-    _add_supervise(
-        commands.add_parser("supervise", help="in a Slurm job: launch on all nodes, and replace agents that end")
+
+    def command(name: str, text: str, *examples: str, codes: str = _OTHER_CODES) -> argparse.ArgumentParser:
+        """``text``: what the command does. ``examples``: arguments of example calls."""
+        lines = ["examples:", *(f"  megatron-ft {name} {example}" for example in examples), "", codes]
+        return commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog="\n".join(lines),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    _add_plan(
+        command(
+            "plan",
+            "recommend a policy, redundancy and checkpoint period for a cluster",
+            "--preset llama3-16k",
+            "--gpus 1024 --gpus-per-group 32 --node-mtbf-hours 6000 --step-s 8",
+            "--measured runs/a --gpus 1024 --out ft.json",
+        )
     )
-    _add_burn_in(commands.add_parser("burn-in", help="in a Slurm job: a run with injected faults, and a verdict"))
-    _add_inject(commands.add_parser("inject", help="inject faults of a schedule, or drawn ones, into a live run"))
-    _add_report(commands.add_parser("report", help="show tables and pictures of a run"))
-    _add_doctor(commands.add_parser("doctor", help="check this machine, or all hosts of a run, before training"))
+    _add_simulate(
+        command(
+            "simulate",
+            "simulate a whole training run with failures for each policy",
+            "--preset llama3-16k --trials 5",
+            "--preset lab-64 --policy stacked_quota,restart --trace failures.csv",
+        )
+    )
+    _add_prepare(
+        command(
+            "prepare",
+            "tokenise text into a dataset of packed samples",
+            "--out data/sotu",
+            "--out data/mine --text books.jsonl web.parquet --vocab-size 32000",
+        )
+    )
+    _add_launch(
+        command(
+            "launch",
+            "start a fault-tolerant run on this node",
+            "--groups 4 --run-dir runs/a train.py -- --steps 100",
+            "--groups 8 --config ds_config.json --ssh --hostfile hosts --port 29500 --run-dir /shared/a train.py",
+            codes=_RUN_CODES,
+        )
+    )
+    _add_join(
+        command(
+            "join",
+            "add groups to a live run, or a spare host, from this node",
+            "/shared/a --groups 2",
+            "/shared/a --spare",
+            codes=_RUN_CODES,
+        )
+    )
+    _add_leave(
+        command("leave", "have a group of a live run leave in order, for maintenance", '/shared/a 3 --why "new disk"')
+    )
+    _add_stop(command("stop", "tell a live run to save and to end", '/shared/a --why "maintenance"'))
+    _add_supervise(
+        command(
+            "supervise",
+            "in a Slurm job: launch on all nodes, and replace agents that end",
+            "launch --groups 8 --spare-hosts 1 --run-dir /shared/a train.py -- --steps 1000",
+            codes=f"{_RUN_CODES}\n  75     the job is queued again, and the run goes on in it",
+        )
+    )
+    _add_burn_in(
+        command(
+            "burn-in",
+            "in a Slurm job: a run with injected faults, and a verdict",
+            "--faults 8 launch --groups 8 --run-dir /shared/a train.py -- --steps 1000",
+        )
+    )
+    _add_inject(
+        command(
+            "inject",
+            "inject faults of a schedule, or drawn ones, into a live run",
+            "runs/a faults.yaml",
+            "runs/a --mix 5 --every-s 20",
+            "faults.yaml --dry-run --groups 4",
+        )
+    )
+    _add_report(
+        command(
+            "report", "show tables and pictures of a run", "runs/a", "runs/a --reference runs/clean", "runs/a --json"
+        )
+    )
+    _add_status(command("status", "show where a run stands; on a terminal until it ends", "runs/a", "runs/a --once"))
+    _add_checkpoint(
+        command(
+            "checkpoint",
+            "list, check or export the checkpoints of a run",
+            "list runs/a/checkpoints",
+            "export runs/a/checkpoints --format hf --out model",
+        )
+    )
+    _add_doctor(
+        command(
+            "doctor", "check this machine, or all hosts of a run, before training", "", "--hosts 4 --directory /shared"
+        )
+    )
+    _add_examples(
+        command("examples", "list the example scripts, sbatch files and documents, or copy them", "", "--copy ft")
+    )
+    _add_completion(
+        command(
+            "completion",
+            "print a shell's tab completion of this command",
+            "bash > ~/.local/share/bash-completion/completions/megatron-ft",
+            'zsh > "${fpath[1]}/_megatron-ft"',
+        )
+    )
     return parser
+
+
+def _add_examples(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--copy", type=Path, metavar="DIR", help="write all of them into this new directory")
+    parser.set_defaults(run=_examples)
+
+
+def _examples(options: argparse.Namespace) -> int:
+    from megatron_ft.utils import shipped_files
+
+    if options.copy is None:
+        print(shipped_files.listed())
+    else:
+        shipped_files.copy(options.copy)
+        print(f"{options.copy} has {', '.join(shipped_files.NAMES)}; read {options.copy}/examples/README.md first")
+    return 0
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell")
+    parser.set_defaults(run=_completion)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    parser = _parser()
+    for action in _actions(parser):
+        if action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # how shtab is told
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """All options and arguments, those of commands included."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +261,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw time-to-train over r and over cluster size")
-    parser.add_argument("--out", type=Path, metavar="JSON", help="write the fault_tolerance section to this file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the time that failures cost over cluster size")
+    parser.add_argument(
+        "--out", type=Path, metavar="JSON", help="write the fault_tolerance section, with all that is recommended"
+    )
     parser.set_defaults(run=_plan)
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
-    parser.add_argument("--file", type=Path, help="YAML or JSON file with the values below; keys have underscores")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="YAML or JSON file with the values below; keys have underscores"
+    )
     parser.add_argument(
         "--measured", type=Path, metavar="RUN_DIR", help="take times and failure rate from the record of this run"
     )
@@ -111,12 +294,14 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
         ("link-latency-us", "latency in microseconds (default: 0),"),
         ("allreduce-algorithm", "and ring or tree (default: ring)"),
         ("microbatches", "number of microbatches of a group in a step (default: 16)"),
-        ("steps", "number of steps (default: 10000)"),
+        ("steps", "number of steps of the whole run; the checkpoint period depends on it"),
         ("restart-s", "time to restart the whole job"),
         ("checkpoint-s", "time for which a checkpoint stops training"),
         ("detection-s", "time until a failure is detected (default: 5)"),
         ("reconfigure-s", "time from there until the survivors continue (default: 2)"),
         ("rejoin-s", "time until a lost group is back, or none (default: 900)"),
+        ("job-mtbf-hours", "time between failures that end the whole job: fabric, file system (default: none)"),
+        ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
         ("price-per-gpu-hour", "price in any currency, to show the cost"),
     ):
         values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
@@ -193,7 +378,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="directory of the prepared dataset")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the prepared dataset")
     parser.add_argument(
         "--text",
         type=Path,
@@ -201,7 +386,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="txt, jsonl or parquet files (default: State of the Union addresses)",
     )
-    parser.add_argument("--vocab-size", type=int, default=4096, help="number of token ids (default: 4096)")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="number of token ids (default: 4096)")
     parser.set_defaults(run=_prepare)
 
 
@@ -213,15 +398,23 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--groups", type=int, required=True, help="number of groups at the start (N)")
+    parser.add_argument("--groups", type=int, required=True, metavar="N", help="number of groups at the start (N)")
     parser.add_argument(
         "--ranks-per-group",
         type=int,
+        metavar="M",
         help="number of ranks of a group (default: pipeline stages x slices of the config)",
     )
-    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed-style JSON file")
-    parser.add_argument("--run-dir", type=Path, required=True, help="directory of the run record")
-    parser.add_argument("--port", type=int, default=0, help="port of the control store (default: a free one)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="DeepSpeed-style JSON file (default: all settings have their defaults)",
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="directory of the run record")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="P", help="port of the control store (default: a free one)"
+    )
     hosts = parser.add_argument_group("several hosts", "the same command on each of them, with its own --host-rank")
     hosts.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: 1)")
     hosts.add_argument(
@@ -269,12 +462,22 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="rack or switch of each group, unless the config has them",
     )
-    parser.add_argument("--track", type=_names, default=(), help="tensorboard, wandb or both (pip extra 'track')")
+    parser.add_argument(
+        "--track", type=_names, default=(), metavar="NAMES", help="tensorboard, wandb or both (pip extra 'track')"
+    )
+    parser.add_argument(
+        "--tee",
+        type=_tee,
+        default="0",
+        metavar="RANK",
+        help="show what this rank writes; or all, or none (default: 0). Each rank's output is in RUN_DIR/logs",
+    )
     parser.add_argument("--overwrite", action="store_true", help="delete the run in the run directory")
     parser.add_argument("--private", action="store_true", help="no other user may read the run directory (mode 0700)")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),
+        metavar="WHEN",
         default="auto",
         help="auto: continue from the newest checkpoint, if there is one; never: refuse to start if there is one",
     )
@@ -403,7 +606,8 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         ),
         forks,
     )
-    with follow.shown(options.groups, options.run_dir):
+    tee = options.tee if not options.host_rank else follow.NONE  # one host shows what one of all ranks writes
+    with follow.shown(options.groups, options.run_dir, run.ranks_per_group, tee):
         return agent.run()
 
 
@@ -444,9 +648,9 @@ def _inject(options: argparse.Namespace) -> int:
 def _add_leave(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="of the run")
     parser.add_argument("group", type=int, help="its number")
-    parser.add_argument("--why", default="asked by megatron-ft leave", help="for the record")
+    parser.add_argument("--why", default="asked by megatron-ft leave", metavar="TEXT", help="for the record")
     parser.add_argument(
-        "--patience-s", type=float, default=600.0, help="how long its answer is waited for (default: 600)"
+        "--patience-s", type=float, default=600.0, metavar="S", help="how long its answer is waited for (default: 600)"
     )
     parser.set_defaults(run=_leave)
 
@@ -460,7 +664,7 @@ def _leave(options: argparse.Namespace) -> int:
 
 def _add_stop(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="of the run")
-    parser.add_argument("--why", default="asked by megatron-ft stop", help="for the record")
+    parser.add_argument("--why", default="asked by megatron-ft stop", metavar="TEXT", help="for the record")
     parser.set_defaults(run=_stop)
 
 
@@ -558,8 +762,11 @@ def _burn_in(options: argparse.Namespace) -> int:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="run directory")
-    parser.add_argument("--reference", type=Path, help="run directory of a failure-free run, for comparison")
+    parser.add_argument(
+        "--reference", type=Path, metavar="RUN_DIR", help="run directory of a failure-free run, for comparison"
+    )
     parser.add_argument("--slurm", action="store_true", help="also print the job's records from sacct or scontrol")
+    parser.add_argument("--json", action="store_true", help="print the facts of the run as JSON, and nothing else")
     parser.set_defaults(run=_report)
 
 
@@ -568,6 +775,50 @@ def _report(options: argparse.Namespace) -> int:
     from megatron_ft.report import report_command
 
     return report_command.run(options, slurm.described)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="run directory")
+    parser.add_argument("--once", action="store_true", help="on a terminal, too, show it once")
+    parser.set_defaults(run=_status)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from megatron_ft.report import status_command
+
+    return status_command.run(options)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for what, text in (
+        ("list", "show the checkpoints in a directory, the newest first"),
+        ("verify", "read all files of the complete checkpoints and compare their checksums"),
+        ("export", "write the model of the newest complete checkpoint for other programs"),
+    ):
+        kind = kinds.add_parser(what, help=text, description=text)
+        kind.add_argument("directory", type=Path, help="checkpoint.directory of the run")
+        kind.set_defaults(run=_checkpoint)
+        if what != "list":
+            kind.add_argument(
+                "--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)"
+            )
+        if what == "export":
+            kind.add_argument(
+                "--format",
+                choices=("torch", "hf"),
+                required=True,
+                metavar="FORMAT",
+                help="torch: a file for torch.load; hf: a directory with model.safetensors and config.json",
+            )
+            kind.add_argument("--out", type=Path, required=True, metavar="PATH", help="the new file or directory")
+            kind.add_argument("--names", type=Path, metavar="JSON", help="file with old beginning of a name: new one")
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from megatron_ft.report import checkpoint_command
+
+    return checkpoint_command.run(options)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -580,7 +831,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("--host-rank", type=int, metavar="K", help="number of this host, from 0")
     hosts.add_argument("--store", metavar="HOST:PORT", help="address of host 0 and a free port there")
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="instead of these three: lines NAME; needs --port")
-    hosts.add_argument("--port", type=int, default=0, help="with --hostfile: a free port of its first host")
+    hosts.add_argument(
+        "--port", type=int, default=0, metavar="P", help="with --hostfile: a free port of its first host"
+    )
     hosts.add_argument("--directory", type=Path, metavar="DIR", help="test this directory, which all hosts share")
     hosts.add_argument(
         "--job-id", metavar="ID", help="instead of --store: a new name, the same on all hosts; needs --directory"
@@ -607,6 +860,12 @@ def _doctor(options: argparse.Namespace) -> int:
     if where is None:
         return run_doctor(console(), as_json=options.json, directory=options.directory)
     return hosts_check.run_together(where, console(), options.json, options.factor)
+
+
+def _tee(text: str) -> str:
+    if text not in ("all", "none") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank; give one, all or none")
+    return text
 
 
 def _names(text: str) -> tuple[str, ...]:

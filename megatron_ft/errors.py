@@ -45,6 +45,12 @@ class RunStopped(FTError):
     exit_code = 3
 
 
+class WipedOut(RunStopped):
+    """The living groups cannot finish the step under the run's policy: the job goes on from its newest checkpoint."""
+
+    exit_code = 7
+
+
 class StartOver(RunStopped):
     """This group came back and cannot go on from the state it has received; ``launch`` starts it again."""
 
@@ -70,5 +76,6 @@ NOT_SAVED = 8
 """Exit code of the launcher when all steps are done, but the checkpoint after the last step was not written, or the
 script failed or was stopped after them, for example while it wrote its final model: an exception, an exit code, a
 signal, also one to the launcher."""
-WIPED_OUT = 7
-"""Exit code of the launcher when no group is left, and the last was taken down from outside: the job can start again."""
+WIPED_OUT = WipedOut.exit_code
+"""Exit code of the launcher when the job can start again: no group is left, and the last was taken down from outside, or
+those that are left cannot go on under the run's policy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 GroupId = int
@@ -45,6 +45,8 @@ class Microbatch(NamedTuple):
 
 Assignment = Mapping[GroupId, tuple[Microbatch, ...]]
 """Group -> the microbatches of one step that it computes *and contributes*."""
+Part = tuple[Microbatch, ...]
+"""Standby work: microbatches that another group contributes. They are promoted together or not at all."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,50 @@ class Plan:
         step: the step.
         assignment: the microbatches of each group.
         reason: why the assignment looks like this, for people.
-        patched: microbatches that were reassigned after the step began, because the group that had them was lost.
+        patched: microbatches that some group has to compute anew, because the group that had them was lost in the step.
+        standby: group -> the parts that it computes and keeps apart from its own gradient. Numbered from 1 in this
+            order, the same during the whole step. Parts of two groups are equal or have no microbatch in common.
+        facts: figures of the policy about this plan, for the run record.
+        wipe_out: the reason why no plan is possible, so that the run has to go back to its checkpoint; else empty.
     """
 
     step: int
     assignment: Assignment
     reason: str
     patched: frozenset[Microbatch] = frozenset()
+    standby: Mapping[GroupId, tuple[Part, ...]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    wipe_out: str = ""
 
     def of(self, group: GroupId) -> tuple[Microbatch, ...]:
         return self.assignment.get(group, ())
+
+    def without_standby_of(self, lost: Collection[GroupId]) -> Plan:
+        """Return the plan without the standby work of lost groups; a new start of one has none in this step."""
+        if not self.standby.keys() & set(lost):
+            return self
+        return replace(self, standby={group: parts for group, parts in self.standby.items() if group not in lost})
+
+    @property
+    def standing_in(self) -> frozenset[Microbatch]:
+        """The microbatches of standby parts that are contributed, because their contributors were lost."""
+        return frozenset(m for group in self.standby for m in self.of(group) if self.part(group, m))
+
+    def promoted(self, group: GroupId) -> tuple[int, ...]:
+        """Return the numbers of the group's standby parts that it contributes, because their contributor was lost."""
+        parts = self.standby.get(group, ())
+        own = set(self.of(group)) if parts else ()
+        return tuple(number for number, part in enumerate(parts, start=1) if part[0] in own)
+
+    def standby_of(self, group: GroupId) -> tuple[Microbatch, ...]:
+        """Return the microbatches that the group computes and does not contribute."""
+        parts, promoted = self.standby.get(group, ()), self.promoted(group)
+        return tuple(m for number, part in enumerate(parts, start=1) if number not in promoted for m in part)
+
+    def part(self, group: GroupId, microbatch: Microbatch) -> int:
+        """Return the number of the group's standby part with ``microbatch``; 0: its gradient is added to the group's own."""
+        parts = self.standby.get(group, ())
+        return next((number for number, part in enumerate(parts, start=1) if microbatch in part), 0)
 
 
 @dataclass(frozen=True)
@@ -111,21 +147,35 @@ class PlanOrigin:
     Attributes:
         live: the membership that the plan was made for.
         changes: (lost, joined) of every view since.
+        past: for a policy whose plans depend on them, the losses of earlier steps since a group joined or the run began:
+            for each step with losses, the groups that each of its views left out.
     """
 
     live: tuple[GroupId, ...]
     changes: tuple[tuple[tuple[GroupId, ...], tuple[GroupId, ...]], ...] = ()
+    past: tuple[tuple[tuple[GroupId, ...], ...], ...] = ()
 
     def after(self, lost: Collection[GroupId], joined: Collection[GroupId]) -> PlanOrigin:
         change = (tuple(sorted(lost)), tuple(sorted(joined)))
-        return PlanOrigin(self.live, (*self.changes, change)) if any(change) else self
+        return replace(self, changes=(*self.changes, change)) if any(change) else self
+
+    def following(self, live: tuple[GroupId, ...], remembers: bool) -> PlanOrigin:
+        """Return the origin of the next step, which ``live`` begin. ``remembers``: the policy depends on the past."""
+        if not remembers or any(joined for _, joined in self.changes):
+            return PlanOrigin(live)
+        losses = tuple(lost for lost, _ in self.changes)
+        return PlanOrigin(live, past=(*self.past, losses) if losses else self.past)
 
     def to_json(self) -> list[Any]:
-        return [list(self.live), [[list(lost), list(joined)] for lost, joined in self.changes]]
+        changes = [[list(lost), list(joined)] for lost, joined in self.changes]
+        past = [[list(lost) for lost in losses] for losses in self.past]
+        return [list(self.live), changes, *([past] if past else [])]
 
     @classmethod
     def from_json(cls, raw: list[Any]) -> PlanOrigin:
-        return cls(groups_of(raw[0]), tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1]))
+        changes = tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1])
+        past = tuple(tuple(map(tuple, losses)) for losses in (raw[2] if len(raw) > 2 else ()))
+        return cls(groups_of(raw[0]), changes, past)
 
 
 @dataclass(frozen=True)
@@ -195,10 +245,10 @@ class View:
     def to_wire(self) -> dict[str, Any]:
         """Return a short form for the control store: every group reads it, and it may name thousands of groups."""
         raw = self.to_json()
-        began, changes = raw["begun"]
+        began, *since = raw["begun"]
         told = [[*said, spans(groups)] for *said, groups in raw["reports"]]
         missing = {bucket: spans(groups) for bucket, groups in raw["missing"].items()}
-        some = {"live": spans(raw["live"]), "behind": spans(raw["behind"]), "begun": [spans(began), changes]}
+        some = {"live": spans(raw["live"]), "behind": spans(raw["behind"]), "begun": [spans(began), *since]}
         return {**raw, **some, "missing": missing, "reports": told}
 
     @classmethod
@@ -284,6 +334,10 @@ def rank_name(position: int, pid: int, host: str, host_rank: int | None = None) 
     """Return a rank with its process as the subject of a sentence; ``host`` and ``host_rank`` as for :func:`host_name`."""
     where = place_name(host, host_rank)
     return f"rank {position} on {where} (pid {pid})" if host_rank is None else f"rank {position} on {where}, pid {pid},"
+
+
+CUT_OFF = "cut off: "
+"""Begins the reason why a group was left out whose host the others do not reach."""
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,12 @@ from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import store
 from megatron_ft.coordination.store import NOTICES, ControlStore
 from megatron_ft.core.protocol import signals
+from megatron_ft.data.order import BatchSchedule
 from megatron_ft.doctor import bandwidth
 from megatron_ft.doctor.hosts_check import Hub
 from megatron_ft.doctor.meeting import MEET, Meeting
 from megatron_ft.utils import heap
+from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.rejoin import state_receiver
 from megatron_ft.worker.rejoin.state_sender import StateSender
 
@@ -211,7 +213,7 @@ class _Engine:
 def _donor(member: bool) -> Iterator[Target]:
     places: queue.SimpleQueue = queue.SimpleQueue()
     env = RankEnvironment("run", 0, 0, "", HERE, Path(), RunConfig(groups=2), secret=SECRET)
-    donor = StateSender(env, _Engine(), None, lambda: 7, places.put)
+    donor = StateSender(env, _Engine(), None, Registered(BatchSchedule(1)), lambda: 7, places.put)
     address = tuple(places.get()[:2])
     asked = {"at": -5, "part": 0, "parts": 1}
 
@@ -389,17 +391,17 @@ def fuzz(name: str, inputs: int, seed: int = 0) -> Outcome:
             served = target.serves()
             seconds = time.monotonic() - begun
             deadline = begun + seconds + WAIT_S
-            while True:  # the threads of the last connections end
+            while True:  # the threads of the last connections end, and give their buffers back
                 more = [new - old for new, old in zip(_descriptors_and_threads(), few, strict=True)]
-                if max(more) <= MOST_MORE or time.monotonic() > deadline:
-                    break
+                held, grown = (new - old for new, old in zip(_memory(), before, strict=True))
+                outcome = Outcome(inputs, round(seconds, 2), held, grown, *more, served, tuple(exceptions))
+                if outcome.good or time.monotonic() > deadline:
+                    return outcome
                 time.sleep(0.05)
-            held, grown = (new - old for new, old in zip(_memory(), before, strict=True))
     finally:
         tracemalloc.stop()
         logging.disable(logging.NOTSET)
         threading.excepthook = hook
-    return Outcome(inputs, round(seconds, 2), held, grown, *more, served, tuple(exceptions))
 
 
 def _give(target: Target, rng: random.Random, number: int) -> None:

@@ -73,9 +73,14 @@ class Run:
         """Strike as :meth:`strike` does, once all groups have got to the step of the first hold. The frozen group may
         be the first there: the others could lose it in the step before, and make that step without it."""
         await_held(self, holds[0].group, holds[0].position)
-        for group in range(self.groups):
+        for group in self.live:
             wait_for(lambda group=group: group == holds[0].group or committed(self, group) >= holds[0].step - 1, self)
         return self.strike(*holds)
+
+    @property
+    def live(self) -> list[int]:
+        """The groups of the newest view."""
+        return (self.events("view") or [{"live": range(self.groups)}])[-1]["live"]
 
     def finish(self) -> str:
         """Wait for the end; return what the launcher printed."""

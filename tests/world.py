@@ -50,6 +50,7 @@ class Group:
     state: GroupState
     action: machine.Action
     local: list[set[Microbatch]]
+    parts: dict[int, list[set[Microbatch]]] = field(default_factory=dict)  # standby parts that are not contributed
     reduced: dict[int, Bucket] = field(default_factory=dict)
     done: list[tuple[Bucket, ...]] = field(default_factory=list)
     measured: dict[GroupId, float] = field(default_factory=dict)  # what came with bucket 0
@@ -485,10 +486,12 @@ class World:
         if action.microbatch == self.poison:
             self.kill(me, computing=self.poison)
             return True
-        for bucket in group.local:
+        part = group.state.plan.part(me, action.microbatch)
+        for bucket in group.parts.setdefault(part, [set() for _ in group.local]) if part else group.local:
             assert action.microbatch not in bucket
             bucket.add(action.microbatch)
-        self.say(f"{me} computes {action.microbatch}{' (patch)' if action.patch else ''}")
+        kind = " (patch)" if action.patch else " (standby)" if action.microbatch in group.state.standby else ""
+        self.say(f"{me} computes {action.microbatch}{kind}")
         self.feed(me, machine.Computed(action.microbatch))
         return True
 
@@ -564,6 +567,10 @@ class World:
     def arrive(self, me: int) -> None:
         """The group has started all its all-reduces; from here its part can be in the sum, even if the group dies."""
         group = self.alive[me]
+        for part in group.state.plan.promoted(me):
+            for own, more in zip(group.local, group.parts.pop(part, ()), strict=False):
+                assert not own & more
+                own |= more
         for bucket in group.action.buckets:
             values = self.arrived.setdefault((group.state.view.epoch, group.action.step, bucket), {})
             values.setdefault(me, frozenset(group.local[bucket]))
@@ -573,7 +580,7 @@ class World:
 
     def _update(self, me: int, group: Group, action: machine.Update) -> bool:
         whole = microbatches_of_step(action.step, self.job.shards, self.job.per_shard)
-        expected = frozenset(chain(*group.state.plan.assignment.values()) if self.job.drop else whole)
+        expected = frozenset(chain(*group.state.plan.assignment.values()) if self.job.policy.shrinks else whole)
         for bucket in range(self.job.buckets):
             got = group.reduced.get(bucket, Bucket(frozenset(), -1)).value
             assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
@@ -618,6 +625,7 @@ class World:
 
     def reset_step(self, group: Group) -> None:
         group.local = [set() for _ in range(self.job.buckets)]
+        group.parts = {}
         group.reduced = {}
         group.measured = {}
 
@@ -746,7 +754,13 @@ class World:
         for me, group in self.alive.items():
             if group.state.stopped:
                 assert not isinstance(group.action, machine.Update)
-                reasons = ("outside view", "min_groups", "died computing the same microbatch")
+                reasons = (
+                    "outside view",
+                    "min_groups",
+                    "died computing the same microbatch",
+                    "wipe-out",
+                    "ends the attempt",
+                )
                 assert any(reason in group.state.stopped for reason in reasons)
                 continue
             assert isinstance(group.action, machine.Finish), f"group {me} is stuck in {group.action}"

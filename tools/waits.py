@@ -51,7 +51,25 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("burnin/burn_in.py", "BurnIn._inject", "wait"): _KILLED,
     ("burnin/burn_in.py", "BurnIn.run", "wait"): _COMMAND,
     ("data/dataset.py", "_one_at_a_time", "flock"): "another process prepares the same data; the lock ends with it",
+    (
+        "data/loader.py",
+        "Loader.__call__",
+        "result",
+    ): "one call of the dataset, as for `Prefetcher.get`; a worker that dies ends it",
+    (
+        "data/loader.py",
+        "Loader.__init__",
+        "result",
+    ): "the start of the workers; the script's `worker_init_fn` is its own code",
+    (
+        "worker/evaluation.py",
+        "Evaluation.share",
+        "while (total := agreement.get(f'{self._key}/total')) is None",
+    ): "each turn "
+    "asks the store, which has its patience, and a group computes itself what comes too late; one that has no state yet "
+    "waits for groups that have it, and ends with them",
     ("data/prefetch.py", "Prefetcher._next", "wait_for"): "the thread that reads ahead has nothing else to do",
+    ("data/prefetch.py", "Prefetcher.drop", "wait_for"): "one call of the dataset, as for `Prefetcher.get`",
     ("data/prefetch.py", "Prefetcher.get", "wait_for"): "one call of the dataset: `detector.hang_timeout_s`, or "
     "`detector.storage_timeout_s` while other groups are in storage, too",
     (
@@ -95,7 +113,8 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("launchers/slurm/supervisor.py", "Supervisor._end_steps", "wait"): _KILLED,
     ("launchers/slurm/supervisor.py", "Supervisor.run", "while True"): _COMMAND,
     ("agent/tracker_process.py", "Tracking.end", "wait"): _KILLED,
-    ("report/follow.py", "follow", "while True"): _COMMAND,
+    ("report/follow.py", "looks", "while True"): _COMMAND,
+    ("report/status_command.py", "run", "while goes_on"): _COMMAND,
     ("worker/rejoin/joiner.py", "RejoinCoordinator._follow", "while True"): "a donor that is lost or sends nothing for "
     "`detector.collective_timeout_s` ends the attempt",
     (

@@ -20,7 +20,7 @@ from rich.console import Console
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import kill
 from megatron_ft.faults.injection_points import Breakpoint, to_env
-from megatron_ft.report import run_plots, run_tables
+from megatron_ft.report import run_plots, run_summary, run_tables
 from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import terminal
@@ -76,8 +76,8 @@ def strike(run_dir: Path, holds: list[Breakpoint], process: subprocess.Popen) ->
 
 def judge(console: Console, record: RunRecord, reference: RunRecord) -> int:
     """Print what happened, draw it, and return 0 only if every promise was kept."""
-    console.print(run_tables.failures_table(record))
-    console.print(run_tables.summary_table(record, reference))
+    run_tables.failures_table(record).show(console)
+    run_tables.summary_table(run_summary.summary(record), run_tables.compare(record, reference)).show(console)
     run_plots.loss_plot(record, reference, record.run_dir / "loss.png")
     run_plots.timeline_plot(record, record.run_dir / "timeline.png")
     console.print(f"pictures: {record.run_dir / 'loss.png'}  {record.run_dir / 'timeline.png'}")

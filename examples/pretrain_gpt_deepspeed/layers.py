@@ -55,6 +55,8 @@ class Split(nn.Module):
         cut = [matrix.chunk(slices.count, axis)[slices.number] for matrix in whole.chunk(parts, 0)]
         self.weight = nn.Parameter(torch.cat(cut, 0).contiguous())
         self.weight.tensor_model_parallel = slices.count > 1
+        # How an exported checkpoint puts the parts together.
+        self.weight.partition_dim, self.weight.partition_stride = axis, parts
         self.mesh, self.axis = slices.mesh, axis
 
 

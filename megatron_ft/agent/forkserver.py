@@ -31,12 +31,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ft.types import given
-from megatron_ft.utils import lifeline
+from megatron_ft.utils import cores, lifeline, process_name
+from megatron_ft.worker import progress_counters
 
 PRELOAD = ("torch", "torch._dynamo", "numpy", "megatron_ft.worker.session", "megatron_ft.core.scheduling.maxflow")
 """``torch._dynamo`` is imported by torch when the first optimizer is made, and takes as long as torch. The last module
 is imported when the first plan needs it, in the middle of a step."""
 SERVE = "--serve-forks"
+FORKS_NAME = "ranks are forked from this process"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")
 """The format of the length before a request, and of the answer, a pid."""
@@ -80,8 +82,9 @@ class Forked:
 
 def common_environment(ranks: int) -> dict[str, str]:
     """Return the variables that all ranks of a host share; torch reads some at import. ``ranks``: their number here."""
-    threads = max(1, (os.cpu_count() or 1) // max(1, ranks))
-    defaults = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
+    threads = max(1, cores.usable() // max(1, ranks))
+    own = {} if "OMP_NUM_THREADS" in os.environ else {progress_counters.SHARES_CORES: "1"}
+    defaults = {**own, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1"}
     defaults["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks the name server for every connection it makes
     return {**defaults, **os.environ}
 
@@ -168,6 +171,7 @@ def serve(arguments: Sequence[str]) -> None:
     agent = os.getppid()
     lifeline.end_with(agent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process_name.take(FORKS_NAME, "ft-forks")
     inherited, *modules = arguments
     end = socket.socket(fileno=int(inherited))
     for module in (*PRELOAD, *modules):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
 from megatron_ft.core.lifecycle import restart_policy
-from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError, RunStopped
+from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError
 from megatron_ft.types import given
 from megatron_ft.utils.console import say
 
@@ -34,7 +34,7 @@ _KNOWN_BY_SCRIPT = ("fault_tolerance.seed",)
 
 
 def config(
-    path: Path, groups: int, ranks_per_group: int | None, failure_domains: Sequence[str] | None = None
+    path: Path | None, groups: int, ranks_per_group: int | None, failure_domains: Sequence[str] | None = None
 ) -> RunConfig:
     """Return the run's config, with the number of shards of the checkpoints, and with the given failure domains where
     the file names none. Raises ``FTError``."""
@@ -161,9 +161,8 @@ class WholeJob:
     def __init__(self, run: RunConfig, hosts: int) -> None:
         settings = run.fault_tolerance
         self._directory = settings.checkpoint.directory
-        self._anew = restart = settings.policy == config_module.RESTART
-        self._codes = {WIPED_OUT, RunStopped.exit_code} if restart else {WIPED_OUT}
-        self._may = (settings.rejoin.enabled or restart) and bool(self._directory)
+        self._anew = config_module.policy_of(run).wipes_out
+        self._may = (settings.rejoin.enabled or self._anew) and bool(self._directory)
         self._hosts = hosts
         self._limits = restart_policy.Limits(per_hour=settings.rejoin.restarts_per_hour)
         self._state = restart_policy.Group(since=time.monotonic())
@@ -171,7 +170,7 @@ class WholeJob:
 
     def again(self, code: int) -> bool:
         """Return whether to start the job once more; waits until that is due. ``code``: exit code of the last start."""
-        if code not in self._codes or not self._may:
+        if code != WIPED_OUT or not self._may:
             return False
         saved, before = _newest(self._directory), self._saved
         if not self._anew and not saved:
@@ -188,6 +187,7 @@ class WholeJob:
             return False
         time.sleep(max(0.0, given(self._state.due) - time.monotonic()))
         self._state = restart_policy.started(self._state, time.monotonic())
-        why = "no group is left" if code == WIPED_OUT else "a group is lost"
-        say(f"{why}: the whole job is started again, for the {len(self._state.again)}. time within an hour")
+        say(
+            f"the run is wiped out: the whole job is started again, for the {len(self._state.again)}. time within an hour"
+        )
         return True

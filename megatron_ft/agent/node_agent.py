@@ -52,6 +52,7 @@ from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
+from megatron_ft.utils import out_of_memory
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import Wakeup, stop_signals
 
@@ -164,6 +165,7 @@ class Agent:
         self._ranks = LocalRanks(self._hosts, self._run_dir, self._config, starter, self._record)
         self._outcome = RunOutcome(self._record, saves=bool(self._config.fault_tolerance.checkpoint.directory))
         self._signalled: signal.Signals | None = None
+        self._memory = out_of_memory.Watch()
         self._tracking = Tracking(options.track, self._run_dir)
         self._speaks = False
         self._closing_due: float | None = None
@@ -377,7 +379,7 @@ class Agent:
             **self._hosts.who,
             signal=signal.Signals(-code).name if code < 0 else None,
             code=code if code >= 0 else None,
-            **rank.last_words(),
+            **{**self._killed_for_memory(rank, code), **rank.last_words()},
         )
         if code == 0 and not self._ended() and (end := self._record.summary().end):
             self._client.say_ended(end)  # the rank had the store's answer, and the store has died since
@@ -390,6 +392,11 @@ class Agent:
                 fields = {**asdict(death), "incarnation": rank.incarnation}
                 self._record.note_fault(fields, given(rank.ended), "agent's waitpid")
         self._ranks.write()
+
+    def _killed_for_memory(self, rank: Rank, code: int) -> dict[str, str]:
+        if code != -signal.SIGKILL or rank.killed:
+            return {}
+        return {"detail": why} if (why := self._memory.reason()) else {}
 
     def _is_failure_after(self, rank: Rank) -> bool:
         """Return whether a rank that did not end with code 0 failed, or was stopped by a signal to this agent, after the

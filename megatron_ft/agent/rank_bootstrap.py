@@ -15,10 +15,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from megatron_ft.agent import forkserver
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
+from megatron_ft.config import rank_env
 from megatron_ft.errors import FTError
 from megatron_ft.utils import lifeline, vital_thread
 
@@ -34,6 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
+    rank_env.name_process(script)
     sys.path.insert(0, str(Path(script).resolve().parent))
     code = _run(script)
     with contextlib.suppress(OSError, ValueError):
@@ -57,7 +60,7 @@ def _run(script: str) -> int:
         vital_thread.leave_error(str(error.code))
         return 1
     except BaseException as error:
-        traceback.print_exc()
+        traceback.print_exception(error.with_traceback(_of_script(error, script)))
         what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}"
         vital_thread.leave_error(what, getattr(error, "microbatch", None))
         return 1
@@ -79,11 +82,19 @@ def _unfailing(fd: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True, line_buffering=True)
 
 
+def _of_script(error: BaseException, script: str) -> TracebackType | None:
+    """Return the traceback from the script's own frame on, as if the script had been started without this module."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    return trace
+
+
 def _where(error: BaseException, script: str) -> str:
     """Return the last line of the user's own script in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     if isinstance(error, SyntaxError):
-        return f" (line {error.lineno})"
+        return ""  # its text has the line
     return f" (line {frames[-1].lineno})" if frames else ""
 
 

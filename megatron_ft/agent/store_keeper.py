@@ -31,7 +31,7 @@ from megatron_ft.agent import process_keeper
 from megatron_ft.coordination import store
 from megatron_ft.runlog import run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import lifeline, net
+from megatron_ft.utils import lifeline, net, process_name
 from megatron_ft.utils.console import say
 
 
@@ -131,6 +131,7 @@ class StoreSupervisor:
 def _keep(listener: socket.socket, run_dir: Path, agent: int, order: int | None = None) -> NoReturn:
     """Fork stores, one after the other, until the agent ends. ``order``: wait first until something can be read from it."""
     lifeline.end_with(agent)
+    process_name.take(f"keeper of the control store {run_dir}", "ft-store-keeper")
     os.setsid()  # Ctrl-C on the terminal is for the agent
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -156,6 +157,7 @@ def _fork_store(listener: socket.socket) -> int:
 
 def _serve(listener: socket.socket, keeper: int) -> NoReturn:
     lifeline.end_with(keeper)
+    process_name.take("control store", "ft-store")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     server = store.serve_on(listener)
     while server is not None:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from megatron_ft.agent import run_lock
 from megatron_ft.burnin import strikes as plan
 from megatron_ft.burnin import verdict
@@ -29,6 +27,7 @@ from megatron_ft.runlog import history
 from megatron_ft.runlog.live_run import uses_etcd
 from megatron_ft.types import given
 from megatron_ft.utils import atomic_file, terminal
+from megatron_ft.utils.tables import Column, FittedTable
 
 _LOOK_S = 0.2
 _INJECT_S = 60.0
@@ -193,7 +192,7 @@ class BurnIn:
     def _conclude(self, code: int) -> int:
         found = verdict.judge(self._run_dir, code, self.cases, self._options.reference)
         console = terminal.console(markup=False, highlight=False)
-        console.print(_table(self.cases))
+        _table(self.cases).show(console)
         done = sum(not case.refused for case in self.cases)
         for message in found:
             print(terminal.printable(f"NOT KEPT: {message}"), flush=True)
@@ -202,15 +201,14 @@ class BurnIn:
         return 1 if found else 0
 
 
-def _table(cases: Sequence[Case]) -> Table:
-    table = Table(title="burn-in")
-    for name in ("#", "fault", "where", "recovered after", "reason in the run record"):
-        table.add_column(name)
+def _table(cases: Sequence[Case]) -> FittedTable:
+    rows = []
     for case in cases:
         where = "" if case.victim is None else _whom(case)
         back = "" if case.back_s is None else f"{case.back_s:.1f} s"
-        table.add_row(str(case.strike.number), case.strike.kind, where, back, case.refused or case.why)
-    return table
+        rows.append((str(case.strike.number), case.strike.kind, where, back, case.refused or case.why))
+    columns = [Column(name) for name in ("#", "fault", "where", "recovered after", "reason in the run record")]
+    return FittedTable("burn-in", columns, rows, "burn-in: no fault was injected")
 
 
 def _whom(case: Case) -> str:

@@ -9,7 +9,7 @@ A script or a config that would train another model is refused before any traini
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from megatron_ft import checkpoint
 from megatron_ft.checkpoint.memory_copies import Locate, nowhere
+from megatron_ft.config import parallelism
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.engines.port import Engine, StepResult
@@ -25,11 +26,6 @@ from megatron_ft.errors import CheckpointError, ConfigError
 
 KEY = "resume"
 """Key of the control store with the checkpoint that the run continues from. Without it, the run begins."""
-_SILENT = frozenset(
-    """steps_per_print wall_clock_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
-    monitor_config autotuning checkpoint memory_breakdown""".split()
-)
-"""Settings of DeepSpeed that do not affect the result of training."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def meta(
 def settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that affect the result of training, by their names in the config."""
     section = config.fault_tolerance
-    engine = {key: value for key, value in sorted(config.engine.items()) if key not in _SILENT}
+    engine = {key: value for key, value in sorted(config.engine.items()) if key not in parallelism.WITHOUT_EFFECT}
     if section.loss_reduction != "microbatch":  # older checkpoints do not have it
         engine["fault_tolerance.loss_reduction"] = section.loss_reduction
     return {
@@ -115,10 +111,21 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
-def load(origin: Origin, config: RunConfig, position: int, engine: Engine, copies: Locate = nowhere) -> StepResult:
-    """Load the state of ``position`` into the engine. Returns the result of the last step. Raises ``FTError``."""
+def load(
+    origin: Origin,
+    config: RunConfig,
+    position: int,
+    engine: Engine,
+    copies: Locate = nowhere,
+    registered: Callable[[Mapping[str, Any]], None] = lambda state: None,
+) -> StepResult:
+    """Load the state of ``position`` into the engine. Returns the result of the last step. Raises ``FTError``.
+
+    ``registered`` is called with the state of the script's objects (``worker.registered_state``), by name.
+    """
     check(config, origin.path, origin.meta)
-    state = checkpoint.load(checkpoint.inspect(Path(origin.path)), position, copies)
+    state = dict(checkpoint.load(checkpoint.inspect(Path(origin.path)), position, copies))
+    objects = state.pop("registered", {})
     own = dict(_tensors(engine.state(), ""))
     saved = dict(_tensors(state, ""))
     for path, tensor in own.items():
@@ -127,6 +134,7 @@ def load(origin: Origin, config: RunConfig, position: int, engine: Engine, copie
         _check_fits(origin, path, tensor, saved.get(path))
     try:
         engine.load_state(state)
+        registered(objects)
     except (RuntimeError, ValueError, KeyError, AttributeError) as error:
         why = " ".join(str(error).split())
         raise CheckpointError(

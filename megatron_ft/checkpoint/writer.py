@@ -57,7 +57,7 @@ class Snapshot:
 
 def snapshot(state: Any, part: int, parts: int) -> Snapshot:
     """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts."""
-    skeleton, found = flatten(state)
+    skeleton, found = flatten(state, devices=False)  # the loading process chooses its own
     places = list(_places(skeleton, ""))
     for path, tensor in zip((path for path, _ in places), found, strict=True):
         if tensor.dtype not in tensor_files.CODES or tensor.layout != torch.strided:
@@ -65,8 +65,6 @@ def snapshot(state: Any, part: int, parts: int) -> Snapshot:
                 f"state.{path} is a {tensor.layout} tensor of {tensor.dtype}; a checkpoint holds dense tensors of "
                 f"{', '.join(sorted(tensor_files.CODES.values()))}: convert it in the engine's state()"
             )
-    for _, place in places:
-        place[2] = "cpu"  # the device differs between groups, and the loading process chooses its own
     names = _unique([path for path, _ in places])
     own = checkpoint_policy.parts([tensor.nbytes for tensor in found], parts)[part]
     copies = {names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own}
@@ -90,20 +88,28 @@ def write_part(directory: Path, step: int, attempt: str, position: int, snapshot
     name = _name(step, attempt)
     skeleton = json.dumps({"names": snapshot.names, "state": snapshot.skeleton}, separators=(",", ":")).encode()
     part, parts = snapshot.part, snapshot.parts
-    with files.explained("writing a checkpoint to", directory):
-        place = files.make_directories(Path(directory), name, POSITION.format(position))
-        written = {PART.format(part + 1, parts): tensor_files.encode(snapshot.tensors)}
-        if part == 0:
-            written[SKELETON] = iter([skeleton])
-        return {
-            "step": step,
-            "attempt": attempt,
-            "position": position,
-            "part": part,
-            "parts": parts,
-            "skeleton": hashlib.sha256(skeleton).hexdigest(),
-            "files": {f"{place.name}/{file}": files.write(place / file, pieces) for file, pieces in written.items()},
-        }
+    place = None
+    try:
+        with files.explained("writing a checkpoint to", directory):
+            place = files.make_directories(Path(directory), name, POSITION.format(position))
+            written = {PART.format(part + 1, parts): tensor_files.encode(snapshot.tensors)}
+            if part == 0:
+                written[SKELETON] = iter([skeleton])
+            found = {f"{place.name}/{file}": files.write(place / file, pieces) for file, pieces in written.items()}
+    except CheckpointError:
+        if place is None or place.is_dir() or not Path(directory).is_dir():
+            raise
+        # The group that conducts the attempt has deleted its place.
+        raise CheckpointError("this attempt was given up meanwhile, because another group could not save") from None
+    return {
+        "step": step,
+        "attempt": attempt,
+        "position": position,
+        "part": part,
+        "parts": parts,
+        "skeleton": hashlib.sha256(skeleton).hexdigest(),
+        "files": found,
+    }
 
 
 def complete(

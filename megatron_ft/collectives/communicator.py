@@ -262,10 +262,12 @@ def broken(error: Exception) -> Broken:
     the garbage collector runs. For the same reason the error of gloo loses its traceback here.
     """
     error.__traceback__ = None
-    detail = (str(error).splitlines() or [type(error).__name__])[0]
+    detail = (str(error).splitlines() or [type(error).__name__])[0].partition(_ADVICE)[0]
     return Broken(next((words for words, sign in _MEANINGS if sign.search(detail)), "an operation failed"), detail)
 
 
+_ADVICE = ". This is typically caused by"
+"""Begins the part of gloo's message that speaks of reporting the error."""
 _MEANINGS = (
     ("an operation timed out", re.compile("timed? ?out", re.IGNORECASE)),
     ("a connection broke", re.compile("connection|broken pipe|read error|write error|socket", re.IGNORECASE)),

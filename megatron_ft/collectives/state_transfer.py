@@ -20,14 +20,21 @@ _TAG = 1000
 """Tags tell messages between two members apart; state and buckets use different ones."""
 
 
-def flatten(state: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a state into a JSON-able skeleton and its tensors, in order."""
+def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
+    """Split a state into a JSON-able skeleton and its tensors, in order. Without ``devices``, whose numbers differ between
+    groups, the skeleton says "cpu" for each."""
     tensors: list[torch.Tensor] = []
 
     def encode(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach())
-            return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), str(value.device)]}
+            return {
+                "tensor": [
+                    str(value.dtype).removeprefix("torch."),
+                    list(value.shape),
+                    str(value.device) if devices else "cpu",
+                ]
+            }
         if isinstance(value, Mapping):
             return {"map": [[_key(key, path), encode(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):

@@ -14,6 +14,11 @@ from typing import Any
 from megatron_ft.config.validators import whole_number
 from megatron_ft.errors import ConfigError, EngineError
 
+WITHOUT_EFFECT = frozenset(
+    """steps_per_print wall_clock_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
+    monitor_config autotuning checkpoint memory_breakdown""".split()
+)
+"""Settings of DeepSpeed that do not affect the result of training."""
 STAGES, SLICES = "pipeline.stages", "tensor_parallel.autotp_size"
 
 
@@ -48,6 +53,27 @@ def refuse_whole_model(engine: Mapping[str, Any], kind: str) -> None:
             f"{STAGES} is {stages(engine)} and {SLICES} is {slices(engine)}, but {kind} is not split; make it a "
             f"PipelineModule and use session.deepspeed, or leave these settings out"
         )
+
+
+def refuse_unused(engine: Mapping[str, Any], user: str) -> None:
+    """Raise ``ConfigError`` for settings that affect the result and that ``user``, which is not DeepSpeed, would ignore."""
+    divided = STAGES.partition(".")[0], SLICES.partition(".")[0]
+    unused = [key for key in engine if key not in WITHOUT_EFFECT and key not in divided and _asks(engine, key)]
+    if unused:
+        raise ConfigError(
+            f"the config sets {', '.join(sorted(unused))}, which only session.deepspeed uses; {user} would train without. "
+            f"Leave it out (for bf16 compute, use torch.autocast in loss_fn; optimizer and scheduler are arguments), or use "
+            f"session.deepspeed"
+        )
+
+
+def _asks(engine: Mapping[str, Any], key: str) -> bool:
+    section = engine[key]
+    if not isinstance(section, Mapping):
+        return bool(section)
+    if key == "zero_optimization":
+        return bool(section.get("stage", 0))
+    return bool(section) and section.get("enabled", True) is not False
 
 
 def check(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:

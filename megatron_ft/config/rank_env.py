@@ -13,6 +13,7 @@ from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Key, Secret
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import LaunchError
+from megatron_ft.utils import process_name
 
 _PREFIX = "MEGATRON_FT_"
 CLAIMS = "store"
@@ -91,7 +92,7 @@ class RankEnvironment:
     def from_env(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Inverse of :meth:`to_env`. Raises ``LaunchError`` in a process that ``megatron-ft launch`` has not
         started."""
-        if f"{_PREFIX}RUN_ID" not in env:
+        if not is_launched(env):
             raise LaunchError(
                 "this process was not started by the launcher; start the script with "
                 "`megatron-ft launch --groups N --config CONFIG --run-dir DIR SCRIPT -- ARGUMENTS`"
@@ -111,6 +112,18 @@ class RankEnvironment:
             claims=bool(env.get(f"{_PREFIX}CLAIMS")),
             secret=secrets.given(env) or secrets.here(),
         )
+
+
+def is_launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ``megatron-ft launch`` has started this process."""
+    return f"{_PREFIX}RUN_ID" in env
+
+
+def name_process(script: str) -> None:
+    """Name this process after its place in the run, for ``ps``; one that the launcher has not started keeps its name."""
+    group, position = os.environ.get(f"{_PREFIX}GROUP"), os.environ.get(f"{_PREFIX}POSITION")
+    if group is not None:
+        process_name.take(f"group {group} rank {position} {Path(script).name}", f"ft-g{group}-r{position}")
 
 
 def seat(group: int, incarnation: int) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -36,12 +37,12 @@ from megatron_ft.config.validators import (
 )
 from megatron_ft.core.protocol.state import Job
 from megatron_ft.core.replication import placement as replication
+from megatron_ft.core.scheduling import policies
 from megatron_ft.errors import ConfigError
+from megatron_ft.types import Microbatch, listed
 
 EMBEDDED, OWN_ETCD = "embedded", "etcd"
 """Values of ``store`` beside "auto" and the address of an etcd (``store_address``)."""
-STACKED_QUOTA, DROP, RESTART = "stacked_quota", "drop", "restart"
-"""Values of ``policy``."""
 
 USED_ENGINE_KEYS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
@@ -94,6 +95,18 @@ def _store(name: str, value: Any) -> str:
     if address.own:
         raise ConfigError(f'{name} is {value!r}; for an etcd of the run\'s own give "{OWN_ETCD}"')
     return text
+
+
+def _microbatches(name: str, value: Any) -> tuple[str, ...]:
+    rule = (
+        'it must be a list of microbatches STEP/SHARD.INDEX, such as ["120/3.0"], as the message of the run names them'
+    )
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name} is {value!r}; {rule}")
+    try:
+        return tuple(str(Microbatch.parse(text)) for text in value)
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{name} is {value!r}; {rule}") from None
 
 
 def setting(default: Any, rule: Any) -> Any:
@@ -186,13 +199,21 @@ class CheckpointConfig:
 class FaultToleranceConfig:
     """The section ``fault_tolerance``. The defaults suit most runs."""
 
-    policy: str = setting(STACKED_QUOTA, one_of(STACKED_QUOTA, DROP, RESTART))
-    """The treatment of the microbatches of a lost group. ``stacked_quota``: the other groups compute them. Two baselines
-    to compare with: ``drop``, the batch becomes smaller, and a slow group keeps its load (``straggler_factor`` is 0);
-    ``restart``, the loss of any group ends the run, and the launcher starts it again from the newest checkpoint."""
+    policy: str = setting(policies.STACKED_QUOTA, one_of(*policies.POLICIES))
+    """Which group computes and contributes what, and what follows a loss (docs/policies.md). ``stacked_quota``: groups
+    share the microbatches evenly, and slow groups get fewer; with the others ``straggler_factor`` is 0. ``spare``: SPARe's
+    stacks. ``recover``: ReCoVer's roles. Three to compare with: ``replication``, ``redundancy`` groups compute the
+    same; ``drop``, the batch becomes smaller; ``restart``, any loss ends the run, and the launcher starts it again from
+    the newest checkpoint, as it does after a wipe-out of ``spare`` and ``replication``."""
+    standby: str = setting("none", one_of("none", policies.SLACK))
+    """Copies that groups compute with ``policy`` "stacked_quota". ``slack``: a group that would wait for others in every
+    step computes microbatches of another group meanwhile. The other policies have standby work of their own."""
+    standby_memory_gb: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Largest memory of a rank for standby gradients, in 10^9 bytes, > 0, or "auto": no limit. Each contributor that a
+    group stands by for takes as much as the rank's gradients. A run that may need more ends before its first step."""
     redundancy: int | Auto = setting(AUTO, or_auto(whole_number(1)))
     """Number of groups that host each shard, from 1 to the number of groups, or "auto": the number that
-    ``core.replication.placement`` recommends. After :func:`resolve` it is a number."""
+    ``core.replication.placement`` recommends; with ``policy`` "replication" 2. After :func:`resolve` it is a number."""
     placement: str = setting("golomb", one_of("golomb", "consecutive", "full"))
     """Which groups host which shards; groups prefetch the samples of the shards they host. ``golomb``: any two shards
     share at most one host. ``consecutive``: neighbouring groups. ``full``: every group hosts every shard, and
@@ -227,6 +248,9 @@ class FaultToleranceConfig:
     nonfinite: str = setting("skip", one_of("skip", "recompute", "stop"))
     """The treatment of a step whose gradient has an inf or nan. ``skip``: the step makes no update. ``recompute``: another
     group first computes the microbatches it came from. ``stop``: the run ends."""
+    skip_microbatches: tuple[str, ...] = setting((), _microbatches)
+    """Microbatches ``"step/shard.index"`` that are left out: the gradient of their step is the mean over the others. For
+    samples that end the process that computes them; the message of a run that has stopped for such a microbatch names it."""
     seed: int = setting(0, whole_number(0))
     """Seed, >= 0, of everything random that belongs to a microbatch: its samples and its dropout masks."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -322,6 +346,7 @@ class RunConfig:
         section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
         section["checkpoint"] = CheckpointConfig(**section.get("checkpoint", {}))
         section["failure_domains"] = _domains_or_auto("fault_tolerance.failure_domains", section["failure_domains"])
+        section["skip_microbatches"] = tuple(section.get("skip_microbatches", ()))
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 
 
@@ -330,11 +355,14 @@ def load(path: str | Path, *, groups: int, ranks_per_group: int | None = None, s
     return resolve(read(path), groups=groups, ranks_per_group=ranks_per_group, shards=shards)
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Return the settings of a config file, with the content of the file that ``fault_tolerance.model`` names.
+def read(path: str | Path | None) -> dict[str, Any]:
+    """Return the settings of a config file, with the content of the file that ``fault_tolerance.model`` names. None: all
+    settings have their defaults.
 
     Raises ``ConfigError`` for a file that does not exist, cannot be read, or is no JSON object.
     """
+    if path is None:
+        return {}
     path = Path(path)
     raw = _json(path, "config")
     section = raw.get("fault_tolerance")
@@ -398,9 +426,14 @@ def resolve(
             f"fault_tolerance.rejoin.max_groups is {section.rejoin.max_groups} but the run starts with {groups} groups; "
             f"raise it or leave it out"
         )
-    if section.policy == RESTART:
-        section = _restart(section, groups)
-    if section.policy == DROP:  # a slow group keeps its shard
+    if section.policy == policies.RESTART:
+        section = _restart(section)
+    if section.standby != "none" and section.policy != policies.STACKED_QUOTA:
+        raise ConfigError(
+            f'fault_tolerance.standby is "{section.standby}" but policy is "{section.policy}", which has standby work of '
+            f'its own or none; leave standby out, or use policy "{policies.STACKED_QUOTA}"'
+        )
+    if not policies.policy(section.policy).balances:  # a slow group keeps its load
         section = replace(section, detector=replace(section.detector, straggler_factor=0.0))
     parallelism.check(raw, section.model)
     if section.checkpoint.directory:  # a rank may be started elsewhere, and a script may go elsewhere
@@ -418,20 +451,59 @@ def resolve(
         engine={key: value for key, value in raw.items() if key in ENGINE_KEYS},
         fault_tolerance=section,
     )
+    _check_skipped(run)
     placement = placement_of(run)
     for warning in placement.warnings:
         warnings.warn(f"fault_tolerance.failure_domains: {warning}", stacklevel=2)
     return replace(run, fault_tolerance=replace(section, redundancy=placement.redundancy))
 
 
-def _restart(section: FaultToleranceConfig, groups: int) -> FaultToleranceConfig:
+def _check_skipped(run: RunConfig) -> None:
+    """Raise ``ConfigError`` for a microbatch that the run does not have, or a step of which nothing is left."""
+    name, skipped = "fault_tolerance.skip_microbatches", set(run.fault_tolerance.skip_microbatches)
+    microbatches = [Microbatch.parse(text) for text in skipped]
+    for microbatch in microbatches:
+        if microbatch.step < 0 or not 0 <= microbatch.shard < run.shards or microbatch.index < 0:
+            raise ConfigError(
+                f"{name} has {str(microbatch)!r}; the run has the shards 0 to {run.shards - 1}: correct it"
+            )
+    for step, count in Counter(microbatch.step for microbatch in microbatches).items():
+        if count >= run.microbatches:
+            raise ConfigError(f"{name} leaves out all {count} microbatches of step {step}; at least one must be left")
+
+
+def _restart(section: FaultToleranceConfig) -> FaultToleranceConfig:
     """The section for the policy "restart": a run with a lost group ends."""
     if not section.checkpoint.directory:
         raise ConfigError(
             'fault_tolerance.policy is "restart" but fault_tolerance.checkpoint.directory is empty: every loss would throw '
             "away the whole run; name a directory"
         )
-    return replace(section, min_groups=groups, rejoin=replace(section.rejoin, enabled=False))
+    return replace(section, rejoin=replace(section.rejoin, enabled=False))
+
+
+def policy_of(run: RunConfig) -> policies.Policy:
+    """Return the policy of a resolved run."""
+    settings = run.fault_tolerance
+    copies = settings.redundancy if isinstance(settings.redundancy, int) else 2
+    return policies.policy(settings.policy, copies=copies, slack=settings.standby == policies.SLACK)
+
+
+def check_standby_memory(run: RunConfig, gradient_bytes: int) -> None:
+    """Raise ``ConfigError`` if a rank may need more memory for standby gradients than ``standby_memory_gb`` allows.
+
+    ``gradient_bytes``: the memory of the rank's own gradients."""
+    limit = run.fault_tolerance.standby_memory_gb
+    if limit == AUTO:
+        return
+    batch = policies.Batch(run.shards, run.microbatches_per_group, placement_of(run))
+    parts, policy = policy_of(run).most_parts(batch), run.fault_tolerance.policy
+    if (needed_gb := parts * gradient_bytes / 1e9) > limit:
+        each = f"with {gradient_bytes / 1e9:.3g} GB of gradients for each"
+        raise ConfigError(
+            f'fault_tolerance.standby_memory_gb is {limit:g} but with policy "{policy}" a group may stand by for {parts} '
+            f"others, {each}; allow {needed_gb:.3g}, or lower redundancy"
+        )
 
 
 def placement_of(run: RunConfig) -> replication.Placement:
@@ -441,6 +513,10 @@ def placement_of(run: RunConfig) -> replication.Placement:
     Raises ``ConfigError`` for a redundancy or failure domains that the placement cannot have.
     """
     settings, redundancy = run.fault_tolerance, _redundancy(run)
+    if settings.policy == policies.REPLICATION:
+        return replication.sets(run.shards, redundancy)
+    if settings.policy == policies.RECOVER:  # any group computes any microbatch
+        return replication.full(run.shards)
     if settings.failure_domains != AUTO:
         return replication.domain_aware(_domains(run), redundancy)
     if settings.placement == "golomb":
@@ -463,7 +539,8 @@ def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, st
         straggler_factor=settings.detector.straggler_factor,
         straggler_steps=settings.detector.straggler_steps,
         placement=placement,
-        drop=settings.policy == DROP,
+        policy=policy_of(run),
+        skip=frozenset(map(Microbatch.parse, settings.skip_microbatches)),
     )
 
 
@@ -471,6 +548,43 @@ def _redundancy(run: RunConfig) -> int:
     """Return the redundancy in force. A number that the run cannot have is refused, not changed."""
     settings, groups, name = run.fault_tolerance, run.shards, "fault_tolerance.redundancy"
     asked, placement = settings.redundancy, settings.placement
+    if settings.policy == policies.REPLICATION:
+        return _copies(settings, groups)
+    if settings.policy == policies.RECOVER:
+        if asked != AUTO and asked != groups:
+            raise ConfigError(
+                f'{name} is {asked}; with policy "recover" any group computes any microbatch: leave it out'
+            )
+        return groups
+    found = _hosts(asked, placement, settings, groups)
+    if settings.policy == policies.SPARE and found < 2:
+        raise ConfigError(
+            f'{name} is {found} with {groups} groups and placement "{placement}"; with policy "spare" a shard without a '
+            f'second host ends the attempt at the first loss: use at least 2, with placement "full" or more --groups'
+        )
+    return found
+
+
+def _copies(settings: FaultToleranceConfig, groups: int) -> int:
+    """Return the number of copies of the policy "replication"."""
+    copies = 2 if settings.redundancy == AUTO else settings.redundancy
+    if settings.failure_domains != AUTO:
+        raise ConfigError(
+            'fault_tolerance.failure_domains is given but policy is "replication", whose copies are neighbouring groups; '
+            "leave it out, or number the groups so that neighbours are in different domains"
+        )
+    if copies < 2 or groups % copies:
+        able = listed((n for n in range(2, groups + 1) if not groups % n), most=8) or "none, start with more groups"
+        raise ConfigError(
+            f'fault_tolerance.redundancy is {copies} with policy "replication" and {groups} groups; it must be at least 2 '
+            f"and divide the number of groups: {able}"
+        )
+    return copies
+
+
+def _hosts(asked: int | Auto, placement: str, settings: FaultToleranceConfig, groups: int) -> int:
+    """Return the number of hosts of each shard with a placement."""
+    name = "fault_tolerance.redundancy"
     if asked == AUTO:
         largest = replication.largest_redundancy(groups) if placement == "golomb" else groups
         return groups if placement == "full" else min(replication.optimal_redundancy(groups), largest)

@@ -261,6 +261,10 @@ class CoordinationClient:
             self._mine[key] = value
         self._ask(lambda: self._store.set(key, value))
 
+    def delete(self, keys: Collection[str]) -> None:
+        """Remove keys that no process needs any more, and that this group does not remember."""
+        self._ask(lambda: self._store.delete(keys))
+
     def get(self, key: str) -> Any | None:
         return self._ask(lambda: self._store.get(key))
 

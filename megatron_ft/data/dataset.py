@@ -35,7 +35,7 @@ from megatron_ft.data.corpus import (
     quiet_datasets,
     read_documents,
 )
-from megatron_ft.data.order import sample_indices
+from megatron_ft.data.order import BatchSchedule, sample_indices
 from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
@@ -391,7 +391,7 @@ class PackedDataset:
         seq_len: Number of tokens in a sample, >= 1.
         samples_per_microbatch: Number of samples in a microbatch, >= 1.
         groups: N, the number of shards in a step, >= 1; not the number of live groups.
-        microbatches_per_group: G, the number of microbatches in a shard, >= 1.
+        microbatches_per_group: G, the number of microbatches in a shard, >= 1, or the numbers of all steps.
         seed: Seed of the order.
 
     Raises:
@@ -405,10 +405,12 @@ class PackedDataset:
         seq_len: int,
         samples_per_microbatch: int,
         groups: int,
-        microbatches_per_group: int,
+        microbatches_per_group: int | BatchSchedule,
         seed: int,
     ) -> None:
-        for number in (seq_len, samples_per_microbatch, groups, microbatches_per_group):
+        self._sizes = BatchSchedule.of(microbatches_per_group)
+        self.microbatches_per_group = self._sizes.at(0)
+        for number in (seq_len, samples_per_microbatch, groups, self.microbatches_per_group):
             if number < 1:
                 raise ValueError(
                     f"must be at least 1: {seq_len=}, {samples_per_microbatch=}, {groups=}, {microbatches_per_group=}"
@@ -422,7 +424,6 @@ class PackedDataset:
         self.seq_len = seq_len
         self.samples_per_microbatch = samples_per_microbatch
         self.groups = groups
-        self.microbatches_per_group = microbatches_per_group
         self.seed = seed
         self.tokens_per_microbatch = samples_per_microbatch * seq_len
         self.num_samples = largest // seq_len
@@ -464,7 +465,7 @@ class PackedDataset:
         return sample_indices(
             microbatch,
             groups=self.groups,
-            microbatches_per_group=self.microbatches_per_group,
+            microbatches_per_group=self._sizes,
             samples_per_microbatch=self.samples_per_microbatch,
             num_samples=self.num_samples,
             seed=self.seed,
@@ -489,3 +490,12 @@ class PackedDataset:
         }
 
     __call__ = get
+
+    def __len__(self) -> int:
+        """Return the number of samples, each of which :meth:`__getitem__` returns."""
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one sample as ``input_ids`` and ``labels``, int64 ``[seq_len]``; for ``session.evaluate``."""
+        tokens = torch.from_numpy(self.sample(index))
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -91,11 +92,70 @@ def permutation(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, seed, epoch)
 
 
+class BatchSchedule:
+    """The number of microbatches in a shard, for every step of a run: one number, unless the script changes it.
+
+    It is a state that checkpoints and a returning group carry (``worker.registered_state``), because the numbers of a
+    step's samples follow from the sizes of all steps before it.
+    """
+
+    def __init__(self, per_shard: int) -> None:
+        self._initial, self._changes = per_shard, [(0, per_shard)]
+
+    @classmethod
+    def of(cls, sizes: int | BatchSchedule) -> BatchSchedule:
+        """Return the schedule itself, or that of a run in which every step has this size."""
+        return sizes if isinstance(sizes, BatchSchedule) else cls(sizes)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no step has another size than the first one given."""
+        return self._changes == [(0, self._initial)]
+
+    def at(self, step: int) -> int:
+        """Return the number of microbatches in a shard of ``step``."""
+        return next(size for first, size in reversed(self._changes) if first <= max(step, 0))
+
+    def before(self, step: int) -> int:
+        """Return the number of microbatches of one shard in all steps before ``step``."""
+        ends = [first for first, _ in self._changes[1:]] + [step]
+        spans = zip(self._changes, ends, strict=True)
+        return sum(max(0, min(end, step) - first) * size for (first, size), end in spans)
+
+    def number(self, microbatch: Microbatch, groups: int) -> int:
+        """Return the consecutive number of a microbatch in a run of ``groups`` shards.
+
+        Raises ``ValueError`` for a microbatch that does not exist in that run.
+        """
+        step, shard, index = microbatch
+        size = self.at(step)
+        if step < 0 or not 0 <= shard < groups or not 0 <= index < size:
+            raise ValueError(f"no microbatch {step}/{shard}.{index} in a run of {groups} shards x {size} microbatches")
+        return self.before(step) * groups + shard * size + index
+
+    def change(self, step: int, per_shard: int) -> None:
+        """Set the size of ``step`` and all after it. Raises ``ValueError`` for a step before the last change."""
+        if step < self._changes[-1][0]:
+            raise ValueError(f"the size of step {step} was followed by a change at step {self._changes[-1][0]}")
+        kept = [change for change in self._changes if change[0] < step]
+        if not kept or kept[-1][1] != per_shard:
+            kept.append((step, per_shard))
+        self._changes = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all changes, as JSON has them."""
+        return {"changes": [list(change) for change in self._changes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the changes of another schedule."""
+        self._changes = [(first, size) for first, size in state["changes"]]
+
+
 def sample_indices(
     microbatch: Microbatch,
     *,
     groups: int,
-    microbatches_per_group: int,
+    microbatches_per_group: int | BatchSchedule,
     samples_per_microbatch: int,
     num_samples: int,
     seed: int,
@@ -103,20 +163,16 @@ def sample_indices(
     """Return the sample numbers of a microbatch: int64 ``[samples_per_microbatch]``, each in ``range(num_samples)``.
 
     The samples of a run are numbered consecutively: sample j of microbatch (step, shard, index) is number ``k =
-    ((step*groups + shard)*microbatches_per_group + index)*samples_per_microbatch + j``. It is taken from data epoch ``k
+    ((step*groups + shard)*microbatches_per_group + index)*samples_per_microbatch + j`` if all steps have the same size
+    (:class:`BatchSchedule`). It is taken from data epoch ``k
     // num_samples`` at position ``k % num_samples`` of that epoch's order. So every sample occurs exactly once per data
     epoch, none is dropped at an epoch's end, and a microbatch may contain samples of two data epochs.
 
     Raises ``ValueError`` for a microbatch that does not exist in a run of this shape.
     """
-    step, shard, index = microbatch
-    if step < 0 or not 0 <= shard < groups or not 0 <= index < microbatches_per_group:
-        raise ValueError(
-            f"no microbatch {step}/{shard}.{index} in a run of {groups} shards x {microbatches_per_group} microbatches"
-        )
     if samples_per_microbatch < 1 or num_samples < 1:
         raise ValueError(f"{samples_per_microbatch=} and {num_samples=} must be at least 1")
-    first = ((step * groups + shard) * microbatches_per_group + index) * samples_per_microbatch
+    first = BatchSchedule.of(microbatches_per_group).number(microbatch, groups) * samples_per_microbatch
     epochs, positions = np.divmod(np.arange(first, first + samples_per_microbatch, dtype=np.int64), num_samples)
     samples = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_ft.data.loader import Loader
 from megatron_ft.types import Microbatch
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,25 @@ class Prefetcher:
             self._wanted = set(order)
             self._queue = deque(m for m in order if m not in self._held and m != self._loading)
             self._capacity = len(own) + len(stack)
+            if isinstance(dataset, Loader):
+                dataset.expect(self._queue)
             self._wake()
+
+    def want(self, microbatches: Iterable[Microbatch]) -> None:
+        """Load these microbatches of the present step too, before all others."""
+        with self._changed:
+            new = [m for m in microbatches if m not in self._held and m not in self._wanted and m != self._loading]
+            self._wanted.update(new)
+            self._queue.extendleft(reversed(new))
+            self._capacity += len(new)
+            if isinstance(self._dataset, Loader):
+                self._dataset.expect(self._queue)
+            self._wake()
+
+    def held(self, microbatches: Iterable[Microbatch]) -> set[Microbatch]:
+        """Return those of ``microbatches`` whose samples are in memory."""
+        with self._changed:
+            return self._held.keys() & set(microbatches)
 
     def rest(self, dataset: Dataset, step: int) -> None:
         """Begin step ``step`` without loading, because the step is too short for it. Loaded samples of it are kept."""
@@ -92,6 +111,14 @@ class Prefetcher:
                     microbatch: sample for microbatch, sample in self._held.items() if microbatch.step >= step
                 }
             self._wanted, self._queue = set(self._held), deque()
+
+    def drop(self) -> None:
+        """Drop all samples, and wait for a running call of the dataset: the samples of a microbatch are about to change."""
+        with self._changed:
+            self._held, self._wanted, self._queue = {}, set(), deque()
+            if isinstance(self._dataset, Loader):
+                self._dataset.expect(())
+            self._changed.wait_for(lambda: self._loading is None)
 
     def get(self, microbatch: Microbatch) -> tuple[Any, bool]:
         """Return the sample, which is no longer held then, and whether it was in memory at the time of the call.

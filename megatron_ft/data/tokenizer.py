@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import sentencepiece
-
 from megatron_ft.errors import DataError
+from megatron_ft.utils import extras
 
 EOD_PIECE = "<eod>"
 BLOCK_CHARS = 1 << 20  # encoding takes some hundred bytes of memory per character, so long documents are divided
@@ -38,6 +37,8 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes) -> None:
+        with extras.needed():
+            import sentencepiece
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -108,6 +109,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lo
             f"--vocab-size {vocab_size} must be above {_FIXED_PIECES} (256 bytes, 4 special pieces) and below 2**31: "
             "use --vocab-size 4096"
         )
+    with extras.needed():
+        import sentencepiece
     lines = islice(_training_lines(texts), 0, None, every)
     model = io.BytesIO()
     try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
+
+from megatron_ft.utils.tables import Column, FittedTable
 
 OK, WARN, MISSING, BROKEN = "ok", "warn", "missing", "broken"
-COLOURS = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
+OPTIONAL = "optional"
+COLOURS = {OK: "green", WARN: "yellow", MISSING: "red", OPTIONAL: "dim", BROKEN: "red"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,11 @@ class Finding:
     details: str
     remedy: str = ""
     needed: bool = False
+
+    @property
+    def shown_state(self) -> str:
+        """The state in the table: a thing that is missing and not needed is optional."""
+        return OPTIONAL if self.state == MISSING and not self.needed else self.state
 
 
 @dataclass(frozen=True)
@@ -101,11 +108,8 @@ class Report:
         more = [f"{len(pairs) - 5} more links"] if len(pairs) > 5 else []
         return f"do not start on: {', '.join([*parts, *pairs[:5], *more])}"
 
-    def table(self) -> Table:
-        rows = [
-            (row.check, self._hosts(row), f"[{COLOURS[row.state]}]{row.state}[/]", row.details, row.remedy)
-            for row in self.rows
-        ]
+    def table(self) -> FittedTable:
+        rows = [(row.check, self._hosts(row), row.state, row.details, row.remedy) for row in self.rows]
         return table(
             f"megatron-ft doctor, {len(self.names)} hosts", ("check", "host", "state", "details", "remedy"), rows
         )
@@ -119,14 +123,10 @@ class Report:
         return "all" if every else listed(self.names[host] for host in row.hosts)
 
 
-def table(title: str, columns: Collection[str], rows: Iterable[Collection[str]]) -> Table:
-    """Returns a table; only the column ``state`` may contain markup."""
-    made = Table(title=title, title_justify="left")
-    for name in columns:
-        made.add_column(name)
-    for row in rows:
-        made.add_row(*(text if name == "state" else escape(text) for name, text in zip(columns, row, strict=True)))
-    return made
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> FittedTable:
+    """Returns a table in which the states have colours."""
+    cells = [[Text(text, style=COLOURS.get(text, "")) for text in row] for row in rows]
+    return FittedTable(title, [Column(name) for name in columns], cells, "nothing was checked")
 
 
 def _first(reasons: list[str]) -> str:

@@ -58,7 +58,7 @@ def run_together(where: Meeting, console: Console, as_json: bool, factor: float)
     if as_json:
         print(json.dumps(report.to_json(), indent=1), file=console.file)
     else:
-        console.print(report.table())
+        report.table().show(console)
         print(printable(report.verdict()), file=console.file)
     return 0 if report.ready else 1
 

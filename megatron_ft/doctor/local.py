@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from rich.console import Console
 
 from megatron_ft.agent.etcd import binary
 from megatron_ft.doctor import disk, versions
-from megatron_ft.doctor.doctor_report import BROKEN, COLOURS, MISSING, OK, WARN, Finding, rate, table
+from megatron_ft.doctor.doctor_report import BROKEN, MISSING, OK, WARN, Finding, rate, table
+from megatron_ft.utils import extras
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _GLOO_TEST = """
@@ -63,19 +64,48 @@ def run_doctor(console: Console, as_json: bool = False, directory: Path | None =
         as_json: print JSON instead of a table.
         directory: a directory to test, too.
     """
-    findings = [*examine(), *([] if directory is None else _directory(directory))]
+    with Console(stderr=True).status("checking") as status:  # on a terminal only
+        findings = examine(lambda name: status.update(f"checking {name}"))
+        if directory is not None:
+            status.update(f"checking directory {directory}")
+            findings += _directory(directory)
+    bad = [finding for finding in findings if finding.needed and finding.state != OK]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1), file=console.file)
     else:
-        rows = [(f.what, f"[{COLOURS[f.state]}]{f.state}[/]", f.details, f.remedy) for f in findings]
-        console.print(table("megatron-ft doctor", ("what", "state", "details", "remedy"), rows))
-    return 1 if any(finding.needed and finding.state != OK for finding in findings) else 0
+        rows = [(f.what, f.shown_state, f.details, f.remedy) for f in findings]
+        table("megatron-ft doctor", ("what", "state", "details", "remedy"), rows).show(console)
+        console.print(verdict(bad), soft_wrap=True, markup=False, highlight=False)
+    return 1 if bad else 0
 
 
-def examine() -> list[Finding]:
-    """Returns all findings, the most important ones first."""
-    checks: list[Callable[[], list[Finding]]] = [_machine, _torch, _gloo, _base, _engines, _extras, _etcd, _slurm]
-    return [finding for check in checks for finding in check()]
+def verdict(bad: Sequence[Finding]) -> str:
+    """Return the last line. ``bad``: findings without which training cannot start."""
+    if not bad:
+        return "ready: training can start on this machine"
+    states = {state: [finding.what for finding in bad if finding.state == state] for state in (MISSING, BROKEN)}
+    said = [f"{state}: {', '.join(names)}" for state, names in states.items() if names]
+    remedies = dict.fromkeys(finding.remedy for finding in bad if finding.remedy)
+    return f"not ready; {'; '.join([*said, *remedies])}"
+
+
+def examine(begun: Callable[[str], None] = lambda name: None) -> list[Finding]:
+    """Returns all findings, the most important ones first. ``begun`` is called with the name of each check."""
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "the machine": _machine,
+        "torch": _torch,
+        "gloo": _gloo,
+        "libraries": _base,
+        "engines": _engines,
+        "optional libraries": _extras,
+        "etcd": _etcd,
+        "Slurm": _slurm,
+    }
+    findings = []
+    for name, check in checks.items():
+        begun(name)
+        findings += check()
+    return findings
 
 
 def _machine() -> list[Finding]:
@@ -117,8 +147,11 @@ def _clock() -> Finding:
 
 
 def _base() -> list[Finding]:
-    names = ("numpy", "scipy", "sentencepiece", "datasets", "matplotlib", "rich")
-    return [_package(name, f"pip install {name}", needed=True) for name in names]
+    names = ("numpy", "scipy", "matplotlib", "rich", "ortools", "networkx")
+    remedies = {
+        name: extras.install(extras.EXTRAS[name]) if name in extras.EXTRAS else f"pip install {name}" for name in names
+    }
+    return [_package(name, remedies[name], needed=True) for name in names]
 
 
 def _package(name: str, remedy: str, needed: bool = False, module: str | None = None) -> Finding:
@@ -146,7 +179,7 @@ def _try(code: str, *arguments: str, **environment: str) -> tuple[str, str]:
 
 def _torch() -> list[Finding]:
     """Imports torch and asks it for GPUs and NCCL."""
-    remedy = "pip install torch (CPU machines: a CPU wheel)"
+    remedy = extras.install("train")
     if importlib.util.find_spec("torch") is None:
         return [Finding("torch", MISSING, "", remedy, needed=True)]
     output, trouble = _try(_TORCH_FACTS)
@@ -182,7 +215,7 @@ def _nccl(facts: dict[str, Any]) -> Finding:
 def _gloo() -> list[Finding]:
     """Runs an all-reduce between two processes over the loopback interface."""
     if importlib.util.find_spec("torch") is None:
-        return [Finding("gloo", MISSING, "it is a part of torch", "install torch", needed=True)]
+        return [Finding("gloo", MISSING, "it is a part of torch", extras.install("train"), needed=True)]
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     with tempfile.TemporaryDirectory() as directory:
         _, trouble = _try(_GLOO_TEST, f"{directory}/rendezvous", OMP_NUM_THREADS="1", **{_GLOO_INTERFACE: loopback})
@@ -192,17 +225,14 @@ def _gloo() -> list[Finding]:
 
 
 def _engines() -> list[Finding]:
-    return [
-        Finding("engine torch_native", OK, "plain PyTorch: session.wrap"),
-        _deepspeed(),
-        Finding("engine megatron", MISSING, "not implemented in this version"),
-        _fused(),
-    ]
+    if importlib.util.find_spec("torch") is None:
+        return []
+    return [Finding("engine torch_native", OK, "plain PyTorch: session.wrap"), _deepspeed(), _fused()]
 
 
 def _deepspeed() -> Finding:
     """Imports what ``session.deepspeed`` imports, which includes undocumented parts of DeepSpeed."""
-    name, remedy = "engine deepspeed", "optional; pip install 'megatron_ft[deepspeed]'"
+    name, remedy = "engine deepspeed", extras.install("deepspeed")
     if importlib.util.find_spec("deepspeed") is None:
         return Finding(name, MISSING, "", remedy)
     _, trouble = _try("from megatron_ft.engines.deepspeed import build")
@@ -222,20 +252,18 @@ def _fused() -> Finding:
 
 
 def _extras() -> list[Finding]:
-    track = "pip install 'megatron_ft[track]'"
     return [
-        _package("tensorboard", track),
-        _package("wandb", track),
-        _package("megatron-core", "optional; pip install megatron-core", module="megatron.core"),
+        *(_package(name, f"to prepare text: {extras.install('data')}") for name in ("sentencepiece", "datasets")),
+        *(_package(name, f"for --track: {extras.install('track')}") for name in ("tensorboard", "wandb")),
         _apex(),
-        _package("transformers", "optional; pip install transformers"),
+        _package("transformers", "pip install transformers"),
     ]
 
 
 def _apex() -> Finding:
     """NVIDIA's apex has compiled optimizers; the package named apex on PyPI is another project."""
     remedy = (
-        "optional; PyPI's `apex` is another project, so build NVIDIA's with the CUDA compiler: "
+        "PyPI's `apex` is another project, so build NVIDIA's with the CUDA compiler: "
         "git clone https://github.com/NVIDIA/apex && cd apex && "
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation ."
     )

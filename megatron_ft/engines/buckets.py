@@ -1,6 +1,7 @@
 """The gradients of one rank in flat buckets: the part that all engines have in common.
 
-A bucket has a local and a reduced tensor, both fp32, and views of them shaped like its parameters. The tensors hold the
+A bucket has a local and a reduced tensor, both fp32, one more for each standby part, and views of them shaped like its
+parameters. The tensors hold the
 gradients, then in bucket 0 the riders (other numbers to which each microbatch adds: tokens, changes of buffers) and the
 session's slots, then the tail: [elements + riders + slots + TAIL] (``engines.port``).
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from megatron_ft.data.order import step_seed
 from megatron_ft.engines.buffers import Buffers
-from megatron_ft.engines.port import TAIL, Miscount, Progress, StepResult, manual_seed
+from megatron_ft.engines.port import OWN, TAIL, Miscount, Progress, StepResult, manual_seed
 from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
@@ -31,17 +32,41 @@ _TOKENS, _BASE = 2, 256
 65,000 microbatches and 4 * 10^9 tokens in a step, where a single fp32 number would be exact up to 1.6 * 10^7 tokens."""
 
 
+class Addend:
+    """A flat tensor to which microbatches are added, and views of it."""
+
+    def __init__(self, flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+        self.flat, self.views = flat, views
+        self.loss, self.count = flat[-TAIL:]
+
+
 class Bucket:
-    """Some parameters, their local gradient and its reduction. ``sum`` is the one that holds the step's sum."""
+    """Some parameters, their local gradient and its reduction. ``sum`` is the one that holds the step's sum.
+
+    ``adds_to``: the local gradient, or that of the standby part to which microbatches are added now.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], extra: int) -> None:
         self.parameters = parameters
         self.elements = sum(parameter.numel() for parameter in parameters)
         self.tail = extra + TAIL
-        self.local = torch.zeros(self.elements + self.tail, dtype=torch.float32, device=parameters[0].device)
-        self.local_views = self._views(self.local)
-        self.loss, self.count = self.local[-TAIL:]
+        self.own = self.adds_to = self._addend()
+        self.local, self.local_views = self.own.flat, self.own.views
+        self.parts: dict[int, Addend] = {}
+        self._spare: list[Addend] = []
         self.replace_reduced()
+
+    def _addend(self) -> Addend:
+        flat = torch.zeros(self.elements + self.tail, dtype=torch.float32, device=self.parameters[0].device)
+        return Addend(flat, self._views(flat))
+
+    def part(self, part: int) -> Addend:
+        """Return the gradient of a standby part of this step, or with ``OWN`` the local one."""
+        if part != OWN and part not in self.parts:
+            addend = self._spare.pop() if self._spare else self._addend()
+            addend.flat.zero_()
+            self.parts[part] = addend
+        return self.parts[part] if part != OWN else self.own
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views, offset = [], 0
@@ -53,6 +78,8 @@ class Bucket:
     def begin_step(self) -> None:
         self.local.zero_()
         self.sum, self.sum_views = self.reduced, self.reduced_views
+        self._spare += self.parts.values()  # memory of the last step
+        self.parts, self.adds_to = {}, self.own
 
     def keep_local(self) -> None:
         self.sum, self.sum_views = self.local, self.local_views
@@ -85,7 +112,7 @@ class Buckets(Sequence[Bucket]):
         self.slots, self._riders = slots, riders
         filled = _fill(parameters, bucket_mb)
         self._buckets = [Bucket(group, riders + slots if number == 0 else 0) for number, group in enumerate(filled)]
-        self.local_riders = self._riders_of(self._buckets[0].local)
+        self.riders_to = self._riders_of(self._buckets[0].local)
 
     def _riders_of(self, flat: torch.Tensor) -> torch.Tensor:
         first = self._buckets[0].elements
@@ -95,6 +122,23 @@ class Buckets(Sequence[Bucket]):
     def sum_riders(self) -> torch.Tensor:
         """The riders of the step's sum; after :meth:`average`, the means over its microbatches."""
         return self._riders_of(self._buckets[0].sum)
+
+    def add_to(self, part: int) -> None:
+        """Add the next microbatches to a standby part, or with ``OWN`` to the local gradients."""
+        for bucket in self._buckets:
+            bucket.adds_to = bucket.part(part)
+        self.riders_to = self._riders_of(self._buckets[0].adds_to.flat)
+
+    def contribute(self, part: int) -> None:
+        """Add a standby part to the local gradients."""
+        for bucket in self._buckets:
+            if part in bucket.parts:
+                bucket.local.add_(bucket.parts[part].flat)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all local gradients, which is also that of one standby part."""
+        return sum(bucket.local.nbytes for bucket in self._buckets)
 
     def __getitem__(self, number):
         return self._buckets[number]
@@ -112,8 +156,8 @@ class Buckets(Sequence[Bucket]):
         value = None if loss is None else loss.detach()
         for bucket in self._buckets:
             if value is not None:
-                bucket.loss.add_(value)
-            bucket.count.add_(microbatches)
+                bucket.adds_to.loss.add_(value)
+            bucket.adds_to.count.add_(microbatches)
 
     def check(self, step: int, microbatches: int) -> float:
         """Return the sum of the losses. Raises ``Miscount`` unless every bucket holds ``microbatches`` microbatches."""
@@ -174,6 +218,7 @@ class Bucketed:
         self._first_change = _TOKENS if self._per_token else 0
         self._buffers = Buffers(model, in_flight=in_flight)
         self._buckets = Buckets(parameters, bucket_mb, slots, self._first_change + self._buffers.elements)
+        self._part = OWN
 
     @property
     def slots(self) -> int:
@@ -201,7 +246,23 @@ class Bucketed:
     def begin_step(self) -> None:
         for bucket in self._buckets:
             bucket.begin_step()
+        self._aim(OWN)
         self._buffers.begin()
+
+    def add_to(self, part: int) -> None:
+        if part != self._part:
+            self._aim(part)
+
+    def _aim(self, part: int) -> None:
+        self._part = part
+        self._buckets.add_to(part)
+
+    def contribute(self, part: int) -> None:
+        self._buckets.contribute(part)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self._buckets.bytes
 
     def _split_loss(self, outcome: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return the loss in a loss function's result, and the number of tokens where the loss is a sum over tokens.
@@ -229,13 +290,13 @@ class Bucketed:
     def _count_tokens(self, tokens: int | torch.Tensor) -> None:
         """Add ``tokens`` to the tokens of the step."""
         if self._per_token:
-            device = self._buckets.local_riders.device
+            device = self._buckets.riders_to.device
             counted = torch.as_tensor(tokens, dtype=torch.int64, device=device).reshape(())
-            self._buckets.local_riders[:_TOKENS] += torch.stack((counted % _BASE, counted // _BASE))
+            self._buckets.riders_to[:_TOKENS] += torch.stack((counted % _BASE, counted // _BASE))
 
     def _take_changes(self) -> None:
         """After a forward pass: add the changes that it has made to buffers to the step."""
-        self._buffers.take(self._buckets.local_riders[self._first_change :])
+        self._buffers.take(self._buckets.riders_to[self._first_change :])
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)

@@ -4,7 +4,8 @@ The order is that of ``core.scheduling.pipeline_1f1b``. It depends only on the p
 microbatches, so a stage has to know two more things: the next microbatch, and whether it may be the last one. Both come
 from the stage before it, ahead of the activations: ``FORWARD`` with the microbatch and the length of the list as known
 there, and ``END`` when the first stage is through. The first stage asks its session before each instruction, so
-microbatches that were lost elsewhere join the running flush as long as it has a backward pass to do.
+microbatches that were lost elsewhere join the running flush as long as it has a backward pass to do, and what has not
+begun may change its order (``core.scheduling.pipeline_order``): no later stage knows of it yet.
 
 Stages never wait in a circle, whenever a stage learns of a longer list: no stage waits before a message is sent
 (tensors are sent in the background too). A stage waits for activations only after the message that announces them,
@@ -85,9 +86,11 @@ class Flow:
         return found
 
     def _first(self) -> Pass | None:
-        listed = self._work.listed()
-        assert list(listed[: len(self._listed)]) == self._listed, "what was listed has moved"
-        self._listed, self._count = list(listed), len(listed)
+        begun = self._listed[: self._done.forwards]
+        known = {one.microbatch for one in begun}
+        self._listed = [*begun, *(one for one in self._work.listed() if one.microbatch not in known)]
+        assert len(self._listed) >= self._count, "later stages wait for what is not listed any more"
+        self._count = len(self._listed)
         return self._decide()
 
     def _later(self) -> Pass | None:
@@ -122,13 +125,13 @@ class Flow:
         layout = self._layout
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
-        words = (_END,) if found is None else (_FORWARD, self._count, found.listed.patch, *found.listed.microbatch)
+        words = (_END,) if found is None else (_FORWARD, self._count, *_words(found.listed))
         self._control.send_words(layout.head + layout.slices, words)
 
     def _tell_slices(self, found: Pass | None) -> None:
         words: tuple[int, ...] = (_END,)
         if found is not None:
-            words = (_NUMBERS[found.kind], found.index, found.listed.patch, *found.listed.microbatch)
+            words = (_NUMBERS[found.kind], found.index, *_words(found.listed))
         for other in range(self._layout.head + 1, self._layout.head + self._layout.slices):
             self._control.send_words(other, words)
 
@@ -137,6 +140,10 @@ class Flow:
         return None if kind == _END else Pass(_KINDS[kind], index, _parse(rest))
 
 
+def _words(listed: Listed) -> tuple[int, ...]:
+    return listed.patch, listed.part, *listed.microbatch
+
+
 def _parse(words: Sequence[int]) -> Listed:
-    patch, step, shard, index = words[:4]
-    return Listed(Microbatch(step, shard, index), bool(patch))
+    patch, part, *microbatch = words[:5]
+    return Listed(Microbatch(*microbatch), bool(patch), part)

@@ -1,9 +1,10 @@
 """The narrow port between the training loop (``worker.group_leader``) and a training engine.
 
 An engine owns the model, the optimizer and two gradient buffers per bucket. The *local* buffer accumulates every
-microbatch that this group computes, and only :meth:`Engine.begin_step` clears it. The *reduced* buffer holds the sum
-over the live groups. A reduction can be repeated because the local gradient is kept. Both are flat, fp32, ``[elements +
-TAIL]``; ``collectives.bucket_allreduce`` fills the reduced buffer from the local one.
+microbatch that this group computes and contributes, and only :meth:`Engine.begin_step` clears it. The *reduced* buffer
+holds the sum over the live groups. A reduction can be repeated because the local gradient is kept. Standby work is kept
+apart: each *part* has buffers of its own, like the local ones, until :meth:`Engine.contribute` adds them. All are flat,
+fp32, ``[elements + TAIL]``; ``collectives.bucket_allreduce`` fills the reduced buffer from the local one.
 
 Failures it assumes: none of its own. A reduction may fail at any time and write garbage into the reduced buffer, also
 later. An exception that an engine raises ends its group, and the other groups take over its microbatches.
@@ -33,6 +34,10 @@ Progress = Callable[[str], None]
 Ready = Callable[[Bucket], None]
 """Called by an engine inside a backward pass when a bucket has received its last contribution of the microbatch. The
 calling thread may be autograd's; the training thread waits for it."""
+
+
+OWN = 0
+"""The number of the local buffers among those that gradients are added to; others are numbers of standby parts."""
 
 
 def manual_seed(seed: int) -> None:
@@ -114,16 +119,28 @@ class Engine(Gradients, Protocol):
         """True if all ranks of a group hold the same state. If False, the engine makes their initial states agree."""
 
     @property
+    def gradient_bytes(self) -> int:
+        """The memory of the local buffers of this rank in bytes, which is also that of each standby part."""
+
+    @property
     def slots(self) -> int:
         """The number of elements that bucket 0 has between its gradients and its tail."""
 
     def begin_step(self) -> None:
         """Clear the local buffers at the beginning of a step."""
 
+    def add_to(self, part: int) -> None:
+        """Add gradient, loss and count of the next microbatches to this standby part, or with :data:`OWN` to the local
+        buffers. A step begins with :data:`OWN`."""
+
+    def contribute(self, part: int) -> None:
+        """Add a standby part to the local buffers. Nothing is added to the part after that. A part to which nothing was
+        added counts as zeros."""
+
     def compute(
         self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
     ) -> None:
-        """Run forward and backward of one microbatch; add gradient, loss and count to the local buffers.
+        """Run forward and backward of one microbatch; add gradient, loss and count where :meth:`add_to` says.
 
         Args:
             microbatch: id of the microbatch.
@@ -184,17 +201,19 @@ class Control(Protocol):
 
 
 class Listed(NamedTuple):
-    """A microbatch to compute; ``patch`` is True if another group had it before."""
+    """A microbatch to compute; ``patch`` is True if another group had it before; ``part``: see :meth:`Engine.add_to`."""
 
     microbatch: Microbatch
     patch: bool
+    part: int = OWN
 
 
 class Work(Protocol):
     """The services of the session for an engine whose ranks compute microbatches together."""
 
     def listed(self) -> Sequence[Listed]:
-        """Return the group's microbatches in order, at position 0 only. The sequence may grow at any time."""
+        """Return the group's microbatches in the order in which they should begin, at position 0 only. More may come at any
+        time, and those that have not begun may change their order; those that have begun keep theirs."""
 
     def batch(self, microbatch: Microbatch) -> Any:
         """Return the samples of ``microbatch``."""
@@ -222,4 +241,5 @@ class JointEngine(Engine, Protocol):
         """The positions with which this rank needs a channel (:class:`Control`); the relation is symmetric."""
 
     def flush(self, control: Control, work: Work) -> None:
-        """Run forward and backward of every listed microbatch until none is left. All ranks of the group call it."""
+        """Run forward and backward of every listed microbatch until none is left, and add each where its ``part`` says.
+        All ranks of the group call it."""

@@ -70,7 +70,7 @@ class _Arrivals:
         if not self._watching:
             return
         bucket, arrived = self._buckets[number], self._arrived[number]
-        if parameter.grad is not bucket.local_views[index]:
+        if parameter.grad is not bucket.adds_to.views[index]:
             raise EngineError(_REPLACED)
         if number in self._told:
             raise EngineError(
@@ -115,10 +115,10 @@ class TorchNativeEngine(Bucketed):
 
     replicated = True
 
-    def begin_step(self) -> None:
-        super().begin_step()
+    def _aim(self, part: int) -> None:
+        super()._aim(part)
         for bucket in self._buckets:
-            bucket.point_gradients_at(bucket.local_views)
+            bucket.point_gradients_at(bucket.adds_to.views)
 
     def compute(
         self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
@@ -132,7 +132,7 @@ class TorchNativeEngine(Bucketed):
         progress("backward")
         with self._arrivals.watch(ready):
             loss.backward()
-        if any(bucket.parameters[0].grad is not bucket.local_views[0] for bucket in self._buckets):
+        if any(bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets):
             raise EngineError(_REPLACED)
         self._buffers.restore()  # after backward: autograd may have kept them
 

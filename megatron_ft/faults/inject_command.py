@@ -9,8 +9,6 @@ import signal
 import time
 from collections.abc import Collection
 
-from rich.table import Table
-
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.faults import host_faults, injection_points, mix
 from megatron_ft.faults import schedule as schedule_module
@@ -18,6 +16,7 @@ from megatron_ft.faults.injector import DONE, Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog.live_run import run_size
 from megatron_ft.utils import atomic_file, terminal
+from megatron_ft.utils.tables import Column, FittedTable
 
 _POLL_S = 0.02
 
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         _write(options, drawn)
     console = terminal.console(markup=False, highlight=False)
     if options.dry_run:
-        console.print(_preview(drawn, groups, options.min_survivors))
+        _preview(drawn, groups, options.min_survivors).show(console)
         return 0
     for number, fault in enumerate(drawn.faults, 1):
         try:
@@ -53,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         injector.run()
     except KeyboardInterrupt:
-        console.print(summary(injector.cases))
+        summary(injector.cases).show(console)
         raise
-    console.print(summary(injector.cases))
+    summary(injector.cases).show(console)
     return 0 if all(case.state in ("injected", "before") for case in injector.cases) else 1
 
 
@@ -83,16 +82,15 @@ def _write(options: argparse.Namespace, drawn: Schedule) -> None:
         options.write.write_text(json.dumps(drawn.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
-def summary(cases: list[Case]) -> Table:
+def summary(cases: list[Case]) -> FittedTable:
     """Returns the table of injected faults, and of the others with the reason."""
     count = sum(case.state in ("injected", "before") for case in cases)
-    table = Table(title=f"{count} of {len(cases)} faults injected")
-    for name in ("#", "fault", "target", "when", "result"):
-        table.add_column(name)
-    for case in cases:
-        fault, words = case.fault, DONE.get(case.state, case.state)
-        table.add_row(str(case.number), fault.kind, fault.whom(), fault.when(), f"{words}: {case.note}")
-    return table
+    rows = [
+        (str(c.number), c.fault.kind, c.fault.whom(), c.fault.when(), f"{DONE.get(c.state, c.state)}: {c.note}")
+        for c in cases
+    ]
+    columns = [Column(name) for name in ("#", "fault", "target", "when", "result")]
+    return FittedTable(f"{count} of {len(cases)} faults injected", columns, rows, "the schedule has no faults")
 
 
 def _given(options: argparse.Namespace) -> Schedule | None:
@@ -119,11 +117,9 @@ def _size(options: argparse.Namespace) -> tuple[int, int]:
         time.sleep(_POLL_S)
 
 
-def _preview(drawn: Schedule, groups: int, min_survivors: int) -> Table:
+def _preview(drawn: Schedule, groups: int, min_survivors: int) -> FittedTable:
     """Returns the table of the faults if lost groups do not return. A live run refuses the same faults or fewer."""
-    table = Table(title=f"dry run: {len(drawn.faults)} faults, {groups} groups, nothing is injected")
-    for name in ("#", "when", "fault", "target", "effect", "groups left"):
-        table.add_column(name)
+    rows = []
     living = frozenset(range(groups))
     for number, fault in enumerate(drawn.faults, 1):
         takes = fault.takes(groups)
@@ -134,8 +130,10 @@ def _preview(drawn: Schedule, groups: int, min_survivors: int) -> Table:
             effect = "none, unless the group has returned by then"
         else:
             effect, living = _effect(fault), left
-        table.add_row(str(number), fault.when(), fault.kind, fault.whom(), effect, str(len(living)))
-    return table
+        rows.append((str(number), fault.when(), fault.kind, fault.whom(), effect, str(len(living))))
+    columns = [Column(name) for name in ("#", "when", "fault", "target", "effect", "groups left")]
+    title = f"dry run: {len(drawn.faults)} faults, {groups} groups, nothing is injected"
+    return FittedTable(title, columns, rows, "dry run: the schedule has no faults")
 
 
 def _effect(fault: schedule_module.Fault) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_ft.config.validators import is_number
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults.injection_points import CORRUPTIBLE, CORRUPTIBLE_BY, POINTS, STATE, describe
+from megatron_ft.utils import extras
 
 IN_PROCESS = ("exception", "oom", "gil", "slow", "nan", "bitflip")
 """Faults that the rank itself must carry out, on an order in its mailbox."""
@@ -302,7 +303,7 @@ def _parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("YAML needs pyyaml; run pip install pyyaml, or write JSON") from None
+        raise ConfigError(f"YAML needs PyYAML; run {extras.install('yaml')}, or write JSON") from None
 
     class Loader(yaml.SafeLoader):
         """Refuses repeated keys, of which YAML takes the last one."""

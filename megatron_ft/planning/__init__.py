@@ -33,7 +33,10 @@ and ``plan_plots`` show the result.
 10. *Hosting* r shards costs nothing, and a quota's load is the ideal ceil(N*G / live): ``quotas.least_redundancy``
     chooses such an r. At a lower given r the load is measured (``quotas.hosted_loads``). Samples that no group hosts
     are read as fast as others.
-11. *The run is long* compared with the time between restarts, and ends with its last step.
+11. *The whole job* is ended by further failures (fabric, file system) only if ``job_mtbf_hours`` says how often; each is
+    a wipe-out as in 6, under every policy, and the checkpoint period takes them into account. With less than one of
+    them expected in the run, 9 holds.
+12. *The run is long* compared with the time between restarts, and ends with its last step.
 """
 
 from megatron_ft.planning.cluster import Cluster

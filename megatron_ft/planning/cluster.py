@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from megatron_ft.config import validators
 from megatron_ft.errors import ConfigError
 
 WHOLE = ("gpus", "gpus_per_group", "gpus_per_node", "microbatches", "steps")
 POSITIVE = ("mtbf_s", "step_s", "checkpoint_s")
+HOURS = ("job_mtbf_hours", "repair_hours")
 NOT_NEGATIVE = ("allreduce_s", "restart_s", "detection_s", "reconfigure_s", "rejoin_s", "price_per_gpu_hour")
-OPTIONAL = ("rejoin_s", "price_per_gpu_hour")
+OPTIONAL = ("rejoin_s", "price_per_gpu_hour", *HOURS)
 MOST_GROUPS = 100_000
 """Largest number of groups. The equations sum over groups."""
 
@@ -26,14 +28,17 @@ class Cluster:
         step_s: Time of a failure-free step, in seconds.
         restart_s: Time from the end of the job to its next step, in seconds.
         checkpoint_s: Time of a checkpoint, in seconds.
+        steps: Number of steps of the whole run. Where no wipe-out is expected in it, the checkpoint period depends on it.
         allreduce_s: Part of the step's all-reduce that does not overlap with computation, in seconds.
         microbatches: G, the number of microbatches of a shard.
-        steps: Number of steps.
         detection_s: Time until the survivors know of a failure, in seconds.
         reconfigure_s: Time from there until they continue (agree, decide, shrink), in seconds.
         rejoin_s: Time until a lost group is back, in seconds. None: it does not come back.
         price_per_gpu_hour: Price of a GPU for an hour, in any currency. None: unknown.
         gpus_per_node: Number of GPUs in each node.
+        job_mtbf_hours: Mean time between failures that end the whole job whatever the policy (fabric, shared file
+            system, scheduler), in hours, beside those of ``mtbf_s``. None: they are left out.
+        repair_hours: Time until a node that failed is in service again, in hours. None: unknown.
 
     Raises:
         ConfigError: a value is out of range, or values contradict each other.
@@ -45,20 +50,25 @@ class Cluster:
     step_s: float
     restart_s: float
     checkpoint_s: float
+    steps: int
     allreduce_s: float = 0.0
     microbatches: int = 16
-    steps: int = 10_000
     detection_s: float = 5.0
     reconfigure_s: float = 2.0
     rejoin_s: float | None = 900.0
     price_per_gpu_hour: float | None = None
     gpus_per_node: int = 8
+    job_mtbf_hours: float | None = None
+    repair_hours: float | None = None
 
     def __post_init__(self) -> None:
         for name in WHOLE:
             validators.whole_number(1)(name, getattr(self, name))
         for name in POSITIVE:
             validators.POSITIVE(name, getattr(self, name))
+        for name in HOURS:
+            if getattr(self, name) is not None:
+                validators.POSITIVE(name, getattr(self, name))
         for name in NOT_NEGATIVE:
             if name not in OPTIONAL or getattr(self, name) is not None:
                 validators.number(0)(name, getattr(self, name))
@@ -88,6 +98,11 @@ class Cluster:
     def down_s(self) -> float:
         """Time from a failure that ends the job to its next step, in seconds."""
         return self.detection_s + self.restart_s
+
+    @property
+    def job_mtbf_s(self) -> float:
+        """Mean time between failures that end the whole job, in seconds; infinite where they are left out."""
+        return inf if self.job_mtbf_hours is None else self.job_mtbf_hours * 3600
 
     @property
     def failure_free_s(self) -> float:

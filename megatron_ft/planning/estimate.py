@@ -35,8 +35,8 @@ class Estimate:
         policy: Name of the policy.
         redundancy: r, the number of groups that host each shard.
         endured: Mean number of failures from one restart to the next, including the one that causes it (SPARe's mu).
-            Infinite where no restart is expected in the run.
-        uptime_s: Mean time from one restart to the next (T_f), in seconds.
+            Infinite where no restart is expected in the run. Failures of the whole job are not among them.
+        uptime_s: Mean time from one restart to the next (T_f), in seconds, whatever causes it.
         mean_stacks: Compute of a step in units of the failure-free one, patch included (S_bar).
         slowdown: Wall time per step while the job is up, over that without failures.
         period_s: Checkpoint period T_c*, in seconds.
@@ -85,7 +85,7 @@ def recommend(cluster: Cluster, redundancy: int | None = None) -> Recommendation
     policies = [p for p in POLICIES if p != "stacked_quota_rejoin" or cluster.rejoin_s is not None]
     if cluster.groups == 1:
         policies = ["restart"]
-    ranked = sorted((evaluate(cluster, p, redundancy) for p in policies), key=lambda e: e.relative_time)
+    ranked = sorted((evaluate(cluster, policy, redundancy) for policy in policies), key=lambda e: e.relative_time)
     equal = [e for e in ranked if e.relative_time <= ranked[0].relative_time * (1 + EQUAL)]
     best = min(equal, key=lambda e: PREFERENCE.index(e.policy))
     r_star = optimal_redundancy(cluster.groups)
@@ -131,8 +131,9 @@ def most_hosts(groups: int) -> int:
 
 
 def _restart(cluster: Cluster) -> Estimate:
-    period_s = closed_forms.memoryless_period(cluster.checkpoint_s, cluster.mtbf_s)
-    available = closed_forms.memoryless_availability(period_s, cluster.checkpoint_s, cluster.mtbf_s, cluster.down_s)
+    mtbf_s = _either_s(cluster.mtbf_s, cluster.job_mtbf_s)
+    period_s = closed_forms.memoryless_period(cluster.checkpoint_s, mtbf_s)
+    available = closed_forms.memoryless_availability(period_s, cluster.checkpoint_s, mtbf_s, cluster.down_s)
     return _estimate(cluster, "restart", 1, 1.0, 1.0, 1.0, period_s, available)
 
 
@@ -148,7 +149,7 @@ def _at(cluster: Cluster, policy: Policy, r: int) -> Estimate:
         stacks, chance = np.full(N, float(r)), np.ones(N)
         mean_stacks = closed_forms.s_bar_replication(r, cluster.compute_s, cluster.allreduce_s, cluster.mtbf_s)
     slowdown = _slowdown(cluster, stacks, chance, alive, cluster.reconfigure_s)
-    uptime_s = endured * cluster.mtbf_s
+    uptime_s = _either_s(endured * cluster.mtbf_s, cluster.job_mtbf_s)
     period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, uptime_s, cluster.down_s)
     available = closed_forms.availability(period_s, cluster.checkpoint_s, uptime_s, cluster.down_s)
     return _estimate(cluster, policy, r, endured, mean_stacks, slowdown, period_s, available)
@@ -168,13 +169,13 @@ def _with_rejoin(cluster: Cluster, redundancy: int | None) -> Estimate:
     r = redundancy or r
     slowdown = _slowdown(cluster, loads, patches, weights, 2 * cluster.reconfigure_s)
     mean_stacks = _mean_stacks(cluster, loads, patches, weights)
-    uptime_s = quotas.time_to_all_absent_s(N, cluster.mtbf_s, a)
-    insured_s = _insured_s(cluster, slowdown)
+    absent_s = quotas.time_to_all_absent_s(N, cluster.mtbf_s, a)
+    uptime_s, insured_s = _either_s(absent_s, cluster.job_mtbf_s), _insured_s(cluster, slowdown)
     period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, min(uptime_s, insured_s), cluster.down_s)
     if uptime_s > insured_s:
         uptime_s = inf  # assumption 9: not expected in the run
     available = closed_forms.availability(period_s, cluster.checkpoint_s, uptime_s, cluster.down_s)
-    endured = uptime_s / cluster.mtbf_s
+    endured = absent_s / cluster.mtbf_s if absent_s <= insured_s else inf
     return _estimate(cluster, "stacked_quota_rejoin", r, endured, mean_stacks, slowdown, period_s, available)
 
 
@@ -197,10 +198,21 @@ def _without_rejoin(cluster: Cluster, policy: Policy, redundancy: int | None) ->
     uptime_s = K * cluster.mtbf_s
     available = speed * slowdown if isfinite(slowdown) else 0.0
     # A planned restart leaves a checkpoint; more are taken only where the insurance needs shorter periods.
-    period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, _insured_s(cluster, slowdown), cluster.down_s)
+    insured_s = _insured_s(cluster, slowdown)
+    period_s = closed_forms.checkpoint_period(cluster.checkpoint_s, min(insured_s, cluster.job_mtbf_s), cluster.down_s)
     if period_s < uptime_s:
         available *= 1 - cluster.checkpoint_s / period_s
+    if cluster.job_mtbf_s <= insured_s:
+        available *= cluster.job_mtbf_s / (cluster.job_mtbf_s + cluster.down_s + min(period_s, uptime_s) / 2)
     return _estimate(cluster, policy, r, K, mean_stacks, slowdown, min(period_s, uptime_s), available)
+
+
+def _either_s(one_s: float, other_s: float) -> float:
+    """Return the mean time to whichever comes first of two events with constant rates."""
+    if not one_s:
+        return 0.0
+    rate = 1 / one_s + 1 / other_s
+    return 1 / rate if rate else inf
 
 
 def _best_cycle(cluster: Cluster, stacks: NDArray[np.float64], patches: NDArray[np.float64]) -> tuple[int, float]:
@@ -276,7 +288,7 @@ def _estimate(
     hours = cluster.gpus * time_s / closed_forms.HOUR_S
     lost = hours - cluster.gpus * cluster.failure_free_s / closed_forms.HOUR_S
     price = cluster.price_per_gpu_hour
-    uptime_s = endured * cluster.mtbf_s
+    uptime_s = _either_s(endured * cluster.mtbf_s, cluster.job_mtbf_s)
     return Estimate(
         policy=policy,
         redundancy=r,

@@ -14,6 +14,7 @@ from megatron_ft.planning import closed_forms
 from megatron_ft.planning.allreduce import allreduce_s
 from megatron_ft.planning.cluster import OPTIONAL, WHOLE, Cluster
 from megatron_ft.planning.presets import PRESETS
+from megatron_ft.utils import extras
 
 RATES = ("node_mtbf_hours", "failures_per_1000_node_days", "system_mtbf_s")
 NETWORK = ("gradient_gb", "link_gb_s", "link_latency_us", "allreduce_algorithm")
@@ -52,11 +53,14 @@ def cluster(
 def build(inputs: Mapping[str, Any]) -> Cluster:
     """Return the cluster with these values, with the failure rate in one of the three units of ``RATES``."""
     needed = [f.name for f in fields(Cluster) if f.default is MISSING and f.name != "mtbf_s"]
-    missing = [name for name in needed if name not in inputs]
-    if missing:
-        raise ConfigError(f"{_listed(missing)} missing; give {_flag(missing[0])}, a --file that has it, or a --preset")
+    missing = [_flag(name) for name in needed if name not in inputs]
     if not any(name in inputs for name in RATES):
-        raise ConfigError(f"the failure rate is missing; give {' or '.join(map(_flag, RATES))}, or a --preset")
+        missing.append(f"the failure rate ({', '.join(map(_flag, RATES[:-1]))} or {_flag(RATES[-1])})")
+    if missing:
+        raise ConfigError(
+            f"missing: {', '.join(missing)}; give them as flags or in a --file, or begin with a --preset "
+            f"({', '.join(PRESETS)})"
+        )
     values = {name: value for name, value in inputs.items() if name not in (*RATES, *NETWORK)}
     if any(name in inputs for name in NETWORK):
         values["allreduce_s"] = _allreduce_s(
@@ -131,7 +135,7 @@ def _from_yaml(path: Path, text: str) -> Any:
         import yaml
     except ImportError:
         raise ConfigError(
-            f"file {path} is YAML, which needs PyYAML: pip install 'megatron_ft[plan]', or write the same as JSON"
+            f"file {path} is YAML, which needs PyYAML: {extras.install('yaml')}, or write the same as JSON"
         ) from None
 
     class Once(yaml.SafeLoader):
@@ -189,10 +193,6 @@ def _system_mtbf_s(inputs: Mapping[str, Any], sizes: Cluster) -> float:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _listed(names: list[str]) -> str:
-    return f"{' '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def redundancy(text: str | None) -> int | None:

@@ -29,7 +29,8 @@ def cluster(options: argparse.Namespace) -> Cluster:
 
 def show(cluster: Cluster, options: argparse.Namespace, refused: Callable[[config_section.Section], str | None]) -> int:
     """Print and write what the options ask for. ``refused`` returns the config's reason against a section, or None."""
-    plan = recommend(cluster, inputs.redundancy(options.redundancy))
+    redundancy = inputs.redundancy(options.redundancy)
+    plan = recommend(cluster, redundancy)
     pasted, hints = config_section.choose(cluster, plan, refused)
     source = PRESETS[options.preset].source if options.preset else None
     if options.plot:
@@ -59,7 +60,7 @@ def _print(
     console.print(plan_tables.cluster_table(cluster))
     if source:
         console.print(f"[dim]{escape(source)}[/dim]")
-    console.print(plan_tables.policy_table(cluster, plan))
+    plan_tables.policy_table(cluster, plan).show(console)
     console.print(f"\n[bold]Recommended:[/bold] {escape(plan.reason)}\n")
     if pasted is not None:
         console.print("For the config:")

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.config_section import Section
 from megatron_ft.planning.estimate import SEARCHED, Estimate, Recommendation, duration, search
+from megatron_ft.utils.tables import Column, FittedTable
 
 _LEGEND = (
     "mu: failures from one restart to the next. S_bar: stacks of compute per step, patch included. T_c*: checkpoint "
@@ -21,18 +21,18 @@ _DIGITS = 6
 """Significant digits of numbers in the JSON; more would differ between versions of scipy."""
 
 
-def policy_table(cluster: Cluster, plan: Recommendation) -> Table:
+def policy_table(cluster: Cluster, plan: Recommendation) -> FittedTable:
     """Return a table with one row per policy, fastest first."""
-    table = Table(title="Policies", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ["policy", "r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost"]
-    for name in columns + ["cost\nlost"] * _priced(cluster):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
-    for estimate in plan.estimates:
-        table.add_row(*_row(cluster, estimate), style="bold" if estimate is plan.best else None)
+    names = ["r", "mu", "S_bar", "T_c*", "A", "J", "T / T_0", "T", "GPU-h\nlost", *["cost\nlost"] * _priced(cluster)]
+    least = {"J": 3, "A": 2, "mu": 1}
+    columns = [Column("policy"), *(Column(name, right=True, last=least.get(name, 0)) for name in names)]
+    rows = [_row(cluster, estimate) for estimate in plan.estimates]
     notes = [note for estimate in plan.estimates for note in estimate.notes]
-    table.caption = "\n".join([_LEGEND, f"SPARe's r* = floor(log2 N + 0.833) = {plan.r_star}.", *notes])
-    table.caption_justify = "left"
-    return table
+    if any(estimate.policy in SEARCHED for estimate in plan.estimates):
+        notes.insert(0, f"SPARe's r* = floor(log2 N + 0.833) = {plan.r_star}.")
+    caption = "\n".join([_LEGEND, *notes])
+    best = next(number for number, estimate in enumerate(plan.estimates) if estimate is plan.best)
+    return FittedTable("Policies", columns, rows, "no policy fits the cluster", caption, best)
 
 
 def _row(cluster: Cluster, e: Estimate) -> list[str]:
@@ -67,6 +67,10 @@ def cluster_table(cluster: Cluster) -> Table:
         ("step, of it all-reduce", f"{cluster.step_s:g} s / {cluster.allreduce_s:g} s"),
         ("steps, failure-free time", f"{cluster.steps:,} / {duration(cluster.failure_free_s)}"),
         ("failures in that time", f"{failures:,.1f}"),
+        (
+            "the whole job fails every",
+            "not considered" if cluster.job_mtbf_hours is None else duration(cluster.job_mtbf_s),
+        ),
         ("checkpoint, restart", f"{cluster.checkpoint_s:g} s / {duration(cluster.restart_s)}"),
         ("detection, reconfiguration", f"{cluster.detection_s:g} s / {cluster.reconfigure_s:g} s"),
         ("a lost group is back after", rejoin),

@@ -5,30 +5,41 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
-from megatron_ft.report.words import happened
+from megatron_ft.report.progress import Event, Progress, log_of
 from megatron_ft.runlog import history
-from megatron_ft.types import host_name, place_name, rank_name
 from megatron_ft.utils import terminal
 
 _POLL_S = 0.1
-
-Event = Mapping[str, Any]
+_LINE_EVERY_S = 60.0
+_LAST_LINES = 12
+"""Lines of its output that are shown of a rank that ended by itself."""
+NONE, ALL = "none", "all"
+"""Values of ``--tee`` beside the number of a rank."""
 
 
 def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a run's record as they are written. It ends when ``stop()`` is true and no line is left."""
+    for event in looks(run_dir, stop):
+        if event is not None:
+            yield event
+
+
+def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any] | None]:
+    """As :func:`follow`, and yield None at each look at the record, before what is new: the run's end comes last."""
     tail = history.Tail(run_dir)
     while True:
         last_look = stop()
         events = tail.new()
+        yield None
         yield from events
         if last_look:
             return
@@ -37,15 +48,19 @@ def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def shown(groups: int, run_dir: Path) -> Iterator[None]:
-    """Show the run's progress inside the block."""
+def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE) -> Iterator[None]:
+    """Show the run's progress inside the block, and what the ranks that ``tee`` names write: the number of one, all or
+    none."""
     done = threading.Event()
 
     def show() -> None:
         try:
-            with ProgressView(groups) as view:
-                for event in follow(run_dir, done.is_set):
-                    view.update(event)
+            with ProgressView(groups, run_dir=run_dir, outputs=Outputs(run_dir, ranks_per_group, tee)) as view:
+                for event in looks(run_dir, done.is_set):
+                    if event is None:
+                        view.show_outputs()
+                    else:
+                        view.update(event)
         except OSError:
             return  # a terminal that goes away must not end the run
 
@@ -58,27 +73,59 @@ def shown(groups: int, run_dir: Path) -> Iterator[None]:
         watching.join(timeout=5.0)
 
 
-class ProgressView:
-    """Shows step, loss, live groups and failures of a run from the events of its record."""
+class Outputs:
+    """The new lines in the logs of some ranks."""
 
-    def __init__(self, groups: int, console: Console | None = None) -> None:
+    def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
+        self._run_dir, self._tee = run_dir, tee
+        self._own = None if tee in (NONE, ALL) else log_of(run_dir, *divmod(int(tee), ranks_per_group))
+        self._read: dict[Path, tuple[int, bytes]] = {}
+
+    def shows(self, log: Path) -> bool:
+        """Return whether the lines of this log are shown as they come."""
+        return self._tee == ALL or log == self._own
+
+    def new(self) -> Iterator[str]:
+        """Yield the lines that are complete now and were not at the last look; with all ranks, after a name of the rank."""
+        if self._tee == NONE:
+            return
+        logs = sorted((self._run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
+        for log in logs:
+            for line in self._lines(log):
+                yield line if self._own is not None else f"[{log.stem}] {line}"
+
+    def _lines(self, log: Path) -> list[str]:
+        at, rest = self._read.get(log, (0, b""))
+        try:
+            with log.open("rb") as file:
+                file.seek(at)
+                read = file.read()
+        except OSError:
+            return []
+        *lines, rest_now = (rest + read).split(b"\n")
+        self._read[log] = at + len(read), rest_now
+        return [line.decode("utf-8", errors="replace") for line in lines]
+
+
+class ProgressView:
+    """Shows a run from the lines of its record: a bar on a terminal, else a line each minute; and every event."""
+
+    def __init__(
+        self,
+        groups: int,
+        console: Console | None = None,
+        run_dir: Path | None = None,
+        outputs: Outputs | None = None,
+    ) -> None:
         self._console = console or terminal.console()
-        self._live, self._failures, self._steps, self._next_line = groups, 0, None, 0
-        self._groups, self._saved, self._place = groups, None, ""
-        self._view: Event = {"epoch": -1}
-        self._bar: Progress | None = None
+        self._progress = Progress(groups)
+        self._run_dir, self._outputs = run_dir, outputs
+        self._next_line = 0.0
+        self._ends: set[tuple[str, ...]] = set()
+        self._bar: Bar | None = None
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}"),
-                TextColumn("live {task.fields[live]}"),
-                TextColumn("failures {task.fields[failures]}"),
-                TimeElapsedColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=None, loss="-", live=f"{groups}/{groups}", failures=0)
+            self._bar = Bar(BarColumn(bar_width=20), TextColumn("{task.fields[line]}"), console=self._console)
+            self._task = self._bar.add_task("", total=None, line=self._progress.line())
 
     def __enter__(self) -> ProgressView:
         if self._bar is not None:
@@ -90,119 +137,43 @@ class ProgressView:
             self._bar.stop()
 
     def update(self, event: Event) -> None:
-        """Process one event of the record."""
-        kind = event["event"]
-        if kind == "begin":
-            self._steps = event["steps"]
-        elif kind == "view":
-            self._live, self._view = len(event["live"]), event
-        elif kind == "fault":
-            self._failures += 1
-            self._say(self._fault(event))
-        elif kind == "recovery":
-            self._say(recovery_line(event, self._view))
-        elif kind == "restart":
-            self._say(restart_line(event))
-        elif kind == "host":
-            self._say(host_line(event))
-        elif kind == "given_up":
-            self._say(f"group {event['group']} does not come back: {event['reason']}")
-        elif kind == "stragglers":
-            self._say(straggler_line(event))
-        elif kind == "resume":
-            self._place = event["checkpoint"]
-        elif kind == "checkpoint":
-            self._checkpoint(event)
-        elif kind == "checkpoint_failed":
-            self._say(f"step {event['step']} is not saved: {event['reason']}")
-        elif kind == "step":
-            self._step(event)
-        elif kind == "end":
-            self._say(f"all {event['step'] + 1} steps done, loss {event['loss']:.4f}{self._saved_end(event)}")
-        elif kind == "not_saved":
-            self._say(event["reason"])
+        """Show one line of the record."""
+        progress = self._progress
+        told = progress.take(event)
+        if event["event"] == "start" and self._run_dir is not None:
+            self._say(f"run directory {self._run_dir}, with the output of each rank in logs/")
+            self._say(f"watch: megatron-ft status {self._run_dir}; stop: megatron-ft stop {self._run_dir}")
+        if told:
+            self._say(told)
+        if event["event"] == "fault" and event["code"]:
+            self._show_end(event)
         if self._bar is not None:
-            done = event["step"] + 1 if kind == "step" else None
-            loss: dict[str, Any] = {"loss": f"{event['loss']:.4f}"} if kind == "step" else {}
-            live = f"{self._live}/{self._groups}"
-            self._bar.update(self._task, completed=done, total=self._steps, live=live, failures=self._failures, **loss)
+            self._bar.update(self._task, completed=progress.step, total=progress.total, line=progress.line())
+        elif event["event"] == "step" and event.get("t", 0.0) >= self._next_line:
+            self._next_line = event.get("t", 0.0) + _LINE_EVERY_S
+            self._say(progress.line())
 
-    def _step(self, event: Event) -> None:
-        """Print a line for about every tenth of the steps, when there is no terminal."""
-        if self._bar is not None or event["step"] < self._next_line:
+    def show_outputs(self) -> None:
+        """Show what the ranks have written since the last call."""
+        if self._outputs is not None:
+            for line in self._outputs.new():
+                self._say(line)
+
+    def _show_end(self, event: Event) -> None:
+        """Show the last lines of a rank that ended by itself, unless they are shown anyway, or are those of another."""
+        if self._run_dir is None:
             return
-        total = self._steps or 0
-        self._next_line = event["step"] + max(1, total // 10)
-        of = f"/{total}" if total else ""
-        self._say(f"step {event['step'] + 1}{of}  loss {event['loss']:.4f}  live {self._live}/{self._groups}")
-
-    def _saved_end(self, event: Event) -> str:
-        """Return the part of the last line that says whether the state after the last step is saved."""
-        if "saved" not in event:
-            return ""
-        if event["saved"] == event["step"] + 1:
-            return f"; step {event['saved']} is saved in {self._place}" if self._place else ""
-        newest = (
-            "there is no checkpoint" if event["saved"] is None else f"the newest checkpoint is of step {event['saved']}"
-        )
-        return f"; step {event['step'] + 1} is NOT saved, {newest}"
-
-    def _checkpoint(self, event: Event) -> None:
-        """Print a line about the first checkpoint, and about later ones that fall together with a line of a step."""
-        if self._saved is None or self._bar is not None or event["step"] >= self._next_line:
-            self._say(checkpoint_line(event))
-        self._saved, self._place = event["step"], event["path"]
-
-    @staticmethod
-    def _fault(event: Event) -> str:
-        who = rank_name(event["position"], event["pid"], event["host"], event.get("host_rank"))
-        what = happened(event)
-        more = f" ({event['detail']})" if event["detail"] not in ("", what) else ""
-        return f"group {event['group']} lost: {who} {what}{more}"
+        log = log_of(self._run_dir, event["group"], event["position"])
+        with contextlib.suppress(OSError):
+            lines = tuple(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+            if lines in self._ends:
+                return
+            self._ends.add(lines)
+            if self._outputs is not None and self._outputs.shows(log):
+                return
+            self._say(f"the last lines of {log}:")
+            for line in lines:
+                self._say(f"  {line}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # soft_wrap: a path stays on one line
-
-
-def recovery_line(event: Event, view: Event) -> str:
-    """Describe a recovery in words. ``view`` is the newest view."""
-    if view["epoch"] == event["epoch"] and view["joined"] and not event["patched"]:
-        back = " ".join(map(str, view["joined"]))
-        return f"group {back} is back in step {event['step']}; the others waited {event['stall_s']:.2f} s"
-    by = " ".join(sorted(event["patched_by"], key=int))
-    patched = f"{event['patched']} microbatches taken over by groups {by}" if event["patched"] else "nothing to patch"
-    return f"step {event['step']} goes on: {patched}; stalled {event['stall_s']:.2f} s"
-
-
-def restart_line(event: Event) -> str:
-    """Describe the restart of a lost group in words."""
-    pids = " ".join(map(str, event["pids"])) or "none could be started"
-    after = f", {event['after_s']:.1f} s after it was lost" if event["after_s"] > 0.1 else ""
-    where = place_name(event["host"], event.get("host_rank"))
-    return f"group {event['group']} is started again on {where} (incarnation {event['incarnation']}, pid {pids}){after}"
-
-
-def host_line(event: Event) -> str:
-    """Describe in words what a host does that has joined the run."""
-    groups = " ".join(map(str, event["groups"]))
-    who = host_name(event["host"], event.get("host_rank"))
-    if event["what"] == "spare":
-        return f"{who} is there as a spare"
-    return f"{who} {'takes over' if event['what'] == 'took over' else 'adds'} group {groups}"
-
-
-def checkpoint_line(event: Event) -> str:
-    """Describe a checkpoint in words."""
-    megabytes = event["bytes"] / 2**20
-    return (
-        f"step {event['step']} is saved: {megabytes:.1f} MiB by groups {' '.join(map(str, event['writers']))} in "
-        f"{event['seconds']:.2f} s, {event['blocked_s']:.3f} s of them in training's way; in {event['path']}"
-    )
-
-
-def straggler_line(event: Event) -> str:
-    """Describe in words which groups are slow from a step on."""
-    if not event["slow"]:
-        return f"step {event['step']}: all groups are about as fast again"
-    slow = ", ".join(f"group {group} takes {factor:.1f} times as long" for group, factor in event["slow"].items())
-    return f"step {event['step']}: {slow} as the others; it gets fewer microbatches"

@@ -30,6 +30,7 @@ def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
         "gpus_per_group": ranks,
         "gpus_per_node": gpus_per_node,
         "step_s": median(whole[1:]),  # the first one warms up
+        "steps": begin["steps"],
         "microbatches": max(1, begin["microbatches"] // record.groups),
     }
     times = {

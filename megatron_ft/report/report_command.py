@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.report import run_plots, run_tables
+from megatron_ft.report import run_plots, run_summary, run_tables
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import terminal
 
 
 def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
-    """Print and draw the report of a run. Returns the exit code.
+    """Print and draw the report of a run; with ``--json`` print its facts only. Returns the exit code.
 
     ``described`` returns Slurm's description of a job. Raises ``LaunchError`` or ``RecordError``.
     """
@@ -23,11 +24,16 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
         raise LaunchError(
             f"--slurm: {options.run_dir} was not supervised in Slurm (megatron-ft supervise); leave it out"
         )
+    facts = run_summary.summary(record)
+    differences = {} if reference is None else run_tables.compare(record, reference)
+    if options.json:
+        print(json.dumps({**facts, "differences": differences}, indent=1))
+        return 0
     console = terminal.console()
-    console.print(run_tables.failures_table(record))
-    console.print(run_tables.summary_table(record, reference))
+    run_tables.failures_table(record).show(console)
+    run_tables.summary_table(facts, differences).show(console)
     if jobs:
-        console.print(run_tables.supervisor_table(record))
+        run_tables.supervisor_table(record).show(console)
     for job in jobs if options.slurm else ():
         console.print(f"\nSlurm's record of job {job}; slurm/README.md explains the states:")
         console.print(described(job), markup=False, highlight=False, soft_wrap=True)
@@ -37,5 +43,5 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
     ):
         path = options.run_dir / name
         plot(path)
-        console.print(f"picture: {path}")
+        console.print(f"picture: {path}", soft_wrap=True)
     return 0

@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any
 
-from rich.table import Table
-
+from megatron_ft.report import run_summary
 from megatron_ft.report.words import ended
 from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import Failure, RunRecord
+from megatron_ft.utils.tables import Column, FittedTable
 
 _OLDER = ("step", "node")
 """Values of ``what`` in lines about steps and nodes, which versions before 0.2 wrote."""
 
 
-def failures_table(record: RunRecord) -> Table:
+def failures_table(record: RunRecord) -> FittedTable:
     """Return a table with one row per lost group."""
-    table = Table(title="Failures", title_justify="left")
-    columns: tuple[tuple[str, Literal["left", "right"]], ...] = (
-        ("step", "right"),
-        ("group", "right"),
-        ("failure", "left"),
-        ("detected by (after s)", "left"),
-        ("stall s", "right"),
-        ("micro-\nbatches\npatched", "right"),
-        ("of these\nprefetched /\nfetched", "right"),
-        ("buckets\nkept /\nredone", "right"),
+    columns = (
+        Column("step", right=True),
+        Column("group", right=True),
+        Column("failure", least=16),
+        Column("detected by (after s)", last=1, least=24),
+        Column("stall s", right=True),
+        Column("micro-\nbatches\npatched", right=True),
+        Column("of these\nprefetched /\nfetched", right=True, last=3),
+        Column("buckets\nkept /\nredone", right=True, last=2),
     )
-    for name, justify in columns:
-        table.add_column(name, justify=justify)
     points = {line["pid"]: line.get("point") for line in record.injects}
-    for failure in record.failures:
-        table.add_row(*_row(failure, points.get(failure.fault["pid"])))
-    table.caption = f"steps lost = {record.steps_lost}"
-    table.caption_justify = "left"
-    return table
+    found = [_row(failure, points.get(failure.fault["pid"])) for failure in record.failures]
+    return FittedTable("Failures", columns, found, "No group was lost.", f"steps lost = {record.steps_lost}")
 
 
 def _row(failure: Failure, point: str | None) -> list[str]:
@@ -62,29 +57,10 @@ def _samples(failure: Failure) -> str:
     return f"{prefetched} / {fetched}"
 
 
-def summary_table(record: RunRecord, reference: RunRecord | None = None) -> Table:
-    """Return a table of the run's results, compared with those of ``reference``, a failure-free run of the same
-    seed."""
-    table = Table(title="Run", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    steps = record.steps
-    table.add_row("steps committed", str(len(record.losses)))
-    table.add_row("steps lost", str(record.steps_lost))
-    table.add_row("microbatches in every step", " ".join(str(n) for n in sorted(steps.kinds())))
-    table.add_row("groups at the start / at the end", f"{record.groups} / {len(steps[-1]['live']) if steps else 0}")
-    if saved := record.events("checkpoint"):
-        failed = len(record.events("checkpoint_failed"))
-        more = f", {failed} failed" if failed else ""
-        table.add_row("checkpoints / newest", f"{len(saved)}{more} / step {saved[-1]['step']}")
-    for line in record.events("not_saved"):
-        table.add_row("NOT saved", line["reason"])
-    if record.end:
-        table.add_row("final loss", f"{record.end['loss']:.6f}")
-    if reference is not None:
-        for name, value in compare(record, reference).items():
-            table.add_row(name, f"{value:.2e}")
-    return table
+def summary_table(facts: Mapping[str, Any], differences: Mapping[str, float]) -> FittedTable:
+    """Return a table of the facts of a run (``report.run_summary``), and of its differences to another one."""
+    found = [*run_summary.rows(facts), *((name, f"{value:.2e}") for name, value in differences.items())]
+    return FittedTable("Run", (Column("", least=36), Column("")), found, "")
 
 
 def compare(record: RunRecord, reference: RunRecord) -> dict[str, float]:
@@ -107,18 +83,18 @@ def slurm_jobs(record: RunRecord) -> list[str]:
     return list(dict.fromkeys(line["job"] for line in record.events("slurm")))
 
 
-def supervisor_table(record: RunRecord) -> Table:
+def supervisor_table(record: RunRecord) -> FittedTable:
     """Return a table with one row for each line that a supervisor wrote to the record."""
-    table = Table(title=f"Slurm: job {', '.join(slurm_jobs(record))}", title_justify="left")
-    for name in ("time", "what the supervisor did", "details"):
-        table.add_column(name, overflow="fold")
+    found = []
     for line in record.events("slurm"):
         if line["what"] in _OLDER:
             continue
         fields = {name: value for name, value in line.items() if name not in ("t", "event", "what", "job")}
         details = ", ".join(f"{name} {_joined(value)}" for name, value in fields.items())
-        table.add_row(time.strftime("%H:%M:%S", time.localtime(line["t"])), line["what"], details)
-    return table
+        found.append((time.strftime("%H:%M:%S", time.localtime(line["t"])), line["what"], details))
+    columns = [Column(name) for name in ("time", "what the supervisor did", "details")]
+    jobs = ", ".join(slurm_jobs(record))
+    return FittedTable(f"Slurm: job {jobs}", columns, found, f"Slurm: the supervisor of job {jobs} did nothing.")
 
 
 def _joined(value: object) -> str:

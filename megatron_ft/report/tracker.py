@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.report.follow import follow
+from megatron_ft.utils import extras, process_name
 
 
 class Tracker(Protocol):
@@ -79,7 +80,7 @@ def check_trackers(names: Iterable[str]) -> None:
         if name not in _TRACKERS:
             raise ConfigError(f"tracker {name!r} is not known; known are: {', '.join(_TRACKERS)}")
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"{name} is not installed; pip install 'megatron_ft[track]'")
+            raise ConfigError(f"{name} is not installed; {extras.install('track')}")
 
 
 def scalars(event: Mapping[str, Any], failures: int) -> tuple[int, dict[str, float]] | None:
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--track", required=True)
     options = parser.parse_args()
+    process_name.take(f"tracker {options.track} {options.run_dir}", "ft-tracker")
     names = options.track.split(",")
     try:
         check_trackers(names)

@@ -70,9 +70,9 @@ def _check_steps(lines: Lines, first: int, last: int, microbatches: int) -> list
     found = [f"step {step} has {counts[step]} lines" for step in range(first, last + 1) if counts[step] != 1]
     found += [f"step {step} is not of this run" for step in counts if not first <= step <= last]
     found += [
-        f"step {line['step']} counts {line['microbatches']} microbatches, not {microbatches}"
+        f"step {line['step']} counts {line['microbatches']} microbatches, not {line.get('of_microbatches', microbatches)}"
         for line in lines
-        if line["event"] == "step" and line["microbatches"] != microbatches
+        if line["event"] == "step" and line["microbatches"] != line.get("of_microbatches", microbatches)
     ]
     return found
 
@@ -106,25 +106,30 @@ def _check_reference(lines: Lines, reference: Lines) -> list[str]:
 _COUNTER_BITS = 8
 
 
-def contribution(microbatch: Microbatch, shards: int, per_shard: int) -> int:
+def contribution(microbatch: Microbatch, shards: int, most: int) -> int:
     """Return a stand-in for the gradient of one microbatch: a number whose digit of that microbatch is 1.
 
     Sums of such numbers count every microbatch of two neighbouring steps separately, so a sum tells its parts.
+
+    Args:
+        microbatch: the microbatch.
+        shards: number of shards.
+        most: the largest number of microbatches that a shard has in any step.
     """
-    position = microbatch.step % 2 * shards * per_shard + microbatch.shard * per_shard + microbatch.index
+    position = (microbatch.step % 2 * most + microbatch.index) * shards + microbatch.shard
     return 1 << (_COUNTER_BITS * position)
 
 
-def complete_sum(step: int, microbatches: int) -> int:
+def complete_sum(step: int, shards: int, per_shard: int, most: int) -> int:
     """Return the sum in which every microbatch of ``step`` counts once, and nothing else does."""
-    ones = sum(1 << (_COUNTER_BITS * position) for position in range(microbatches))
-    return ones << (_COUNTER_BITS * (step % 2 * microbatches))
+    ones = sum(1 << (_COUNTER_BITS * position) for position in range(shards * per_shard))
+    return ones << (_COUNTER_BITS * (step % 2 * shards * most))
 
 
 def check_commits(lines: Lines) -> list[str]:
     """Return the violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words."""
     checks = [_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end]
-    checks.append(_whole_checkpoints)
+    checks += [_whole_checkpoints, _shrunk, _no_step_after_a_wipe_out]
     return [violation for check in checks for violation in check(lines)]
 
 
@@ -137,12 +142,23 @@ def _who(line: Mapping[str, Any]) -> str:
     return f"group {line['group']}{again}"
 
 
+def wiped_out(begin: Mapping[str, Any], view: View) -> bool:
+    """Return whether no group may go on under ``view``, by the policy of the simulated history that ``begin`` opens.
+
+    ``begin["hosts"]``: for each shard the groups that can compute it; "everybody" if no loss can be borne; None: any group
+    computes any shard."""
+    hosts = begin.get("hosts")
+    if hosts is None or not view.lost:
+        return False
+    return hosts == "everybody" or any(not set(able) & set(view.live) for able in hosts)
+
+
 def _once_each(lines: Lines) -> list[str]:
     """Every committed step counts every microbatch exactly once, in every bucket."""
-    count = lines[0]["microbatches"]
+    shards, sizes = lines[0]["groups"], lines[0]["microbatches"]
     found = []
-    for line in _of(lines, "commit"):
-        expected = complete_sum(line["step"], count)
+    for line in _of(lines, "commit") if not lines[0].get("shrinks") else ():
+        expected = complete_sum(line["step"], shards, sizes[line["step"]], max(sizes))
         wrong = [bucket for bucket, got in enumerate(line["sums"]) if got != expected]
         found += [
             f"{_who(line)} commits step {line['step']} with bucket {bucket}: {_in_words(line['sums'][bucket], expected)}"
@@ -160,12 +176,15 @@ def _in_words(got: int, expected: int) -> str:
 
 def _one_gradient(lines: Lines) -> list[str]:
     """All groups that commit a step, or take its state, then have the same model."""
-    models: dict[int, set[str]] = {}
-    for line in _of(lines, "commit", "state"):
+    models: dict[tuple[int, int], set[str]] = {}
+    # Where the batch shrinks, a step that is made again under another view is another one.
+    shrinks = bool(lines[0].get("shrinks"))
+    for line in _of(lines, "commit") if shrinks else _of(lines, "commit", "state"):
         after = line["step"] + (line["event"] == "commit")
+        epoch = line["epoch"] if shrinks else 0
         if after:
-            models.setdefault(after, set()).add(line["params"])
-    return [f"before step {step} the model is {sorted(found)}" for step, found in models.items() if len(found) > 1]
+            models.setdefault((after, epoch), set()).add(line["params"])
+    return [f"before step {step} the model is {sorted(found)}" for (step, _), found in models.items() if len(found) > 1]
 
 
 def _whole_checkpoints(lines: Lines) -> list[str]:
@@ -264,9 +283,36 @@ def _good_stops(lines: Lines) -> list[str]:
         view = views.get(line["epoch"] + 1)
         if view is None or not view.seats(line["group"], line["incarnation"]):
             continue
-        if len(view.live) >= lines[0]["min_groups"] and line["synced"]:
+        if len(view.live) >= lines[0]["min_groups"] and line["synced"] and not wiped_out(lines[0], view):
             found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
     return found
+
+
+def _shrunk(lines: Lines) -> list[str]:
+    """Where the batch shrinks, a committed step counts every shard once or not at all, the same in all buckets."""
+    shards, sizes = lines[0]["groups"], lines[0]["microbatches"]
+    found = []
+    for line in _of(lines, "commit") if lines[0].get("shrinks") else ():
+        per_shard, most = sizes[line["step"]], max(sizes)
+        whole = [
+            sum(contribution(Microbatch(line["step"], shard, i), shards, most) for i in range(per_shard))
+            for shard in range(shards)
+        ]
+        left = line["sums"][0] - sum(part for part in whole if part & line["sums"][0] == part)
+        if left or len(set(line["sums"])) > 1:
+            found.append(f"{_who(line)} commits step {line['step']} with parts of shards: {line['sums']}")
+    return found
+
+
+def _no_step_after_a_wipe_out(lines: Lines) -> list[str]:
+    """No group commits a step under a view by which none may go on."""
+    views = {line["epoch"]: View.from_json(line) for line in _of(lines, "view")}
+    ended = {epoch for epoch, view in views.items() if wiped_out(lines[0], view)}
+    return [
+        f"{_who(line)} commits step {line['step']} after the wipe-out of view {line['epoch']}"
+        for line in _of(lines, "commit")
+        if line["epoch"] in ended
+    ]
 
 
 def check_nobody_left_out(lines: Lines) -> list[str]:

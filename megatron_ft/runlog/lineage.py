@@ -87,7 +87,7 @@ def _sealed(lines: Lines) -> Iterator[str]:
                 gone.add((line["group"], line["incarnation"]))
             case "view":
                 view = views[line["view"]] = View.from_json(line)
-                if not view.lost or len(view.live) < max(least, 1):
+                if not view.lost or len(view.live) < max(least, 1) or invariants.wiped_out(lines[0], view):
                     continue
                 out = set().union(*fences[: line["log"]])
                 before = views[line["after"]].incarnations
@@ -109,13 +109,19 @@ def _stops(lines: Lines) -> Iterator[str]:
             continue
         seat = line["group"], line["incarnation"]
         later = [view for view in views if view.epoch > line["epoch"]]
-        if later and not any(not view.seats(*seat) or len(view.live) < lines[0]["min_groups"] for view in later):
+        ends = (
+            not view.seats(*seat) or len(view.live) < lines[0]["min_groups"] or invariants.wiped_out(lines[0], view)
+            for view in later
+        )
+        if later and not any(ends):
             yield f"group {seat[0]} (start {seat[1]}) stops although it has a seat: {line['reason']}"
 
 
 def check_nobody_ends(lines: Lines) -> list[str]:
     """No living group that has the model ends before the run does; for histories without a reason to do so."""
     ended = [
-        line for line in lines if line["event"] == "stop" and line["synced"] and "min_groups" not in line["reason"]
+        line
+        for line in lines
+        if line["event"] == "stop" and line["synced"] and "min_groups" not in line["reason"] and not line["wiped_out"]
     ]
     return [f"group {line['group']} (start {line['incarnation']}) lives and ends: {line['reason']}" for line in ended]

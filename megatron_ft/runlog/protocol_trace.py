@@ -28,7 +28,7 @@ _NEEDED = {
 }
 _MOST = 10**6
 """A limit above the groups of any run; a damaged number must not take all memory."""
-_NUMBERS = ("step", "epoch", "steps", "microbatches", "buckets")
+_NUMBERS = ("step", "epoch", "steps", "microbatches", "buckets", "per_shard")
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 """The exceptions that reading a value of the wrong shape raises."""
 
@@ -70,6 +70,15 @@ class Record:
         """By step, the seconds per microbatch of each group that computed, or numbers that lead to the same decisions
         (``core.detection.stragglers.brief``); empty in a run that did not measure."""
         return {line.fields["step"]: _measured(line.fields) for line in self.steps}
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Steps from which a shard has another number of microbatches, and that number; empty if the script set none."""
+        found: dict[int, int] = {}
+        for line in self.steps:
+            if "per_shard" in line.fields:
+                found.setdefault(line.fields["step"], line.fields["per_shard"])
+        return tuple(sorted(found.items()))
 
     @classmethod
     def load(cls, run_dir: Path) -> Record:
@@ -142,7 +151,7 @@ def _config(path: Path) -> RunConfig:
 
 
 def _check(line: Line, needed: Iterable[str], path: str) -> None:
-    for name in needed:
+    for name in (*needed, *(name for name in ("per_shard",) if name in line.fields)):
         value = line.fields.get(name)
         if name not in line.fields or name in _NUMBERS and not (_whole(value) and value >= 0):
             said = f"says {name} {value!r}" if name in line.fields else f"lacks {name!r}"

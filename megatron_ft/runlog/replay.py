@@ -12,7 +12,8 @@ with the line that the group would have written there, and may be absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -79,10 +80,11 @@ class _Differs(Exception):
 
 
 class _Past:
-    """The speeds of the groups in the steps the run committed: an input of every group, and the same for all."""
+    """The speeds of the groups in the steps the run committed, and the sizes of its batches: inputs of every group, and the
+    same for all."""
 
     def __init__(self, record: Record) -> None:
-        self.measured = record.measured
+        self.measured, self._sizes = record.measured, record.sizes
         self._job = record.job
         self._known = [stragglers.Speeds()]
 
@@ -94,6 +96,18 @@ class _Past:
                 stragglers.observe(self._known[done], seconds, job.straggler_factor, job.straggler_steps)
             )
         return self._known[step]
+
+    def after(self, state: GroupState, event: messages.Event) -> tuple[GroupState, messages.Action]:
+        """Return the state and the next action after an event; before a step, the script sets the size of the batch."""
+        state = self.resized(recovery.step(state, event, 0.0)[0])
+        return state, recovery.next_action(state)
+
+    def resized(self, state: GroupState) -> GroupState:
+        """Return the state with the size of the batch that the script has set, if it is one."""
+        place = bisect_right(self._sizes, state.step, key=lambda change: change[0]) - 1
+        if place < 0 or self._sizes[place][1] == state.job.per_shard or state.computed or not state.synced:
+            return state
+        return recovery.step(state, messages.BatchResized(self._sizes[place][1]), 0.0)[0]
 
 
 # --- one group --------------------------------------------------------------------------------------------------------
@@ -128,7 +142,7 @@ class _Machine:
             event = _obey(action, self.past)
             if event is None:
                 return  # the group has to stop
-            at, (*_, action) = recovery.step(at, event, 0.0)
+            at, action = self.past.after(at, event)
         counted = self.counted if at.step == self.state.step else {frozenset()}
         self.recoveries = [_account(at, view, before) for before in counted]
 
@@ -143,7 +157,7 @@ class _Machine:
                 self.resumed = True
                 self.counted = {before | _taken_over(self.state) for before in self.counted}
             before = self.state
-            self.state, (*_, action) = recovery.step(before, event, 0.0)
+            self.state, action = self.past.after(before, event)
             if self.state.step != before.step:
                 self.committed(before, before.step)
                 self.counted = {frozenset()}
@@ -172,7 +186,7 @@ class _Machine:
         while stands(at) and (
             event := _obey(action, self.past, report.reduced_buckets)
         ):  # the report does not tell its progress
-            at, (*_, action) = recovery.step(at, event, 0.0)
+            at, action = self.past.after(at, event)
         if stands(at) and _resumes(at, action):
             self.resumed = None
 
@@ -225,12 +239,13 @@ def _resumes(state: GroupState, action: messages.Action) -> bool:
 
 
 def _taken_over(state: GroupState) -> frozenset[Microbatch]:
-    return state.plan.patched if state.unfinished else frozenset()
+    return state.plan.patched | state.plan.standing_in if state.unfinished else frozenset()
 
 
 def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> dict[str, Any]:
     """Return the fields of a recovery line for the state in which the step goes on."""
-    new = _taken_over(state) - counted
+    all_new = _taken_over(state) - counted
+    new = all_new & state.plan.patched
     taken = {group: new.intersection(own) for group, own in state.plan.assignment.items()}
     return {
         "step": state.step,
@@ -241,6 +256,8 @@ def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> d
         "buckets_kept": len(state.final),
         "buckets_redone": len(state.unfinished),
         "state_from": view.source,
+        "promoted": len(all_new - new),
+        "plan": dict(state.plan.facts),
     }
 
 
@@ -279,7 +296,9 @@ class _Run:
             if step not in self.planned:
                 self.planned[step] = sum(map(len, state.plan.assignment.values()))
 
-        self.machines[group] = _Machine(recovery.start(group, self.record.job, view), self.past, committed)
+        self.machines[group] = _Machine(
+            self.past.resized(recovery.start(group, self.record.job, view)), self.past, committed
+        )
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -387,7 +406,9 @@ class _Run:
             f"recovery in epoch {fields['epoch']}: step {fields['step']}, {fields['patched']} microbatches taken over, "
             f"buckets {fields['buckets_kept']} kept {fields['buckets_redone']} redone, state from {fields['state_from']}"
         )
-        found = [_compare({name: fields[name] for name in account}, account) for account in possible]
+        # Records of older versions have fewer fields.
+        told = [{name: value for name, value in account.items() if name in fields} for account in possible]
+        found = [_compare(fields, account) for account in told]
         nothing = (Difference("line", f"a line for epoch {fields['epoch']}", "no (second) line for this epoch"),)
         self.result.decisions.append(Decision("recovery", line.number, what, min(found, key=len, default=nothing)))
 
@@ -439,5 +460,5 @@ def _writer(view: View) -> GroupId:
     return min(view.live)
 
 
-def _compare(recorded: dict[str, Any], decided: dict[str, Any]) -> tuple[Difference, ...]:
+def _compare(recorded: Mapping[str, Any], decided: dict[str, Any]) -> tuple[Difference, ...]:
     return tuple(Difference(name, recorded[name], decided[name]) for name in decided if recorded[name] != decided[name])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.rank_env import CLAIMS
-from megatron_ft.errors import WIPED_OUT, InvariantBroken, LaunchError, StoreError
+from megatron_ft.errors import WIPED_OUT, InvariantBroken, LaunchError, StoreError, WipedOut
 from megatron_ft.runlog import history
-from megatron_ft.types import Exit
+from megatron_ft.types import Exit, given
 from megatron_ft.utils import atomic_file, process_status
 
 RANKS = "ranks"
@@ -157,14 +157,16 @@ def why(
         return WIPED_OUT, f"no group is left {where}; this host had nothing to do"
     if not ended:
         return 1, f"the agent failed {where}"
-    broken, storeless = (
-        [(log, death) for log, death in ended if death.code == kind.exit_code] for kind in (InvariantBroken, StoreError)
+    broken, wiped_out, storeless = (
+        [(log, death) for log, death in ended if death.code == kind.exit_code]
+        for kind in (InvariantBroken, WipedOut, StoreError)
     )
     if last_step is None:
         storeless = []  # there may never have been a store at that address
-    log, death = (broken or storeless or ended)[-1]  # ranks that stopped as a consequence have other exit codes
-    if broken:
-        return InvariantBroken.exit_code, f"{death.detail} [all groups, {where}; output in {log}]"
+    # Ranks that stopped as a consequence have other exit codes.
+    log, death = (broken or wiped_out or storeless or ended)[-1]
+    if broken or wiped_out:
+        return given(death.code), f"{death.detail} [all groups, {where}; output in {log}]"
     same = {other.detail for _, other in ended}
     # Without a control store all groups are lost at once, and the run can be started again.
     code = WIPED_OUT if death.signal or storeless else death.code or 1

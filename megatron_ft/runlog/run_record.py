@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.runlog import history, invariants
+from megatron_ft.types import CUT_OFF
 
 _TAIL_BYTES = 65_536
 """Bytes; longer than some steps of a timeline."""
@@ -32,7 +33,7 @@ class Steps(Sequence[dict[str, Any]]):
     """The lines of all steps, about 50 bytes each, made on request and without measurements of single groups."""
 
     def __init__(self) -> None:
-        self.numbers, self._microbatches, self._epochs, self._live = (array("q") for _ in range(4))
+        self.numbers, self.tokens, self._microbatches, self._epochs, self._live = (array("q") for _ in range(5))
         self.losses, self.durations, self.times = (array("d") for _ in range(3))
         self.memberships: list[Sequence[int]] = []
         self._known: dict[tuple[int, ...], int] = {}
@@ -49,6 +50,7 @@ class Steps(Sequence[dict[str, Any]]):
         self._last = live
         self._live.append(self._place)
         self.numbers.append(line["step"])
+        self.tokens.append(line.get("tokens", 0))
         self._microbatches.append(line["microbatches"])
         self._epochs.append(line["epoch"])
         self.losses.append(line["loss"])
@@ -164,7 +166,7 @@ class RunRecord:
             for group, why in view["lost"].items():
                 seat = {"group": int(group), "incarnation": seats.get(group, 0)}
                 if tuple(seat.values()) not in known and not why.startswith(LEAVES):
-                    first = why.removeprefix("cut off: ").partition("; ")[0]
+                    first = why.removeprefix(CUT_OFF).partition("; ")[0]
                     nobody = dict.fromkeys(("position", "pid", "host", "signal", "code", "detected_s"))
                     yield {"t": view["t"], **nobody, **seat, "detail": first, "how": "the other groups"}
             seats = view.get("incarnations", {})

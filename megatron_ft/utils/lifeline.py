@@ -1,12 +1,13 @@
-"""Settings of prctl(2): a process that ends with its parent, and one that adopts orphans."""
+"""Settings of prctl(2): a process that ends with its parent, one that adopts orphans, and a process's name."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def end_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
@@ -25,5 +26,10 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _prctl(option: int, value: int) -> None:
+def set_name(name: str) -> None:
+    """Set the name of the calling thread, which is the process's if it is the main thread; 15 characters are kept."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
+
+
+def _prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)

@@ -9,7 +9,7 @@ any other rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,8 +20,9 @@ from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import StepResult
 from megatron_ft.errors import ConfigError
-from megatron_ft.types import given
+from megatron_ft.types import GroupId, View, given
 from megatron_ft.worker import orders
+from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.orders import Order
 from megatron_ft.worker.rank_executor import RankExecutor
 
@@ -49,6 +50,12 @@ class GroupFollower:
             continue
         return given(self._rank.result)
 
+    def evaluate(self, lost: Callable[[View], Collection[GroupId]]) -> Sums:
+        """Carry out orders until the evaluation has ended."""
+        while not isinstance(order := self._obey(orders.Begin), orders.EndEvaluation):
+            continue
+        return order.total
+
     def finish(self) -> None:
         """Carry out orders until the run has ended everywhere. Raises ``RunStopped``."""
         while not isinstance(self._obey(orders.Begin), orders.End):
@@ -74,6 +81,10 @@ class GroupFollower:
         rank.progress.enter("waiting")
         order = orders.named(*given(rank.inner).next_order())
         if isinstance(order, refuse):
+            if rank.evaluation is not None:
+                raise ConfigError(
+                    f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate"
+                )
             does = "goes on at" if isinstance(order, orders.Begin) else "is done before"
             raise ConfigError(
                 f"rank 0 of this group {does} step {self.step}, rank {rank.position} was told that the run has "

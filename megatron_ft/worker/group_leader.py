@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, cast
@@ -27,13 +27,16 @@ from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import machine, signals
 from megatron_ft.core.replication.placement import Placement
+from megatron_ft.core.scheduling import pipeline_order
+from megatron_ft.core.scheduling.pipeline_order import Waiting
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Listed, StepResult
-from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver
+from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver, WipedOut
 from megatron_ft.runlog.history import History
-from megatron_ft.types import Microbatch, View, given
+from megatron_ft.types import GroupId, Microbatch, View, given
 from megatron_ft.worker import data_identity, orders
 from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
+from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.group_executor import GroupExecutor
 from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.rank_executor import RankExecutor
@@ -98,7 +101,7 @@ class GroupLeader:
             return
         first = given(self._first_view)
         self._begin_with(first, job, origin)
-        self._history.record("begin", steps=total, microbatches=job.microbatches, buckets=job.buckets)
+        self._history.record("begin", steps=total, microbatches=self._config.microbatches, buckets=job.buckets)
         self._record.adopt(first)
         if origin is None:
             # A group that is behind gets another state, unless all that have it die.
@@ -141,18 +144,51 @@ class GroupLeader:
         started = time.monotonic()
         step = self._state.step
         self._recovery_metrics.begin_step()
+        self._resize()
         self._begin(dataset)
         while self._state.step == step:
             self._drain_verdicts()
             self._perform(self._next)
         tokens = getattr(dataset, "tokens_per_microbatch", 0)
-        self._record.step(given(self._rank.result), time.monotonic() - started, tokens)
+        self._record.step(given(self._rank.result), time.monotonic() - started, tokens, self._batch(step))
         self._executor.carry_out(orders.EndStep(given(self._record.view).epoch, self._state.step))
         return given(self._rank.result)
+
+    def _batch(self, step: int) -> dict[str, Any]:
+        """Return what the record says of the batch of ``step``, if it is not that of the config."""
+        sizes, job = self._rank.registered.sizes, self._state.job
+        skipped = sorted(
+            microbatch for microbatch in job.skip if microbatch.step == step and microbatch.index < sizes.at(step)
+        )
+        said: dict[str, Any] = {} if sizes.is_fixed else {"per_shard": sizes.at(step)}
+        if skipped:
+            said["skipped"] = list(map(str, skipped))
+        return {**said, "of_microbatches": sizes.at(step) * job.shards - len(skipped)} if said else {}
+
+    def _resize(self) -> None:
+        """Take over the size of the batch that the script has set, or that came with the state."""
+        per_shard = self._rank.registered.sizes.at(self._state.step)
+        if per_shard != self._state.job.per_shard:
+            self._feed(machine.BatchResized(per_shard))
 
     def log(self, values: Mapping[str, float | str]) -> None:
         """Record what the script has logged since the last step."""
         self._record.log(self.step - 1, values)
+
+    def evaluate(self, lost: Callable[[View], Collection[GroupId]]) -> Sums:
+        """Take part in the rank's evaluation. ``lost`` returns the members of a view that are known to be lost."""
+        view = self._state.view
+        carry_out = lambda batches: self._executor.carry_out(  # noqa: E731
+            orders.Evaluate([(one.start, one.stop) for one in batches])
+        )
+        with self._until_fenced():
+            self._progress.enter("waiting")
+            evaluation = given(self._rank.evaluation)
+            # A group that has just got its seat has no state yet. The others had this evaluation before they let it in.
+            mine = carry_out if self._state.synced else None
+            total = evaluation.share(self._agreement, self.group, view.live, lambda: lost(view), mine)
+        self._executor.carry_out(orders.EndEvaluation(total))
+        return total
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
@@ -324,7 +360,7 @@ class GroupLeader:
             case machine.Reduce(step=step, buckets=buckets):
                 self._recovery_metrics.resumed(self._state)
                 reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
-                self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, reduced)))
+                self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, self._promoted(), reduced)))
                 self._timer.collected(self._rank.collected)
             case machine.Update(step=step):
                 if (
@@ -350,7 +386,7 @@ class GroupLeader:
                 raise AssertionError(f"{action} is not for the training thread")
 
     def _stop(self, reason: str, halted: bool) -> NoReturn:
-        kind: type[RunStopped] = RunStopped
+        kind: type[RunStopped] = WipedOut if self._state.wiped_out else RunStopped
         if halted:
             kind = InvariantBroken
         elif self._said_leaving:
@@ -372,8 +408,13 @@ class GroupLeader:
         # A group that hosts all shards would hold the whole step; it holds its own share and reads what it takes over.
         hosted = () if everything else self._placement.stack(self.group)
         stack = [Microbatch(state.step, shard, index) for shard in hosted for index in range(job.per_shard)]
-        following = machine.plan_ahead(state).of(self.group) if state.step + 1 < job.steps else ()
-        return Needs(state.plan.of(self.group), stack, following)
+        ahead = machine.plan_ahead(state) if state.step + 1 < job.steps else None
+        following = () if ahead is None else ahead.standby_of(self.group) + ahead.of(self.group)
+        return Needs(state.todo, stack, following)
+
+    def _promoted(self) -> tuple[int, ...]:
+        """Return the standby parts that this group contributes."""
+        return self._state.plan.promoted(self.group)
 
     def _compute(self) -> None:
         """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
@@ -383,10 +424,13 @@ class GroupLeader:
         state = self._state
         microbatches = state.todo[: self._executor.width]
         patched = [microbatch in state.plan.patched for microbatch in microbatches]
+        parts = [state.plan.part(self.group, microbatch) for microbatch in microbatches]
         ahead = None
-        if not state.reported and state.connected and state.todo == microbatches:
+        last = not state.reported and state.connected and state.todo == microbatches
+        if last and not any(parts) and not self._promoted():  # the local gradients will be complete
             ahead = self._rank.ahead(state.step, state.unfinished)
-        prefetched, seconds = self._executor.carry_out(orders.Compute(microbatches, patched, state.view.epoch, ahead))
+        order = orders.Compute(microbatches, patched, parts, state.view.epoch, ahead)
+        prefetched, seconds = self._executor.carry_out(order)
         self._recovery_metrics.computed(microbatches[0], patched[0], prefetched, seconds)
         self._timer.computed(len(microbatches), seconds)
         for microbatch in microbatches:
@@ -400,9 +444,10 @@ class GroupLeader:
             self._count()
 
     def _flush(self) -> None:
-        """Compute a flush; between instructions verdicts are read, and microbatches taken over join the flush."""
+        """Compute a flush; between instructions verdicts are read, microbatches taken over join the flush, and what has not
+        begun is put in order again."""
         started = counted = time.monotonic()
-        listing: list[Listed] = []
+        listing: dict[Microbatch, None] = {}
         ended: list[tuple[Microbatch, bool]] = []
 
         def listed() -> Sequence[Listed]:
@@ -415,10 +460,16 @@ class GroupLeader:
             self._drain_verdicts()
             self._glance()
             counted = time.monotonic()
-            known = {entry.microbatch for entry in listing}
-            patched = self._state.plan.patched
-            listing.extend(Listed(own, own in patched) for own in self._state.todo if own not in known)
-            return listing
+            plan, standby = self._state.plan, self._state.standby
+            if new := [one for one in self._state.todo if one not in listing]:
+                listing.update(dict.fromkeys(new))
+                self._rank.want([one for one in new if one in plan.patched])
+            held = self._rank.held(listing)
+            order = pipeline_order.reorder([Waiting(one in standby, one in held) for one in listing])
+            ordered = list(listing)
+            return [
+                Listed(one, one in plan.patched, plan.part(self.group, one)) for one in map(ordered.__getitem__, order)
+            ]
 
         self._executor.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
         listed()
@@ -472,6 +523,7 @@ class GroupLeader:
             return
         carried, self._rank.result = following.carried, following.result or self._rank.result
         self._executor.carry_out(orders.Arrive())
+        self._resize()
         if carried["line"]:
             self._record.take(carried["line"])
         times = {"seconds": time.monotonic() - self._warm, "receive_s": following.received - self._warm}

@@ -45,7 +45,7 @@ class JointWork:
 
     @contextmanager
     def span(self, kind: str, listed: Listed) -> Iterator[None]:
-        rank, (microbatch, patch) = self._rank, listed
+        rank, (microbatch, patch, _) = self._rank, listed
         if patch and kind == "forward":
             rank.points.reach("patch", microbatch.step)
         rank.points.reach(kind, microbatch.step)

@@ -21,6 +21,7 @@ from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Listed, Ready, StepResult
 from megatron_ft.types import Bucket, Microbatch, View, given
+from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.recovery_metrics import note_patch
 
 if TYPE_CHECKING:
@@ -97,20 +98,23 @@ class Compute(Order[tuple[bool, float]]):
     """Compute at most one microbatch at each rank, that of the rank's position. Returns whether its samples were in
     memory, and the seconds it took. Does not wait for the other ranks: the reduction collects their results.
 
-    ``patched``: for each whether it is taken over from a lost group; ``epoch`` is recorded.
+    ``patched``: for each whether it is taken over from a lost group; ``parts``: for each the standby part that it is added
+    to, or 0; ``epoch`` is recorded.
     """
 
     microbatches: Sequence[Microbatch]
     patched: Sequence[bool]
+    parts: Sequence[int]
     epoch: int
     ahead: Ready | None = leaders(None)
 
     def run(self, rank: RankExecutor) -> tuple[bool, float]:
         if rank.position >= len(self.microbatches):
             return False, 0.0
-        microbatch, patch = self.microbatches[rank.position], self.patched[rank.position]
+        at = rank.position
+        microbatch, patch = self.microbatches[at], self.patched[at]
         rank.progress.enter("working")
-        prefetched, seconds = rank.compute(microbatch, patch, self.ahead)
+        prefetched, seconds = rank.compute(microbatch, patch, self.parts[at], self.ahead)
         if patch and rank.position:  # the leader records its own together with the recovery's times
             who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
             note_patch(rank.history, {microbatch: prefetched}, step=microbatch.step, **who)
@@ -118,7 +122,7 @@ class Compute(Order[tuple[bool, float]]):
 
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Compute:
-        return cls([Microbatch(*one) for one in raw["microbatches"]], raw["patched"], raw["epoch"])
+        return cls(**{**raw, "microbatches": [Microbatch(*one) for one in raw["microbatches"]]})
 
 
 @dataclass(frozen=True)
@@ -180,15 +184,16 @@ class Transfer(Order[None]):
 
 @dataclass(frozen=True)
 class Reduce(Order[None]):
-    """Reduce buckets; ``done`` is called with each that is final."""
+    """Reduce buckets, with the standby ``parts`` that the group contributes; ``done`` is called with each final bucket."""
 
     between_groups = True
     step: int
     buckets: Sequence[Bucket]
+    parts: Sequence[int] = ()
     done: Callable[[Bucket], None] = leaders(lambda bucket: None)
 
     def run(self, rank: RankExecutor) -> None:
-        rank.reduce(self.step, self.buckets, self.done)
+        rank.reduce(self.step, self.buckets, self.parts, self.done)
 
 
 @dataclass(frozen=True)
@@ -301,6 +306,27 @@ class Save(Order[None]):
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Save:
         return cls(cast(Saves, signals.from_json(raw["order"])))
+
+
+@dataclass(frozen=True)
+class Evaluate(Order[Sums]):
+    """Evaluate batches, each given by the numbers of its first sample and of the one after its last. All ranks compute
+    them, because a model may be spread over all ranks; the result is the leader's."""
+
+    batches: Sequence[tuple[int, int]]
+
+    def run(self, rank: RankExecutor) -> Sums:
+        return rank.evaluate([range(first, end) for first, end in self.batches])
+
+
+@dataclass(frozen=True)
+class EndEvaluation(Order[None]):
+    """Return the sums over all samples to the scripts."""
+
+    total: Sums
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.evaluation = None
 
 
 @dataclass(frozen=True)

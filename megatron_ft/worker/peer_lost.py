@@ -19,6 +19,7 @@ from megatron_ft.coordination.store import ControlStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed, JoinRequested, LeaveAnnounced, LinkDown, RunHalted
 from megatron_ft.errors import InvariantBroken, RunStopped, StoreError
+from megatron_ft.types import View
 from megatron_ft.worker.rank_executor import RankExecutor
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,12 @@ class LivenessTracker:
             case RunHalted(why=reason):
                 self.halted = self.halted or reason
         self.changed.set()
+
+    def lost(self, view: View) -> set[int]:
+        """Return the members of a view that are known to be gone, or on a host that is not heard."""
+        unheard = {group for _, about in list(self._silent) for group in about}
+        gone = {group for group in view.live if self._gone.get(group, -1) >= view.incarnations.get(group, 0)}
+        return gone | (unheard & set(view.live))
 
     def anybody(self, me: int) -> bool:
         """Return True if ``me`` may wait for some group: not known to be gone, on a host that still reports."""

@@ -23,9 +23,13 @@ from megatron_ft.core.detection.rank_health import Phase
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
+SHARES_CORES = "MEGATRON_FT_SHARES_CORES"
+"""Set by an agent, unless the user has set the number of threads."""
 _FIELDS = struct.Struct("=QQQQQ")  # beats, progress, phase, dataset, seat; no two threads write the same one at a time
 _PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
 _NAME = "megatron_ft-pulses-"
+_CORES = "cores"
+"""A file with the numbers of the cores that an agent may use."""
 
 
 class ProgressCounters:
@@ -79,6 +83,7 @@ def directory(shared: Path = Path("/dev/shm")) -> Path:
     for _ in range(3):  # without locks, no place is removed either
         place = Path(tempfile.mkdtemp(prefix=_NAME, dir=shared if usable else None))
         if _hold(place) is not None and place.exists():
+            (place / _CORES).write_text(" ".join(map(str, os.sched_getaffinity(0))), encoding="ascii")
             break  # else another agent has removed it as an abandoned one
     for other in place.parent.glob(f"{_NAME}*"):
         held = _hold(other)
@@ -86,6 +91,26 @@ def directory(shared: Path = Path("/dev/shm")) -> Path:
             shutil.rmtree(other, ignore_errors=True)
             os.close(held)
     return place
+
+
+def places() -> list[Path]:
+    """Return the places of the living agents of this machine whose cores this process may use, too, its own agent's among
+    them. Agents of other users are not seen."""
+    mine, found = os.sched_getaffinity(0), []
+    for place in Path(os.environ[VARIABLE]).parents[1].glob(f"{_NAME}*"):
+        held = _hold(place)
+        if held is not None:
+            os.close(held)  # of an agent that was killed
+        elif mine & _cores_of(place):
+            found.append(place)
+    return found
+
+
+def _cores_of(place: Path) -> set[int]:
+    try:
+        return set(map(int, (place / _CORES).read_text(encoding="ascii").split()))
+    except (OSError, ValueError):  # it is being made, or belongs to another user
+        return set()
 
 
 def _hold(place: Path) -> int | None:

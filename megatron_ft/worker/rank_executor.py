@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -28,24 +28,28 @@ from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
 from megatron_ft.collectives.p2p_channel import P2PChannels
 from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.config.schema import check_standby_memory
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.protocol import signals
-from megatron_ft.data.order import microbatch_seed
+from megatron_ft.data.order import BatchSchedule, microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
-from megatron_ft.engines.port import Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
-from megatron_ft.errors import EngineError, FTError, StartOver
+from megatron_ft.engines.port import OWN, Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
+from megatron_ft.errors import ConfigError, EngineError, FTError, StartOver
 from megatron_ft.faults.injection_points import Corruptible, InjectionPoints
 from megatron_ft.runlog.history import History
 from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.utils import heap
+from megatron_ft.worker import registered_state
 from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.epoch_link import EpochLink
+from megatron_ft.worker.evaluation import Evaluation, Sums
 from megatron_ft.worker.joint_compute import JointWork, broken_inside, lost_inside
 from megatron_ft.worker.nonfinite import NonFinite
 from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.progress_counters import ProgressCounters
+from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.rejoin.joiner import RejoinClient, address_key
 from megatron_ft.worker.rejoin.state_sender import StateSender
 from megatron_ft.worker.state_checksum import StateCheck
@@ -87,7 +91,9 @@ class RankExecutor:
         self.carry: Callable[[], Mapping[str, Any]] = dict
         self.epoch: Callable[[], int | None] = lambda: None
         self.following = RejoinClient(self, env, agreement)
-        self.saving = CheckpointParticipant(env, agreement, lambda: self.lost_because)
+        self.registered = Registered(BatchSchedule(env.config.microbatches_per_group))
+        self.evaluation: Evaluation | None = None
+        self.saving = CheckpointParticipant(env, agreement, self.registered, lambda: self.lost_because)
         self.collected = 0.0
         self._began = self._written = 0.0
         self.lost_because = ""
@@ -108,7 +114,13 @@ class RankExecutor:
         self._sender: StateSender | None = None
         self._updated: StepResult | None = None
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
+        self._contributed: set[int] = set()  # standby parts of the present step
         self._swept = False  # whether the last sweep destroyed a process group
+
+    def resize(self, step: int, per_shard: int) -> None:
+        """Set the number of microbatches in a shard, from ``step`` on; samples of these steps may be loaded already."""
+        self._prefetcher.drop()
+        self.registered.sizes.change(step, per_shard)
 
     def join(self, inner: IntraGroup) -> None:
         """Take the group's communicator: its ranks have met."""
@@ -121,8 +133,9 @@ class RankExecutor:
         self.engine = engine
         self.joint = hasattr(engine, "flush")
         settings = self._settings
+        check_standby_memory(self._config, engine.gradient_bytes)
         self._slots = Slots(engine, self.group, self.position, 1 if self.joint else self.size)
-        self.states = StateCheck(engine, settings.detector.state_check_steps)
+        self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
         self.guard = StateGuard(self._env, self._slots, self.states, self.nonfinite, self.agreement, self.history)
         self._guarded = True
         if self.joint:
@@ -140,7 +153,7 @@ class RankExecutor:
             self._shared = OwnGradients(engine, self.inner) if self.joint else SharedGradients(engine, self.inner)
         if settings.rejoin.enabled:
             where = lambda place: self.agreement.put(address_key(self.group, self.position), place)  # noqa: E731
-            self._sender = StateSender(self._env, engine, self.states, self._epoch_of_state, where)
+            self._sender = StateSender(self._env, engine, self.states, self.registered, self._epoch_of_state, where)
         overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
@@ -196,6 +209,7 @@ class RankExecutor:
         if self._sender is not None:
             self._sender.boundary(step, self._updated, self.carry)
         self.engine.begin_step()
+        self._contributed.clear()
         self.guard.say(self._step)
         if short:
             self._prefetcher.rest(dataset, step)
@@ -206,7 +220,9 @@ class RankExecutor:
     def arrive(self) -> None:
         """Enter the step that has begun, after following other groups: clear the gradients again."""
         self.following.end()
+        self._prefetcher.drop()  # the state may have brought another size of the batch
         self.engine.begin_step()
+        self._contributed.clear()
         self.guard.say(self._step)
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
@@ -221,6 +237,14 @@ class RankExecutor:
         work = JointWork(self, self._settings.seed, listed, finished)
         self._inside(lambda: self._joint_engine.flush(given(self._lines), work))
 
+    def want(self, microbatches: Sequence[Microbatch]) -> None:
+        """Load the samples of these microbatches ahead, before all others: the group has taken them over."""
+        self._prefetcher.want(microbatches)
+
+    def held(self, microbatches: Iterable[Microbatch]) -> set[Microbatch]:
+        """Return those of ``microbatches`` whose samples are in memory."""
+        return self._prefetcher.held(microbatches)
+
     def samples(self, microbatch: Microbatch) -> tuple[Any, bool]:
         """Return the samples of a microbatch, and True if they were in memory."""
         return self._prefetcher.get(microbatch)
@@ -232,15 +256,21 @@ class RankExecutor:
         with lost_inside(lambda: self.lost_because):
             return operation()
 
-    def compute(self, microbatch: Microbatch, patch: bool, ahead: Ready | None = None) -> tuple[bool, float]:
-        """Run forward and backward of one. Return True if its samples were in memory, and the seconds it took."""
+    def compute(
+        self, microbatch: Microbatch, patch: bool, part: int = OWN, ahead: Ready | None = None
+    ) -> tuple[bool, float]:
+        """Run forward and backward of one. Return True if its samples were in memory, and the seconds it took.
+
+        ``part``: the standby part that it is added to."""
         step = microbatch.step
         if patch:
             self.points.reach("patch", step)
         started = time.monotonic()
-        with self.timeline.span("patch" if patch else "compute"), self.blame(microbatch):
+        kind = "patch" if patch else "standby" if part else "compute"
+        with self.timeline.span(kind), self.blame(microbatch):
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self._settings.seed, microbatch)
+            self.engine.add_to(part)
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
             self.points.corrupt(step, cast(Corruptible, self.engine))
             self.nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
@@ -286,14 +316,20 @@ class RankExecutor:
         if self.link.close():
             self._reduction.drop()
 
-    def reduce(self, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]) -> None:
+    def reduce(
+        self, step: int, buckets: Sequence[Bucket], parts: Sequence[int], done: Callable[[Bucket], None]
+    ) -> None:
         """Sum ``buckets`` over the members of the epoch; ``done`` is called with each summed bucket, in order.
 
+        ``parts``: the standby parts that the group contributes; each is added to the local gradients once in a step.
         Raises ``Broken``; in a group of several ranks only after all of them have ended their operations.
         """
         outer = given(self.link.outer)
         self.timeline.assign(step, outer.epoch)
         self._settle(state=False)
+        for part in (part for part in parts if part not in self._contributed):
+            self.engine.contribute(part)
+            self._contributed.add(part)
         with self.timeline.span("reduce"):
             if self._shared is None:
                 self._reduction.reduce(outer, step, buckets, done, self._meanwhile)
@@ -384,15 +420,20 @@ class RankExecutor:
             raise
 
     def _full_state(self) -> Mapping[str, Any]:
+        """Return what a group that is behind takes. Its script makes the step's end by itself, so the script's objects
+        are part of it only before the first step."""
         result = self.result
+        first = {registered_state.KEY: self.registered.state()} if result is None else {}
         return {
             "carried": self.carried,
             "engine": self.engine.state(),
             "result": None if result is None else result.to_json(),
+            **first,
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state(state["engine"])
+        self.registered.load(state.get(registered_state.KEY, {}))
         self.carried = state["carried"]
         self._updated = None  # followers of this group have to see the gradients of every step
         if self._step >= 0:
@@ -453,6 +494,17 @@ class RankExecutor:
                 inner.hand_over(partial(state_transfer.send_state, state=self._full_state(), to=position))
         else:
             self._load_state(inner.hand_over(lambda peer: state_transfer.receive_state(peer, 0)))
+
+    def evaluate(self, batches: Sequence[range]) -> Sums:
+        """Evaluate batches, given by the numbers of their samples, with the script's function."""
+        if self.evaluation is None:
+            raise ConfigError("rank 0 of this group evaluates; all ranks have to call session.evaluate")
+        evaluation = self.evaluation
+        self.progress.enter("outside")  # the script's own code: only outside_timeout_s ends it
+        sums = self._inside(lambda: evaluation.compute(batches))
+        self.progress.advance()
+        self.progress.enter("waiting")
+        return sums
 
     def fingerprint(self) -> dict[str, Any]:
         """Return ``params_norm`` and ``params_sha256``: L2 norm and sha256 of the group's parameters; ``state``: a

@@ -31,11 +31,12 @@ class RecoveryMetrics:
         self._placement = placement
         self._open: _Interruption | None = None
         self._patched: frozenset[Microbatch] = frozenset()
+        self._promoted: frozenset[Microbatch] = frozenset()
         self._taken_over: dict[Microbatch, bool] = {}
 
     def begin_step(self) -> None:
         """Forget the patches of the step before. An interruption may continue: the next step then bears its cost."""
-        self._patched, self._taken_over = frozenset(), {}
+        self._patched, self._promoted, self._taken_over = frozenset(), frozenset(), {}
 
     def noticed(self) -> None:
         """Note that this group has detected the end of the epoch."""
@@ -66,17 +67,21 @@ class RecoveryMetrics:
         # With every bucket final nothing had to be taken over, whatever the plan would have been.
         new = state.plan.patched - self._patched if state.unfinished else frozenset()
         self._patched |= new
+        promoted = state.plan.standing_in if state.unfinished else frozenset()
+        newly, self._promoted = promoted - self._promoted, promoted
         patched_by = {group: len(new.intersection(own)) for group, own in state.plan.assignment.items()}
         self._history.record(
             "recovery",
             step=state.step,
             epoch=stopped.view.epoch,
             patched=len(new),
+            promoted=len(newly),
             patched_by={str(group): count for group, count in patched_by.items() if count},
             unhosted=self._unhosted(state.plan, new),
             buckets_kept=len(state.final),
             buckets_redone=len(state.unfinished),
             state_from=stopped.view.source,
+            plan=dict(state.plan.facts),
             stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6),
         )
 

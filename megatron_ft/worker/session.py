@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from megatron_ft.checkpoint import peer_copies, restore
 from megatron_ft.collectives.group_world import World
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.nccl_watchdog import Watchdog
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
-from megatron_ft.config import parallelism
+from megatron_ft.config import parallelism, rank_env
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import Claimant, CoordinationClient, report_collection
@@ -49,19 +49,22 @@ from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.data.dataset import PackedDataset
+from megatron_ft.data.loader import Loader, of_dataloader
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
-from megatron_ft.types import View
-from megatron_ft.worker import data_identity, progress_counters
+from megatron_ft.types import View, given
+from megatron_ft.worker import data_identity, progress_counters, standalone_run, thread_share
+from megatron_ft.worker.evaluation import Evaluation, Samples
 from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_follower import GroupFollower
 from megatron_ft.worker.group_leader import GroupLeader
 from megatron_ft.worker.peer_lost import LivenessTracker, wait_for_return
 from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.registered_state import Stateful
 from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
@@ -70,24 +73,41 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 10.0
+ALONE = "no launcher has started this script: it is one group in one process, and no loss is masked"
 
 
-def init(config: str | Path | None = None, *, seed: int | None = None) -> Session:
+def init(config: str | Path | None = None, *, seed: int | None = None, standalone: bool = False) -> Session:
     """Join the run for which the launcher started this process.
+
+    A process that no launcher started is a run of its own, with one group (``python train.py``, a debugger, a notebook).
+    Its run directory is temporary, and nothing is masked.
 
     Args:
         config: path of the run's config file. Default: the config that the launcher passed. A path that is given must
             lead to the same config.
         seed: seed of the order of the samples and of dropout; the same in every group. Default:
             ``fault_tolerance.seed``.
+        standalone: the process is to be a run of its own. Default: it is one if no launcher started it, which is logged
+            as a warning.
 
     Raises:
-        LaunchError: the process was not started by ``megatron-ft launch``.
-        ConfigError: ``config`` differs from the config with which the run was launched, or ``seed`` is out of range.
+        LaunchError: another launcher, such as torchrun, started this process as one of several.
+        ConfigError: ``config`` differs from the config with which the run was launched, or cannot be used by one
+            process; ``seed`` is out of range; or ``standalone`` in a process that the launcher started.
+        CheckpointError: as a run of its own, its checkpoint directory is used by another run.
         StoreError: the control store does not answer.
     """
-    env = RankEnvironment.from_env()
-    if config is not None:
+    launched = rank_env.is_launched()
+    if standalone and launched:
+        raise ConfigError(
+            "megatron_ft.init(standalone=True) in a script that `megatron-ft launch` has started; leave standalone out: "
+            "a script that is started with python alone is a run of its own"
+        )
+    if not launched and not standalone:
+        standalone_run.check_alone(os.environ)
+        _log.warning(ALONE)
+    env = RankEnvironment.from_env() if launched else standalone_run.found(config)
+    if launched and config is not None:
         sizes = {
             "groups": env.config.groups,
             "ranks_per_group": env.config.ranks_per_group,
@@ -103,7 +123,7 @@ def init(config: str | Path | None = None, *, seed: int | None = None) -> Sessio
         section = replace(env.config.fault_tolerance, seed=seed)
         section.check()
         env = replace(env, config=replace(env.config, fault_tolerance=section))
-    return Session(env)
+    return Session(env, listens=launched)
 
 
 class Session:
@@ -117,7 +137,8 @@ class Session:
         position: number of this rank in its group; the rank at position 0 leads the group.
     """
 
-    def __init__(self, env: RankEnvironment) -> None:
+    def __init__(self, env: RankEnvironment, listens: bool = True) -> None:
+        """``listens``: whether other processes belong to the run, whose notices are listened to."""
         self.env = env
         self.config = env.config
         self.group, self.position = env.group, env.position
@@ -140,6 +161,7 @@ class Session:
         self._datasets: list[PackedDataset] = []
         self._identified = False
         self._logged: dict[str, float | str] = {}
+        self._evaluated: list[tuple[int, Evaluation]] = []
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
@@ -155,13 +177,14 @@ class Session:
             )
         else:
             self._role = GroupFollower(self._rank, 0 if first is None else first.step)
-        Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
+        if listens:
+            Watcher(self._store.clone(), self._on_signal, self._store_is, self._store_is, agreement.restore).start()
         self._rank.progress.start()
         if self._claimant is not None:
             self._claimant.log.follow(
                 Path(os.environ[progress_counters.VARIABLE]).with_name(TOLD), self._claims_changed
             )
-        if threading.current_thread() is threading.main_thread():
+        if listens and threading.current_thread() is threading.main_thread():  # else no group would take the work over
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
             with self._until_lost():
@@ -178,6 +201,29 @@ class Session:
     def step(self) -> int:
         """The next step to train; the number of steps that are committed."""
         return self._role.step
+
+    @property
+    def microbatches_per_group(self) -> int:
+        """Number of microbatches in a shard, at :attr:`step`; a batch has as many for each of the shards.
+
+        A script may set it between two steps, for the next step and all after it, to the same value in every rank.
+        Checkpoints and a returning group carry the sizes. :meth:`loader` and :meth:`dataset` count the samples of all
+        steps, so that each data epoch still has every sample once. In another dataset, whose function gets the
+        microbatch id only, the sizes must follow from the step.
+        """
+        return self._rank.registered.sizes.at(self.step)
+
+    @microbatches_per_group.setter
+    def microbatches_per_group(self, number: int) -> None:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"session.microbatches_per_group = {number!r}: it must be a whole number >= 1")
+        if not self._total:
+            raise ConfigError(
+                f"session.microbatches_per_group = {number} before the first step: set it in the loop over session.steps; "
+                f"the size at the start is gradient_accumulation_steps in the config"
+            )
+        if number != self.microbatches_per_group:
+            self._rank.resize(self.step, number)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -217,6 +263,79 @@ class Session:
             self._role.log(self._logged)
             self._logged = {}
 
+    def evaluate(
+        self,
+        fn: Callable[[Any], Mapping[str, Any]],
+        dataset: Samples,
+        *,
+        name: str = "evaluation",
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """Evaluate a dataset between two steps. All groups share the samples; each sample counts once, also when groups die.
+
+        All ranks call it with the same arguments, after a step. The results of a group that is lost or late are computed
+        by the others. All ranks get the same sums.
+
+        Args:
+            fn: called with a batch, without gradients; returns name -> number, or tensor of one element. The values of
+                all batches are added up in fp64, so that a mean is the quotient of two sums. The result must not depend
+                on the group. The script sets the model to evaluation mode before, and back after the call.
+            dataset: object with ``len(dataset)`` and ``dataset[index]``, such as :meth:`dataset` returns.
+            name: name in messages. Evaluations of the same step have different names, or the same order at all ranks.
+            batch_size: number of samples in a batch, >= 1; the last batch may be smaller. Default: the samples of a
+                microbatch.
+            collate_fn: list of samples -> batch. Default: ``torch.utils.data.default_collate``.
+
+        Returns:
+            The sums, and ``"samples"``, the number of samples.
+
+        Raises:
+            ConfigError: before the first step, which gives all groups the same model, or ``batch_size`` is below 1.
+            DataError: the groups have datasets of different sizes, or the dataset is empty.
+        """
+        if not self._entered:
+            raise ConfigError(
+                "session.evaluate before the first step: the groups get the same model in it; call it after"
+            )
+        batch = self.config.samples_per_microbatch if batch_size is None else batch_size
+        if not isinstance(batch, int) or batch < 1:
+            raise ConfigError(f"session.evaluate: batch_size is {batch!r}; it must be a whole number >= 1")
+        if self._evaluated and self._evaluated[0][0] != self.step:
+            if self.is_writer:
+                for _, former in self._evaluated:
+                    former.clean(self._agreement)
+            self._evaluated = []
+        key = f"evaluate/{self.step}/{name}.{len(self._evaluated)}"
+        evaluation = self._rank.evaluation = Evaluation(fn, dataset, batch, collate_fn, name, key)
+        self._evaluated.append((self.step, evaluation))
+        try:
+            with self._until_lost():
+                total = self._role.evaluate(self._liveness.lost)
+            return total
+        finally:
+            self._rank.evaluation = None
+            self._rank.progress.enter("outside")
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Make an object's state part of the training state: checkpoints and the return of a group carry it.
+
+        All ranks register the same names, before the first step. The state must be the same in all groups at the end of a
+        step, as that of the model is. Tensors are put in place from the CPU.
+
+        Args:
+            name: name of the object in checkpoints and messages.
+            stateful: object with ``state_dict()`` and ``load_state_dict(state)``, such as an average of the weights, the
+                best loss, a curriculum or a sampler. The state consists of tensors, numbers, texts, None, lists, tuples
+                and mappings.
+
+        Raises:
+            ConfigError: after the first step, for a name that is taken, or for a state of other types.
+        """
+        if self._entered:
+            raise ConfigError(f"session.register({name!r}, ...) after the first step: call it before session.steps")
+        self._rank.registered.add(name, stateful)
+
     def save_final(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Save the final model, after the last step: one group writes it, and another one if that group is lost.
 
@@ -253,12 +372,10 @@ class Session:
 
         Raises:
             EngineError: the engine cannot train this model or optimizer.
-            ConfigError: the config asks for a parallelism that needs :meth:`deepspeed`.
+            ConfigError: the config asks for a parallelism, or has another setting, that only :meth:`deepspeed` uses.
         """
         parallelism.refuse_whole_model(self.config.engine, "a model given to session.wrap")
-        if self.config.engine:
-            names = ", ".join(sorted(self.config.engine))
-            warnings.warn(f"settings that only session.deepspeed uses, not session.wrap: {names}", stacklevel=2)
+        parallelism.refuse_unused(self.config.engine, "session.wrap")
         self._engine = TorchNativeEngine(
             model,
             optimizer,
@@ -333,11 +450,58 @@ class Session:
             seq_len=seq_len,
             samples_per_microbatch=self.config.samples_per_microbatch,
             groups=self.config.shards,
-            microbatches_per_group=self.config.microbatches_per_group,
+            microbatches_per_group=self._rank.registered.sizes,
             seed=self._settings.seed,
         )
         self._datasets.append(made)
         return made
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        worker_init_fn: Callable[[int], Any] | None = None,
+    ) -> Loader:
+        """Return the microbatches of a dataset, for :meth:`train_step`; ``len()`` of it is the number of steps of an epoch.
+
+        Call it before :meth:`wrap`, :meth:`init_distributed` and :meth:`deepspeed`: workers are forked.
+
+        Args:
+            dataset: object with ``dataset[index]`` and ``len(dataset)``. Each data epoch has every sample once, in an order
+                that follows from ``seed``. An object without a length is a stream: ``dataset[number]`` returns the sample
+                with that number, 0, 1, 2, ...
+            shuffle: whether each data epoch has another order; False: the order of the dataset.
+            collate_fn: list of samples -> batch. Default: ``torch.utils.data.default_collate``.
+            num_workers: number of processes that load microbatches, in each rank; 0: a thread of the rank does. A dataset
+                that draws random numbers (augmentation) needs workers: they are seeded by the microbatch, so that every
+                group draws the same.
+            worker_init_fn: called in each worker with its number.
+
+        Raises:
+            ConfigError, DataError: the dataset cannot be indexed or is empty, or ``num_workers`` is wrong.
+        """
+        return Loader(
+            dataset,
+            groups=self.config.shards,
+            microbatches_per_group=self._rank.registered.sizes,
+            samples_per_microbatch=self.config.samples_per_microbatch,
+            seed=self._settings.seed,
+            shuffle=shuffle,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            worker_init_fn=worker_init_fn,
+        )
+
+    def prepare(self, dataloader: DataLoader[Any]) -> Loader:
+        """Return :meth:`loader` for the dataset, order, ``collate_fn`` and workers of a torch ``DataLoader``.
+
+        Raises:
+            ConfigError: its batch is not a microbatch, or its sampler has an order of its own.
+        """
+        return self.loader(**of_dataloader(dataloader, self.config.samples_per_microbatch))
 
     def steps(self, total: int, dataset: Dataset | None = None) -> Iterator[int]:
         """Yield the numbers of the steps that this group has to train, in order, up to ``total``.
@@ -420,10 +584,19 @@ class Session:
 
     def _enter(self, engine: Engine) -> None:
         self._entered = True
+        thread_share.take()  # all ranks have started: they have agreed on the data
         self._rank.attach(engine)
         if self._origin is not None:
-            self._rank.result = restore.load(self._origin, self.config, self.position, engine, self._copies)
+            self._rank.result = restore.load(
+                self._origin, self.config, self.position, engine, self._copies, self._load_registered
+            )
         self._role.enter(self._total, self._comes_back, self._origin)
+
+    def _load_registered(self, state: Mapping[str, Any]) -> None:
+        """Give the script's objects their states from a checkpoint. A script may register others than the one before."""
+        for name in self._rank.registered.load(state):
+            what = "is not registered by this script" if name in state else "is not in the checkpoint, and begins anew"
+            _log.warning(f"{name!r} {what}: checkpoint {given(self._origin).path}")
 
     @property
     def _comes_back(self) -> bool:

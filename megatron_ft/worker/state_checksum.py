@@ -14,7 +14,8 @@ Failures it assumes: none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 
@@ -30,10 +31,13 @@ BITS = 48
 
 
 class StateCheck:
-    """The checksums of one engine's state; ``period``: steps in which the whole state is checked once, 0: never."""
+    """The checksums of one rank's state: the engine's, and the tensors of ``more`` (name, tensor). ``period``: steps in
+    which the whole state is checked once, 0: never."""
 
-    def __init__(self, engine: Engine, period: int) -> None:
-        self._engine, self._period = engine, period
+    def __init__(
+        self, engine: Engine, period: int, more: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple
+    ) -> None:
+        self._engine, self._period, self._more = engine, period, more
         self._every = max(1, period // CHUNKS)
         self._chunks = period // self._every
         self._last: tuple[int, list[tuple[str, int]]] = (-1, [])
@@ -41,20 +45,23 @@ class StateCheck:
     def of_step(self, step: int) -> int:
         """Return the checksum of the chunk that is due at the beginning of ``step``; 0 when none is due."""
         chunk = self.due(step)
-        return 0 if chunk is None else _fold(_sums(self._engine.state_tensors(), chunk, self._chunks))
+        return 0 if chunk is None else _fold(_sums(self._tensors(), chunk, self._chunks))
 
     def details(self, step: int) -> dict[str, int]:
         """Return the checksum of each tensor in that chunk, name -> checksum, to name the differing ones."""
         chunk = self.due(step)
         if chunk is None:
             return {}
-        return _named(_sums(self._engine.state_tensors(), chunk, self._chunks))
+        return _named(_sums(self._tensors(), chunk, self._chunks))
 
     def whole(self, step: int) -> int:
         """Return the checksum of the whole state, which is that of the beginning of ``step``."""
-        sums = _sums(self._engine.state_tensors(), 0, 1)
+        sums = _sums(self._tensors(), 0, 1)
         self._last = step, sums  # at once: another thread reads it
         return _fold(sums)
+
+    def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return chain(self._engine.state_tensors(), self._more())
 
     def last(self, step: int) -> dict[str, int] | None:
         """Return each tensor's checksum from the last :meth:`whole`, if that was for ``step``. For any thread."""

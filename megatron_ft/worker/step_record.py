@@ -36,14 +36,16 @@ class StepRecord:
         """Take the seconds per microbatch of every group that computed in the step, before it is committed."""
         self.measured = stragglers.brief(seconds, speeds, factor)
 
-    def step(self, result: StepResult, duration_s: float, tokens_per_microbatch: int) -> None:
-        """Record a committed step; the end of the step decides when it is written."""
+    def step(self, result: StepResult, duration_s: float, tokens_per_microbatch: int, batch: Mapping[str, Any]) -> None:
+        """Record a committed step; the end of the step decides when it is written. ``batch``: what is not the same in all
+        steps."""
         view = given(self.view)
         tokens = result.tokens or result.microbatches * tokens_per_microbatch
         self.line = {
             "step": result.step,
             "loss": result.loss,
             "microbatches": result.microbatches,
+            **batch,
             "epoch": view.epoch,
             "live": list(view.live),
             "duration_s": round(duration_s, 6),

@@ -15,15 +15,16 @@ from megatron_ft.runlog import invariants
 from tests import support
 from tests.chaos import judge as judge_module
 from tests.chaos import play as play_module
-from tests.chaos.plan import SILENCE_LIMIT_S, draw
+from tests.chaos.plan import SILENCE_LIMIT_S, draw, draw_with
 from tests.chaos.play import Played
 
 _TEXT = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
 
 
-def run(seed: int, directory: Path, keep: bool = False) -> dict[str, Any]:
-    """Play the run of that seed and judge it. Its directory stays if it broke a promise (``directory/seed-SEED``)."""
-    plan = draw(seed)
+def run(seed: int, directory: Path, keep: bool = False, policy: str = "") -> dict[str, Any]:
+    """Play the run of that seed, with a policy, and judge it. Its directory stays if it broke a promise
+    (``directory/seed-SEED``)."""
+    plan = draw_with(policy, seed) if policy else draw(seed)
     why = play_module.missing(plan)
     if why:
         return {"seed": seed, "kind": plan.job.kind, "skipped": why, "violations": [], "faults": []}
@@ -56,6 +57,8 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
         "ranks": job.ranks,
         "hosts": job.hosts,
         "nonfinite": job.nonfinite,
+        "policy": {"policy": "stacked_quota", **job.settings},
+        "promoted": sum(line.get("promoted", 0) for line in lines if line["event"] == "recovery"),
         "per_group": job.per_group,
         "steps": job.steps,
         "bucket_mb": job.bucket_mb,
@@ -78,6 +81,8 @@ def outcome(lines: list[dict]) -> str:
     """Return how the run ended."""
     if any(line["event"] == "end" for line in lines):
         return "end"
+    if judge_module.wipe_out(lines) is not None:
+        return "wiped out"
     return "stopped, as its policy asks" if judge_module.has_stopped(lines) else "none"
 
 
@@ -126,7 +131,8 @@ def tell(result: dict[str, Any], directory: Path) -> Iterator[str]:
     yield f"{said}: VIOLATED"
     yield from (f"  violation: {violation}" for violation in result["violations"])
     yield from (f"  {fault['state']}: {_fault(fault)}" for fault in result["faults"])
-    yield f"  again: python -m tests.chaos --seed {result['seed']}"
+    policy = result["policy"].get("standby", result["policy"]["policy"])
+    yield f"  again: python -m tests.chaos --seed {result['seed']} --policy {policy}"
     yield f"  kept: {directory}/seed-{result['seed']}"
 
 
@@ -158,6 +164,7 @@ def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
         "kinds": kinds,
         "points": dict(Counter(fault["point"] for fault in struck if "point" in fault)),
         "at_followers": sum(fault.get("position") in (1, "all") for fault in struck),
+        "promoted": sum(result["promoted"] for result in played),
         "groups_lost": sum(len(result["lost"]) for result in played),
         "views": sum(result["views"] for result in played),
         "rebalanced": sum(result["rebalanced"] for result in played),

@@ -15,7 +15,7 @@ from signal import SIGSTOP, SIGTERM
 from typing import Any
 
 from megatron_ft.core.detection.rank_health import LOOK_S
-from megatron_ft.errors import NOT_SAVED, FTError, RunStopped
+from megatron_ft.errors import NOT_SAVED, WIPED_OUT, FTError, RunStopped
 from megatron_ft.faults.injection_points import reached_file
 from megatron_ft.faults.injector import Case
 from megatron_ft.faults.schedule import RAISING
@@ -39,6 +39,8 @@ def judge(played: Played, reference: Lines) -> list[str]:
     found = _before(played, lines, reference) + _replayed(played) + _left(played)
     if has_stopped(lines):
         return found + _stop(played, lines)
+    if (view := wipe_out(lines)) is not None:
+        return found + _wiped_out(played, view)
     comparable = reference if _first(played, job) is None else None
     found += _end(played) + invariants.check_history(lines, job.groups * job.per_group, comparable)
     if not any(line["event"] == "end" for line in lines):
@@ -50,6 +52,25 @@ def judge(played: Played, reference: Lines) -> list[str]:
 def has_stopped(lines: Lines) -> bool:
     """Return whether the run has stopped because that is its policy for gradients that are not finite."""
     return any(line["event"] == "stop" and "nonfinite is 'stop'" in line["reason"] for line in lines)
+
+
+def wipe_out(lines: Lines) -> dict[str, Any] | None:
+    """Return the view after which no group may go on under the run's policy; None if there is none."""
+    stops = [line for line in lines if line["event"] == "stop" and "wipe-out" in line["reason"]]
+    return [line for line in lines if line["event"] == "view" and line["lost"]][-1] if stops else None
+
+
+def _wiped_out(played: Played, view: dict[str, Any]) -> list[str]:
+    """Check that the run stopped for a shard without a living host, and that the job can be started again."""
+    run = Record.load(played.run_dir).job
+    assert run.placement is not None
+    hosts = [set(able) & set(view["live"]) for able in run.placement.hosts]
+    found = (
+        [] if run.policy.wipes_out and not all(hosts) else [f"it is wiped out, but view {view['epoch']} has all shards"]
+    )
+    if played.code != WIPED_OUT:
+        found.append(f"it is wiped out, but the launcher ended with exit code {played.code}")
+    return found
 
 
 def lost(lines: Lines) -> dict[int, str]:
@@ -168,7 +189,7 @@ def _said_so(played: Played, lines: Lines) -> list[str]:
     committed every step and finds the run ended has nothing to report.
     """
     found, job = [], played.plan.job
-    ways_out = ("outside view", "has left", "was left out", f"step {job.steps - 1} ")
+    ways_out = ("outside view", "has left", "was left out", "is left out of the run", f"step {job.steps - 1} ")
     full = any(case.fault.kind == "disk_full" for case in injected(played))  # then a report may be missing
     for group, why in lost(lines).items():
         for position in range(job.ranks):

@@ -20,8 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_ft.core.scheduling.policies import RECOVER, REPLICATION, SLACK, SPARE, STACKED_QUOTA
 from megatron_ft.faults.schedule import RAISING, Fault, Schedule
 
+KEEPING = (SPARE, RECOVER, REPLICATION, SLACK)
+"""The policies with standby work, beside the default; all of them keep the step of a loss."""
 SHORT = (1415, 1416, 1421, 1423, 1424, 1425)
 """Seeds of the short campaign: runs of all kinds, on few different jobs, each of which needs a run without failures."""
 STOPPED_LIMIT_S = 0.5
@@ -77,6 +80,21 @@ class Job:
     hosts: int = 1
     kind: str = "plain"
     nonfinite: str = "skip"
+    policy: str = STACKED_QUOTA
+    redundancy: int = 0
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings of the policy, as a config has them."""
+        if self.policy == SLACK:
+            return {"standby": SLACK}
+        whole = {"placement": "full"} if self.redundancy == self.groups else {"placement": "consecutive"}
+        stacked = {"redundancy": self.redundancy, **whole} if self.policy == SPARE else {}
+        return {
+            "policy": self.policy,
+            **stacked,
+            **({"redundancy": self.redundancy} if self.policy == REPLICATION else {}),
+        }
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -119,6 +137,18 @@ def _placed(fault: Fault, run_dir: Path, namespaces: dict[str, str]) -> Fault:
 def address(host: int) -> str:
     """Return the address of a host in its network (``tests.netlab``)."""
     return f"10.99.0.{host + 1}"
+
+
+def draw_with(policy: str, seed: int) -> Plan:
+    """Draw the run of that seed with a policy: the same faults strike the same groups. In a run on several hosts or with
+    corrupted numbers a shard has as many hosts as there are groups, so that it is not wiped out."""
+    plan, rng = draw(seed), random.Random(f"{policy} {seed}")
+    groups, whole = plan.job.groups, plan.job.kind != "plain"
+    able = {
+        SPARE: [groups] if whole else range(2, groups + 1),
+        REPLICATION: [groups] if whole else [n for n in range(2, groups + 1) if groups % n == 0],
+    }
+    return replace(plan, job=replace(plan.job, policy=policy, redundancy=rng.choice(able.get(policy, [0]))))
 
 
 def draw(seed: int) -> Plan:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ft.errors import FTError
@@ -100,7 +100,7 @@ def reference(job: Job, directory: Path, data: Path) -> list[dict]:
     again."""
     directory = directory / "reference-{}x{}x{}".format(*job.key)
     if not (directory / "done").exists():
-        plain = replace(job, ranks=1, hosts=1, kind="plain", nonfinite="skip")
+        plain = Job(*job.key, job.bucket_mb)
         played = play(Plan(0, plain, 0, Schedule(())), directory, data)
         if played.code != 0:
             raise RuntimeError(f"the run without failures ended with {played.code}; see {directory}")
@@ -143,7 +143,7 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
     """Start a launcher for each host."""
     config = directory / "config.json"
     detector = {"stopped_timeout_s": STOPPED_LIMIT_S, "heartbeat_timeout_s": SILENCE_LIMIT_S}
-    changes = {"detector": detector, "nonfinite": job.nonfinite, "store": "embedded"}
+    changes = {"detector": detector, "nonfinite": job.nonfinite, "store": "embedded", **job.settings}
     support.write_config(config, bucket_mb=job.bucket_mb, **changes)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"gradient_accumulation_steps": job.per_group}))
     options = [

@@ -13,9 +13,10 @@ import pytest
 from megatron_ft.faults.injector import Case
 from megatron_ft.faults.schedule import Fault
 from megatron_ft.runlog import history
+from tests import support
 from tests.chaos import campaign, play
 from tests.chaos.judge import judge
-from tests.chaos.plan import SHORT, draw
+from tests.chaos.plan import KEEPING, SHORT, draw
 from tests.chaos.play import Played
 
 MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in (1414, 1417, 1418, 1419, 1420, 1422)]
@@ -32,6 +33,12 @@ def test_a_run_keeps_every_promise(directory, seed):
     result = campaign.run(seed, directory)
     if "skipped" in result:
         pytest.skip(result["skipped"])
+    assert not result["violations"], "\n".join(campaign.tell(result, directory))
+
+
+@pytest.mark.parametrize("policy", support.first_of({name: name for name in KEEPING}, "spare", "recover"))
+def test_a_run_with_standby_work_keeps_every_promise(directory, policy):
+    result = campaign.run(SHORT[0], directory, policy=policy)
     assert not result["violations"], "\n".join(campaign.tell(result, directory))
 
 

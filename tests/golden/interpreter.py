@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_ft.config.schema import DROP, STACKED_QUOTA
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.machine import Job
-from megatron_ft.core.replication.placement import consecutive
+from megatron_ft.core.replication.placement import consecutive, golomb, sets
+from megatron_ft.core.scheduling import policies
 from megatron_ft.core.scheduling.assignment import fetched, microbatches_of_step
 from megatron_ft.simulation.protocol.explore import tell
 from megatron_ft.simulation.protocol.scenario import KINDS, Fault, Scenario
@@ -104,7 +104,8 @@ def _names(groups) -> str:
 
 class StepProtocol:
     """groups COUNT [microbatches=1] [buckets=4] [steps=2] [min_groups=1] [redundancy=COUNT] [straggler_steps=3]
-    [policy=stacked_quota]: a job of COUNT groups; each is about to compute its first microbatch. The other policy is drop.
+    [policy=stacked_quota] [standby=none]: a job of COUNT groups; each is about to compute its first microbatch. The
+    policies are those of a config; standby is none or slack.
     """
 
     def __init__(
@@ -117,15 +118,18 @@ class StepProtocol:
         min_groups=1,
         redundancy=0,
         straggler_steps=3,
-        policy=STACKED_QUOTA,
+        policy=policies.STACKED_QUOTA,
+        standby="none",
     ) -> None:
-        if policy not in (STACKED_QUOTA, DROP):
-            raise CaseError(f"there is no policy {policy} here; policies: {STACKED_QUOTA}, {DROP}")
+        if policy not in policies.POLICIES:
+            raise CaseError(f"there is no policy {policy} here; policies: {', '.join(policies.POLICIES)}")
         self.log: list[str] = []
-        placement = consecutive(count, redundancy) if redundancy else None
+        place = {policies.SPARE: golomb, policies.REPLICATION: sets}.get(policy, consecutive)
+        placement = place(count, redundancy) if redundancy else None
+        found = policies.policy(policy, copies=redundancy or 1, slack=standby == policies.SLACK)
         job = Job(
             count, microbatches, buckets, steps, min_groups,
-            placement=placement, straggler_steps=straggler_steps, drop=policy == DROP,
+            placement=placement, straggler_steps=straggler_steps, policy=found,
         )  # fmt: skip
         self._world = World(job, log=self.log)
         self._play(lambda: self._all_are(machine.Compute))
@@ -372,7 +376,7 @@ class StepProtocol:
         for me, group in sorted((world.ended | world.alive).items()):
             for step, buckets in enumerate(group.committed):
                 whole = frozenset(microbatches_of_step(step, world.job.shards, world.job.per_shard))
-                counted = buckets[0] if world.job.drop else whole
+                counted = buckets[0] if world.job.policy.shrinks else whole
                 assert buckets == (counted,) * world.job.buckets, (
                     f"step {step} of group {me} is not the sum of the step"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -126,7 +127,8 @@ PLANS = {plans}
 def uneven(step, shards, per_shard, live, *others, **named):
     ids = scheduler.microbatches_of_step(step, shards, per_shard)
     order, share = PLANS[step % len(PLANS)]
-    return Plan(step, {{0: [ids[n] for n in order[:share]], 1: [ids[n] for n in order[share:]]}}, "uneven")
+    shares = order[:share], order[share:]
+    return Plan(step, {{group: tuple(ids[n] for n in own) for group, own in enumerate(shares)}}, "uneven")
 
 scheduler.plan_step = uneven
 """
@@ -278,6 +280,31 @@ def test_other_models_and_numbers_keep_the_step_too(tmp_path, data_dir, options)
     run.check(alone)
 
 
+STANDING_IN = {
+    "replication, two slices": {"policy": "replication", "slices": 2},
+    "replication, bf16": {"policy": "replication", "engine": {"bf16": {"enabled": True}}},
+    "spare, three groups": {"policy": "spare", "redundancy": 3, "placement": "full", "groups": 3},
+}
+
+
+@pytest.mark.parametrize("options", support.first_of(STANDING_IN, *STANDING_IN))
+def test_a_pipeline_contributes_what_it_has_computed_as_standby(tmp_path, data_dir, options):
+    """The last stage of a group is lost. Stages keep each part apart though its passes overlap with those of other
+    microbatches; the run without a loss has another policy."""
+    whole = {name: options[name] for name in ("slices", "engine", "groups") if name in options}
+    alone = start(tmp_path / "alone", data_dir, **whole)
+    alone.check()
+    spare = options["policy"] == "spare"
+    first = [Breakpoint(2, 1, "backward", position=1, after=2)] if spare else []  # from then on S is 2
+    last = Breakpoint(1 if spare else 0, 3, "backward", position=1, after=2)
+    run = start(tmp_path / "run", data_dir, [*first, last], rejoin={"enabled": False}, **options)
+    for hold in (*first, last):
+        run.strike_in_step(hold)
+    run.check(alone)
+    recovery = run.events("recovery")[-1]
+    assert recovery["promoted"] > 0 and (spare or recovery["patched"] == 0), recovery
+
+
 def test_the_llama_computes_the_same_as_hugging_faces_llama():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     with modules_of_the_example():
@@ -325,3 +352,36 @@ def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path, data_dir, alone):
     assert [line["step"] for line in again.events("step")] == [2, 3]
     (end,), (theirs,) = again.events("end"), alone().events("end")
     assert end["params_sha256"] == theirs["params_sha256"]
+
+
+def test_an_exported_pipeline_is_hugging_faces_llama(tmp_path, data_dir):
+    """Two stages of two slices each are put together; from_pretrained gives the model whose loss the next step has."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    saved, out = tmp_path / "saved", tmp_path / "llama"
+    model = {
+        **MODEL,
+        "model_type": "llama",
+        "intermediate_size": 96,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    settings = {"checkpoint": {"directory": str(saved), "period_s": 1e6}, "groups": 1}
+    options = {**VARIANTS["Hugging Face's Llama, two slices"], "model": model, **settings}
+    start(tmp_path / "first", data_dir, steps=2, **options).check()
+    names = {"0": "model.embed_tokens", "1-2": "model.layers.*", "3": "model.norm", "4": "lm_head"}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    where = ["--format", "hf", "--out", out, "--names", tmp_path / "names.json"]
+    made = support.ft("checkpoint", "export", saved, *where)
+    assert made.returncode == 0, made.stderr
+    theirs = transformers.LlamaForCausalLM.from_pretrained(out)
+    again = start(tmp_path / "again", data_dir, steps=3, **options)
+    again.check()
+    (step,) = again.events("step")
+    shape = {"samples_per_microbatch": 2, "groups": 1, "microbatches_per_group": support.PER_GROUP, "seed": 1}
+    dataset = PackedDataset(data_dir, seq_len=MODEL["max_position_embeddings"], **shape)
+    losses = []
+    for index in range(support.PER_GROUP):
+        batch = dataset(Microbatch(2, 0, index))
+        logits = theirs(batch["input_ids"]).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item())
+    assert step["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)

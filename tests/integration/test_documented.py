@@ -43,7 +43,7 @@ def known(parser: argparse.ArgumentParser, words: list[str]) -> str:
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    return next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
 
 
 def ours(words: list[str]) -> str:
@@ -55,6 +55,10 @@ def ours(words: list[str]) -> str:
     if words[0] in ("supervise", "burn-in") and "launch" in words:
         place = words.index("launch")
         return known(commands[words[0]], words[1:place]) or ours(words[place:])
+    if nested := subcommands(commands[words[0]]):
+        if words[1:2] == [] or words[1] not in nested:
+            return f"megatron-ft {words[0]} has no {words[1] if words[1:] else 'command'}"
+        return known(nested[words[1]], words[2:script])
     return known(commands[words[0]], words[1:script])
 
 

@@ -16,6 +16,7 @@ import pytest
 from megatron_ft.agent import forkserver
 from megatron_ft.faults import process_lookup
 from megatron_ft.faults.injection_points import start_of
+from tests import support
 from tests.stores import await_
 
 SAY = """
@@ -114,3 +115,22 @@ def test_a_server_that_is_gone_is_reported(tmp_path, script):
     with (tmp_path / "log").open("wb") as output, pytest.raises(forkserver.NotForked, match="no_such_module"):
         server.start([str(script)], environment(os.getpid()), output)
     server.close()
+
+
+@pytest.mark.parametrize("started", ["forked", "--no-preload"])
+def test_processes_are_named_after_their_place_in_the_run(tmp_path, started):
+    """In ``ps -f`` and ``ps``; the environment that /proc shows is still the process's own."""
+    script = tmp_path / "idle.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "me = pathlib.Path('/proc/self')\n"
+        "words = [(me / name).read_bytes().split(b'\\0')[0].decode().strip() for name in ('cmdline', 'comm')]\n"
+        "kept = b'KEPT=1' in (me / 'environ').read_bytes().split(b'\\0')\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['MEGATRON_FT_GROUP']).write_text(repr((*words, kept)))\n"
+    )
+    extra = [started] if started.startswith("--") else []
+    words = ("launch", "--groups", 2, "--run-dir", tmp_path / "run", *extra, script)
+    support.ft(*words, env=os.environ | {"KEPT": "1"})
+    for group in range(2):
+        found = (tmp_path / str(group)).read_text()
+        assert found == repr((f"megatron-ft: group {group} rank 0 idle.py", f"ft-g{group}-r0", True))

@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -196,14 +195,6 @@ def test_ranks_of_a_group_that_disagree_on_the_number_of_steps(tmp_path, other, 
         assert word in " ".join(said.split()), said
 
 
-def test_a_script_started_without_the_launcher(tmp_path):
-    done = subprocess.run(
-        [sys.executable, script(tmp_path / "s.py", IDLE)], capture_output=True, text=True, timeout=support.TIMEOUT_S
-    )
-    assert done.returncode != 0
-    assert "megatron-ft launch" in done.stderr
-
-
 def test_fewer_groups_than_the_least_stop_cleanly(tmp_path, data_dir):
     holds = [Breakpoint(1, 2, "backward"), Breakpoint(2, 4, "backward")]
     run = support.start(tmp_path / "run", data_dir, holds, min_groups=3)
@@ -245,3 +236,11 @@ def test_no_rank_survives_its_agent(tmp_path, data_dir):
         ended, _, _ = select.select([watch], [], [], support.TIMEOUT_S)  # a pidfd is readable once its process ended
         assert ended, "a rank outlived its agent"
         os.close(watch)
+
+
+def test_groups_that_fail_alike_show_one_traceback_that_begins_in_the_script(tmp_path):
+    bad = script(tmp_path / "s.py", 'raise ValueError("too small")')
+    for tee in ("0", "none"):
+        shown = support.ft("launch", "--groups", 3, "--run-dir", tmp_path / tee, "--tee", tee, bad).stdout
+        assert shown.count("Traceback") == 1 and f'File "{bad}", line 1' in shown
+        assert "rank_bootstrap" not in shown and "runpy" not in shown

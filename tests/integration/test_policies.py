@@ -7,9 +7,11 @@ import signal
 
 import pytest
 
+from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import kill
 from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, replay
+from megatron_ft.runlog.protocol_trace import Record
 from tests import support
 
 STEPS = 60
@@ -68,7 +70,83 @@ def test_with_restart_any_loss_starts_the_job_again_from_the_last_checkpoint(tmp
     gate.open()
     output = run.finish()
     assert run.process.returncode == 0, output + run.logs()
-    assert "a group is lost: the whole job is started again" in " ".join(output.split())
+    assert "the run is wiped out: the whole job is started again" in " ".join(output.split())
     starts = [history.read(run.directory / "earlier" / "0001"), run.history]
     found = invariants.check_history(invariants.joined(starts), WHOLE)
     assert not found, found
+
+
+RULES = {
+    "spare": {"policy": "spare", "redundancy": 3, "placement": "consecutive"},
+    "replication": {"policy": "replication"},
+    "recover": {"policy": "recover"},
+    "slack": {"standby": "slack"},
+}
+"""Four groups with 4 microbatches each."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, data_dir):
+    run = support.start(tmp_path_factory.mktemp("reference") / "run", data_dir)
+    run.check()
+    return run
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("ranks", [pytest.param(1, id="one rank"), pytest.param(2, id="two ranks")])
+def test_a_step_is_the_same_whichever_groups_stand_in_for_lost_ones(tmp_path, data_dir, reference, rules, ranks):
+    """Two groups are lost in different steps, each while it reduces: the others contribute what they have computed as
+    standby, and compute the rest. Losses and parameters are those of the run without a failure."""
+    victim = 0 if rules == "slack" else 1
+    holds = [Breakpoint(2, 2, "bucket", bucket=0), Breakpoint(victim, 5, "bucket", bucket=0)]
+    extra = ["--ranks-per-group", ranks]
+    run = support.start(tmp_path / "run", data_dir, holds, extra=extra, **RULES[rules])
+    for hold in holds:
+        run.strike_in_step(hold)
+    run.check(reference)
+    first, second = run.events("recovery")
+    if (
+        rules == "spare"
+    ):  # S is 1 before the first loss, so nothing stands by for it; then every group computes 2 shards
+        assert (first["promoted"], first["patched"]) == (0, 4) and first["plan"]["S"] == 2
+        assert (second["promoted"], second["patched"]) == (4, 4), "it contributed two shards, one had a standby"
+    elif rules == "replication":
+        assert (first["promoted"], first["patched"]) == (8, 0)
+        assert (second["promoted"], second["patched"]) == (0, 0), "group 1 was the standby of group 0"
+    elif rules == "recover":
+        assert first["plan"]["recovery"] == "boundary" and first["plan"]["b"] == 2
+        assert second["promoted"] + second["patched"] == 6
+    else:
+        assert first["promoted"] == 0, "equal shares leave no slack"
+        assert (second["promoted"], second["patched"]) == (2, 4), "a group with two fewer had copied two of its six"
+    assert not replayed(run)
+
+
+def replayed(run) -> list:
+    """Return what core decides otherwise than the run did."""
+    found = replay.replay(Record.load(run.directory))
+    return found.different + ([found.stopped] if found.stopped else [])
+
+
+def test_after_a_wipe_out_of_spare_the_job_goes_on_from_its_checkpoint_with_every_group(tmp_path, data_dir):
+    """Each shard has two hosts, and both of one are lost at once: no step can be made, and S begins at 1 again."""
+    saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}
+    gate = support.Gate(tmp_path, slowly=STEPS)
+    rules = {"policy": "spare", "redundancy": 2, "placement": "consecutive"}
+    options = {"steps": STEPS, "own": OWN, "script": gate.script, "checkpoint": saved}
+    run = support.start(tmp_path / "run", data_dir, **rules, **options)
+    support.wait_for(lambda: bool(run.events("checkpoint")), run)
+    kill.kill(run.directory, 1, "anywhere")
+    support.wait_for(lambda: bool(run.events("recovery")), run)
+    assert run.events("recovery")[0]["plan"]["S"] == 2
+    kill.kill(run.directory, 2, "anywhere")
+    support.wait_for(lambda: (run.directory / "earlier" / "0001").exists(), run)
+    gate.open()
+    output = run.finish()
+    assert run.process.returncode == 0, output + run.logs()
+    assert "the run is wiped out: the whole job is started again" in " ".join(output.split())
+    before = history.read(run.directory / "earlier" / "0001")
+    (end,) = [line for line in before if line["event"] == "stop"]
+    assert end["exit_code"] == WIPED_OUT and "no live group hosts shard" in end["reason"]
+    assert not invariants.check_history(invariants.joined([before, run.history]), WHOLE)
+    assert [view["live"] for view in run.events("view")] == [[0, 1, 2, 3]] and not run.events("recovery")

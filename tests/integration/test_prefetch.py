@@ -6,6 +6,7 @@ all the time they need, and none of the tests depends on how fast anything is.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def test_a_host_has_the_lost_groups_samples_in_memory(tmp_path, data_dir, refere
     (recovery,) = run.events("recovery")
     assert (recovery["patched"], recovery["patched_by"], recovery["unhosted"]) == (4, {"0": 1, "1": 2, "3": 1}, 2)
     assert max(Counter(calls(run, 1)).values()) == 1
-    shown = support.ft("report", run.directory).stdout
+    shown = support.ft("report", run.directory, env=os.environ | {"COLUMNS": "160"}).stdout
     assert "2 / 2" in shown, shown
 
 

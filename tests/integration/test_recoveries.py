@@ -64,7 +64,7 @@ def test_a_hundred_recoveries_leave_nothing_behind():
             rank.kill()
     for rank, (out, err) in zip(ranks, said, strict=True):
         assert rank.returncode == 0, out + err
-        first, settled, last = json.loads(out)
+        first, settled, last = json.loads(out.splitlines()[-1])  # torch 2.9 writes lines of its own
         # gloo can forget an operation, whose resources stay then (``collectives.communicator``).
         assert last["forgotten"] <= FORGOTTEN, out
         assert last["sockets"] - first["sockets"] <= last["kept"] * (MEMBERS - 1), out

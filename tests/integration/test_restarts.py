@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ft.agent import forkserver
 from megatron_ft.errors import WIPED_OUT
 from megatron_ft.faults import kill as inject
 from megatron_ft.faults import process_lookup
@@ -223,7 +224,9 @@ def test_a_group_that_was_left_out_while_it_lived_comes_back_and_one_that_stoppe
 def test_without_the_process_it_is_forked_from_a_rank_starts_all_the_same(tmp_path):
     run = start(tmp_path, warm_start=False)
     ranks = {run.said(group)["pid"] for group in range(GROUPS)}
-    (forks,) = [pid for pid in children(run.process.pid) if pid not in ranks and "--serve-forks" in arguments_of(pid)]
+    (forks,) = [
+        pid for pid in children(run.process.pid) if pid not in ranks and forkserver.FORKS_NAME in arguments_of(pid)
+    ]
     os.kill(forks, signal.SIGKILL)
     await_(lambda: not Path(f"/proc/{forks}").exists(), "it is gone, and buried")
     run.kill(1)

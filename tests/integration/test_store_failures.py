@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -95,6 +96,22 @@ def test_no_call_outlasts_a_frozen_store_and_all_work_when_it_wakes(server):
     server.thaw()
     for name in CALLS:
         call(clients[name], CALLS[name])
+
+
+def test_a_call_that_torch_ends_at_the_bound_met_a_silent_store(monkeypatch):
+    """torch's time limit and the guard's end together, and either may be first."""
+
+    def ends(self, operation, bound_s: float):
+        end = time.monotonic() + bound_s
+        while time.monotonic() < end:
+            pass
+        raise RuntimeError("client socket has timed out")
+
+    monkeypatch.setattr(tcp_store.Guard, "call", ends)
+    store = TcpStore(("127.0.0.1", 1), 0.01)
+    for attempt in (lambda: store.get("key"), lambda: store.rendezvous("outer/1/0")):
+        with pytest.raises(StoreSilent, match="silent for 0.01 s"):
+            attempt()
 
 
 def test_every_call_on_a_killed_store_says_that_it_is_gone(server):

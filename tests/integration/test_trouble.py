@@ -103,6 +103,9 @@ def start_tracked(tmp_path: Path, data_dir: Path) -> tuple[support.Run, support.
     return support.start(tmp_path / "run", data_dir, extra=("--track", "tensorboard"), script=gate.script), gate
 
 
+TRACKER = "megatron-ft: tracker"
+
+
 def tracker_pid(run: support.Run) -> int:
     """Return the pid of the tracker among the launcher's children. It is started after the ranks, which may be
     quicker."""
@@ -112,4 +115,4 @@ def tracker_pid(run: support.Run) -> int:
 
 def trackers(run: support.Run) -> list[int]:
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    return [pid for pid in map(int, children) if "megatron_ft.report.tracker" in proc.command(pid)]
+    return [pid for pid in map(int, children) if proc.command(pid)[:1] and proc.command(pid)[0].startswith(TRACKER)]

@@ -14,6 +14,7 @@ from megatron_ft.core.protocol.state import changed
 from megatron_ft.simulation.protocol import explore, simulated_hosts
 from megatron_ft.simulation.protocol.scenario import GENTLE, draw, draw_fixed
 from megatron_ft.simulation.protocol.simulated_cluster import play
+from megatron_ft.simulation.protocol.simulated_group import Group
 from tests.sim.mutations import MUTATIONS
 
 HISTORIES = 1000
@@ -148,6 +149,23 @@ def test_a_planted_bug_is_caught(name, monkeypatch):
     plant(monkeypatch)
     failed, _ = explore.explore(seeds, jobs=1, draw=draw_fixed)
     assert failed is not None, f"no checker noticed that {name}"
+
+
+@pytest.mark.parametrize("who", ["keeps the old plan", "comes back with the old size"])
+def test_a_group_that_misses_the_new_size_of_a_batch_is_found(who, monkeypatch):
+    if who == "keeps the old plan":
+        progress = machine._progress
+
+        def stale(state, event):
+            after = progress(state, event)
+            return replace(after, plan=state.plan) if isinstance(event, machine.BatchResized) else after
+
+        monkeypatch.setattr(machine, "_progress", stale)
+    else:
+        resize = Group._resize
+        monkeypatch.setattr(Group, "_resize", lambda self, step: () if self.incarnation else resize(self, step))
+    failed, _ = explore.explore(range(300), jobs=1)
+    assert failed is not None
 
 
 def test_one_seed_replays_a_history_bit_for_bit():

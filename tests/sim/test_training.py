@@ -18,7 +18,13 @@ ALLREDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}  # "2-10 s, growing with N"
 
 def published(N: int, **changes) -> Cluster:
     """SPARe's simulation: 600k GPUs, a failure every 300 s, stacks of 64 s."""
-    times = {"step_s": 64 + ALLREDUCE_S[N], "allreduce_s": ALLREDUCE_S[N], "restart_s": 3600.0, "checkpoint_s": 60.0}
+    times = {
+        "step_s": 64 + ALLREDUCE_S[N],
+        "allreduce_s": ALLREDUCE_S[N],
+        "restart_s": 3600.0,
+        "checkpoint_s": 60.0,
+        "steps": 10_000,
+    }
     sizes = {"gpus": 1000 * N, "gpus_per_group": 1000, "mtbf_s": 300.0, "detection_s": 0.0, "reconfigure_s": 0.2}
     return Cluster(**{**times, **sizes, **changes})
 

@@ -20,6 +20,7 @@ MOVES = {
     "runlog/run_directory.py",  # moves the files of an earlier start into a new directory
     "data/dataset.py",  # writes to a temporary directory with a random name
     "data/corpus.py",
+    "checkpoint/export.py",  # moves a whole directory into place
 }
 
 

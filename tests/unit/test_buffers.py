@@ -357,3 +357,37 @@ def test_a_loss_function_with_another_return_value_than_configured_is_refused(re
     with pytest.raises(EngineError) as caught:
         train_step([(engine, IDS)])
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("reduction", ["microbatch", "token"])
+def test_a_standby_part_is_kept_apart_until_it_is_contributed(reduction):
+    """Group 0 stands by for what group 1 contributes, which is lost: its sum, losses, tokens, statistics and counts then are
+    those of the group that has computed everything itself."""
+
+    def loss_fn(model, rows):
+        loss = model(rows).square()
+        return loss.mean() if reduction == "microbatch" else (loss.sum(), rows.shape[0])
+
+    alone, group = engines(normed(), 2, loss_fn=loss_fn, loss_reduction=reduction)
+    for step in range(2):  # the memory of the parts is used again
+        ids = [Microbatch(step, 0, index) for index in range(4)]
+        for engine in (alone, group):
+            engine.begin_step()
+        for microbatch in ids:
+            alone.compute(microbatch, batch(microbatch), microbatch.index, nothing)
+        for microbatch, part in zip(ids, (1, 0, 2, 1), strict=True):
+            group.add_to(part)
+            group.compute(microbatch, batch(microbatch), microbatch.index, nothing)
+        counts = [group.local(bucket)[-1].item() for bucket in range(group.num_buckets)]
+        assert set(counts) == {1}, "only its own"
+        group.contribute(1)
+        assert {group.local(bucket)[-1].item() for bucket in range(group.num_buckets)} == {3}
+        group.contribute(2)
+        group.contribute(3)  # nothing was added to it
+        for engine in (alone, group):
+            for bucket in range(engine.num_buckets):
+                engine.reduced(bucket).copy_(engine.local(bucket))
+            engine.update(step, 4, nothing)
+    mine, theirs = held(group), held(alone)
+    assert [name for name in mine if not torch.allclose(mine[name], theirs[name], atol=1e-5)] == []
+    assert group.gradient_bytes == sum(group.local(bucket).nbytes for bucket in range(group.num_buckets))

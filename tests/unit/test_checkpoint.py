@@ -569,3 +569,16 @@ def test_a_failed_save_is_reported_and_raised_nowhere(tmp_path):
     assert saved.value is None and saved.error == "ZeroDivisionError: division by zero"
     saver.start("step 3", lambda: checkpoint.write_part(tmp_path, 3, "a", 0, part))
     assert saver.wait().value["position"] == 0
+
+
+def test_a_part_of_an_attempt_that_was_given_up_names_that_and_no_unmounted_directory(tmp_path, monkeypatch):
+    part = checkpoint.snapshot(state_of(1), 0, 1)
+    write = files.write
+
+    def removed_before(path, pieces):
+        shutil.rmtree(path.parents[1])
+        return write(path, pieces)
+
+    monkeypatch.setattr(files, "write", removed_before)
+    with pytest.raises(CheckpointError, match="this attempt was given up meanwhile"):
+        checkpoint.write_part(tmp_path, 1, "a", 0, part)

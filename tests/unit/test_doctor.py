@@ -26,8 +26,11 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
     for check in ("_torch", "_gloo", "_engines", "_extras", "_slurm"):
         monkeypatch.setattr(doctor, check, lambda: [])  # covered by the test above
     monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
+    monkeypatch.setattr(doctor, "_etcd", lambda: [doctor._package("not_there_either", "get it")])
     assert doctor.run_doctor(Console(width=200)) == 1
-    assert "pip install it" in capsys.readouterr().out
+    *table, last = capsys.readouterr().out.splitlines()
+    assert last == "not ready; missing: no_such_package; pip install it"
+    assert any("not_there_either" in line and "optional" in line for line in table)
 
 
 def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
@@ -43,13 +46,15 @@ def test_packages_that_crash_on_import_are_findings(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_tested_on_request(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: [])
-    assert doctor.run_doctor(Console(width=200), directory=tmp_path) == 0 and "GB free" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "examine", lambda begun: [])
+    assert doctor.run_doctor(Console(width=200), directory=tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "GB free" in shown and shown.endswith("ready: training can start on this machine\n")
     assert doctor.run_doctor(Console(width=200), directory=tmp_path / "nothing") == 1
 
 
 def test_a_directory_without_hard_links_is_a_warning(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: [])
+    monkeypatch.setattr(doctor, "examine", lambda begun: [])
     monkeypatch.setattr(disk, "_no_links", lambda path: "Operation not permitted")
     assert doctor.run_doctor(Console(), as_json=True, directory=tmp_path) == 0
     _, links = json.loads(capsys.readouterr().out)

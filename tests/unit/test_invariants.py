@@ -12,20 +12,20 @@ from megatron_ft.runlog.invariants import check_commits, check_nobody_left_out, 
 from megatron_ft.types import Microbatch, View
 
 
-@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 4), st.data())
-def test_a_sum_is_complete_only_with_every_microbatch_of_the_step_once(step, shards, per_shard, data):
-    ids = microbatches_of_step(step, shards, per_shard)
-    complete = sum(contribution(m, shards, per_shard) for m in ids)
-    assert complete == complete_sum(step, len(ids))
-    one = contribution(data.draw(st.sampled_from(ids)), shards, per_shard)
-    other = contribution(Microbatch(step + 1, *data.draw(st.sampled_from(ids))[1:]), shards, per_shard)
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2), st.data())
+def test_a_sum_is_complete_only_with_every_microbatch_of_the_step_once(step, shards, per_shard, more, data):
+    ids, most = microbatches_of_step(step, shards, per_shard), per_shard + more
+    complete = sum(contribution(m, shards, most) for m in ids)
+    assert complete == complete_sum(step, shards, per_shard, most)
+    one = contribution(data.draw(st.sampled_from(ids)), shards, most)
+    other = contribution(Microbatch(step + 1, *data.draw(st.sampled_from(ids))[1:]), shards, most)
     assert len({complete, complete - one, complete + one, complete - one + other, complete + other}) == 5
 
 
 def history(*more, views=(), steps=1):
     """Two groups that enter and commit step 0; more lines after that, more views at the start."""
     view = first_view(2).to_json()
-    lines = [{"event": "begin", "microbatches": 2, "min_groups": 1}, {"event": "view", **view}]
+    lines = [{"event": "begin", "groups": 2, "microbatches": [1] * 10, "min_groups": 1}, {"event": "view", **view}]
     lines += [{"event": "view", **later.to_json()} for later in views]
     lines += [{"event": "enter", "group": group, "incarnation": 0, "view": view} for group in (0, 1)]
     lines += [commit(group) for group in (0, 1)]
@@ -38,7 +38,7 @@ def line(event, **fields):
 
 
 def commit(group, step=0, params="a", epoch=0, incarnation=0, sums=None, speeds=None):
-    sums = [complete_sum(step, 2)] if sums is None else sums
+    sums = [complete_sum(step, 2, 1, 1)] if sums is None else sums
     fields = {"group": group, "incarnation": incarnation, "epoch": epoch, "step": step}
     return {"event": "commit", **fields, "params": params, "sums": sums, "speeds": speeds}
 

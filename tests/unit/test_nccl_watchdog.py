@@ -411,7 +411,7 @@ def test_gloo_a_killed_peer_is_a_comm_error(events):
     try:
         group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=PATIENCE_S))
         group.allreduce([torch.ones(4)]).wait()
-        assert peer.stdout.readline() == "joined\n"
+        assert "joined\n" in iter(peer.stdout.readline, "")  # torch 2.9 writes a line of its own
         watchdog = watching({"outer": group}, events)
         watchdog.watch(group.allreduce([torch.ones(4)]), "bucket 0")
         os.kill(peer.pid, signal.SIGKILL)
@@ -425,6 +425,9 @@ def test_gloo_a_killed_peer_is_a_comm_error(events):
 # --- the Flight Recorder ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    "fr_trace_json" not in torch._C._distributed_c10d._get_handler_names(), reason="this torch records NCCL only"
+)
 def test_the_recorder_lists_the_last_collectives_of_this_process(monkeypatch):
     """torch 2.13 records gloo's too, so its real format is seen without a GPU."""
     monkeypatch.setattr(watchdog_module, "_HANDLERS", ("fr_trace_json",))
@@ -476,7 +479,7 @@ def test_the_installed_torch_has_the_names():
     c10d = torch._C._distributed_c10d
     assert {"SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"} <= set(ErrorType.__members__)
     assert {"SUCCESS", "TIMEOUT", "COMM_ERROR", "UNKNOWN"} <= set(WorkResult.__members__)
-    assert "fr_trace_json" in c10d._get_handler_names()
+    assert torch.__version__ < (2, 13) or "fr_trace_json" in c10d._get_handler_names()
     assert hasattr(dist.Work, "get_future_result") and hasattr(dist.ProcessGroup, "abort")
     if torch.version.cuda:
         assert hasattr(dist.ProcessGroupNCCL, "get_error")

@@ -1,11 +1,13 @@
 """The samples of a microbatch: the permutation is a bijection, and no sample is lost or doubled by anything."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.data.order import Permutation, permutation, sample_indices
+from megatron_ft.data.order import BatchSchedule, Permutation, permutation, sample_indices
 from megatron_ft.types import Microbatch
 
 SEEDS = st.integers(-(2**70), 2**70)
@@ -131,3 +133,38 @@ def test_misuse_is_refused_with_the_value():
         order.many(np.array([0, -1]))
     with pytest.raises(ValueError, match="samples_per_microbatch=0"):
         samples_of(0, 0, 0, groups=1, microbatches_per_group=1, samples_per_microbatch=0, num_samples=1, seed=0)
+
+
+@given(
+    first=st.integers(1, 4),
+    changes=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=4).map(sorted),
+    groups=st.integers(1, 3),
+)
+def test_the_microbatches_of_batches_that_change_are_numbered_without_a_gap(first, changes, groups):
+    sizes = BatchSchedule(first)
+    for step, size in changes:
+        sizes.change(step, size)
+    expected = [dict(((0, first), *(change for change in changes if change[0] <= step))) for step in range(15)]
+    expected = [size[max(size)] for size in expected]
+    assert [sizes.at(step) for step in range(15)] == expected
+    numbers = [
+        sizes.number(Microbatch(step, shard, index), groups)
+        for step in range(15)
+        for shard in range(groups)
+        for index in range(sizes.at(step))
+    ]
+    assert numbers == list(range(len(numbers)))
+    assert sizes.before(15) * groups == len(numbers)
+    assert sizes.is_fixed == (set(expected) == {first})
+    taken = BatchSchedule(first)
+    taken.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+    assert [taken.at(step) for step in range(15)] == expected
+    with pytest.raises(ValueError, match="no microbatch"):
+        sizes.number(Microbatch(3, 0, sizes.at(3)), groups)
+
+
+def test_the_size_of_a_past_step_does_not_change():
+    sizes = BatchSchedule(2)
+    sizes.change(5, 3)
+    with pytest.raises(ValueError, match="followed by a change at step 5"):
+        sizes.change(4, 1)

@@ -24,11 +24,12 @@ ORDER = (
         "report",
         "doctor",
     ),
-    *("burnin", "cli"),
+    *("burnin", "cli", "__main__"),
 )
 """Each package, or module at the top, may import itself and those before it."""
 IN_CORE = {
     "__future__",
+    "abc",
     "bisect",
     "collections",
     "dataclasses",

@@ -6,7 +6,6 @@ published means carry the error of their own samples, so every tolerance below s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -16,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.core.protocol.machine import Job
-from megatron_ft.core.replication.placement import consecutive, golomb, is_golomb, largest_redundancy
+from megatron_ft.core.replication.placement import consecutive, golomb, is_golomb, largest_redundancy, sets
 from megatron_ft.core.scheduling.assignment import fetched, microbatches_of_step, patch_plan, plan_step
-from megatron_ft.core.scheduling.policies import recover_roles, rectlr
-from megatron_ft.core.scheduling.policies.baselines import drop, replication
-from megatron_ft.types import Microbatch, Plan
+from megatron_ft.core.scheduling.policies import POLICIES, Batch, policy, rectlr
+from megatron_ft.types import Plan, PlanOrigin
 
 
 def gradient(plan: Plan, gradients: dict[tuple[int, int], int], divisor: int) -> Fraction:
@@ -28,46 +26,28 @@ def gradient(plan: Plan, gradients: dict[tuple[int, int], int], divisor: int) ->
     return Fraction(sum(gradients[m.shard, m.index] for own in plan.assignment.values() for m in own), divisor)
 
 
-def shards_as_plan(contributes: Mapping[int, Sequence[int]], G: int) -> Plan:
-    """A contributed shard is its G microbatches."""
-    return Plan(0, {g: tuple(Microbatch(0, s, i) for s in own for i in range(G)) for g, own in contributes.items()}, "")
+def after_losses(name: str, N: int, G: int, live: list[int], lost: int) -> list[Plan]:
+    """Return plans of a policy after losses: of the step in which ``lost`` goes, and of the step after."""
+    r = min(2, largest_redundancy(N))
+    where = {"stacked_quota": golomb(N, r), "spare": golomb(N, r), "replication": sets(N, 1 + (N % 2 == 0))}.get(name)
+    chosen, batch = policy(name, copies=1 + (N % 2 == 0)), Batch(N, G, where)
+    origin = PlanOrigin(tuple(live)).after([lost], ())
+    left = tuple(group for group in live if group != lost)
+    plans = [chosen.plan(batch, 0, one, {}) for one in (origin, origin.following(left, chosen.remembers))]
+    return [plan for plan in plans if not plan.wipe_out]
 
 
-def after_losses(policy: str, job: Job, live: list[int], lost: int) -> list[Plan]:
-    """Return plans of ``policy`` after losses: those of the step in which ``lost`` goes, too, where the policy keeps
-    that step."""
-    N, G = job.shards, job.per_shard
-    dead = [group for group in range(N) if group not in live]
-    left = [group for group in live if group != lost]
-    if policy == "stacked_quota":
-        placement = golomb(N, min(2, largest_redundancy(N)))
-        plans = [plan_step(0, N, G, live, where) for where in (None, placement)]
-        return plans + [patch_plan(plan, [lost], where) for plan, where in zip(plans, (None, placement), strict=True)]
-    if policy == "spare":
-        orders = tuple(golomb(N, largest_redundancy(N)).stacks)
-        outcomes = [rectlr.reconfigure(orders, groups, 1) for groups in (live, left)]
-        return [shards_as_plan(outcome.contributes, G) for outcome in outcomes if not outcome.wiped_out]
-    if policy == "recover":
-        before = recover_roles.initial(N, G)
-        if dead:
-            before = recover_roles.next_step(recover_roles.on_failure(before, dead).roles)
-        running = recover_roles.plan(before, 0, N, G)
-        return [running, recover_roles.patch(running, recover_roles.on_failure(before, {lost}))]
-    decisions = [replication(0, N, G, groups, 2) for groups in (live, left)]
-    return [decision.plan for decision in decisions if decision.plan]
-
-
-@pytest.mark.parametrize("policy", ["stacked_quota", "spare", "recover", "replication"])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"drop"}))
 @given(st.integers(2, 9), st.integers(1, 5), st.data())
 @settings(max_examples=40)
-def test_the_gradient_is_the_sum_divided_by_B_always(policy, N, G, data):
+def test_the_gradient_is_the_sum_divided_by_B_always(name, N, G, data):
     """ReCoVer, invariant: B = W_init * G_init microbatches, SUM divided by B, whichever groups are left; so nothing
     changes."""
     job = Job(shards=N, per_shard=G, buckets=1, steps=1)
     gradients = {(s, i): data.draw(st.integers(-9, 9)) for s in range(N) for i in range(G)}
     live = sorted(data.draw(st.sets(st.integers(0, N - 1), min_size=2)))
     whole = Fraction(sum(gradients.values()), N * G)
-    for plan in after_losses(policy, job, live, data.draw(st.sampled_from(live))):
+    for plan in after_losses(name, N, G, live, data.draw(st.sampled_from(live))):
         assert gradient(plan, gradients, job.microbatches) == whole
 
 
@@ -76,8 +56,8 @@ def test_a_batch_that_shrinks_has_another_gradient(N, G, data):
     """ReCoVer, ablation: ``drop`` is off by exactly what the lost microbatches differ from the others in the mean."""
     live = data.draw(st.sets(st.integers(0, N - 1), min_size=1, max_size=N - 1))
     gradients = {(s, i): 0 if s in live else 1 for s in range(N) for i in range(G)}
-    decision = drop(0, N, G, live)
-    assert gradient(decision.plan, gradients, decision.divisor) == 0
+    plan = policy("drop").plan(Batch(N, G), 0, PlanOrigin(tuple(sorted(live))), {})
+    assert gradient(plan, gradients, sum(map(len, plan.assignment.values()))) == 0
     assert Fraction(sum(gradients.values()), N * G) == Fraction(N - len(live), N), "what the failure-free step has"
 
 

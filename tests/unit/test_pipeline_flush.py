@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 from collections import defaultdict
 
@@ -50,16 +51,20 @@ class Ends:
 
 
 class Growing:
-    """The first stage's ``Work``: ``growth[i]`` more microbatches from the i-th question on."""
+    """The first stage's ``Work``: ``growth[i]`` more microbatches from the i-th question on; ``shuffled``: in another order
+    at each question."""
 
-    def __init__(self, count: int, growth: dict[int, int]) -> None:
+    def __init__(self, count: int, growth: dict[int, int], shuffled: bool = False) -> None:
         self.count, self.growth, self.asked = count, growth, 0
-        self.open = False
+        self.open, self.shuffled = False, shuffled
 
     def listed(self):
         self.count += self.growth.pop(self.asked, 0)
         self.asked += 1
-        return [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1) for i in range(self.count)]
+        found = [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1, part=i % 3) for i in range(self.count)]
+        if self.shuffled:
+            random.Random(self.asked).shuffle(found)
+        return found
 
 
 def run_stage(layout: Layout, position: int, wire: Wire, work: Growing | None, done: list[Pass], failed: list) -> None:
@@ -108,11 +113,16 @@ def play(stages: int, slices: int, work: Growing) -> list[list[Pass]]:
     slices=st.integers(1, 2),
     count=st.integers(0, 6),
     growth=st.dictionaries(st.integers(0, 14), st.integers(1, 3), max_size=3),
+    shuffled=st.booleans(),
 )
-def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(stages, slices, count, growth):
-    work = Growing(count, dict(growth))
+def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(stages, slices, count, growth, shuffled):
+    work = Growing(count, dict(growth), shuffled)
     done = play(stages, slices, work)
-    expected = [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1) for i in range(work.count)]
+    expected = [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1, part=i % 3) for i in range(work.count)]
+    if shuffled:  # all stages have the order in which the first one began them
+        begun = [turn.listed for turn in done[0] if turn.kind == "forward"]
+        assert sorted(begun) == sorted(expected)
+        expected = begun
     for position, passes in enumerate(done):
         for kind in ("forward", "backward"):
             assert [turn.listed for turn in passes if turn.kind == kind] == expected, f"position {position}"

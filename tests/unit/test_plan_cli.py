@@ -12,7 +12,7 @@ from megatron_ft import cli
 from megatron_ft.config import schema
 
 GOLDEN = Path(__file__).parent / "data" / "plan-spare-600k.json"
-SIZES = ["--gpus", "64", "--gpus-per-group", "8", "--step-s", "2"]
+SIZES = ["--gpus", "64", "--gpus-per-group", "8", "--step-s", "2", "--steps", "10000"]
 JOB = [*SIZES, "--restart-s", "300", "--checkpoint-s", "30"]
 RATE = ["--failures-per-1000-node-days", "4"]
 
@@ -36,14 +36,14 @@ def same(found, expected) -> bool:
 
 
 def test_json_of_a_preset_is_stable(capsys):
-    """After an intended change: megatron-ft plan --preset spare-600k --json > tests/unit/data/plan-spare-600k.json"""
+    """After an intended change: megatron-ft plan --preset spare-600k --json > tests/unit/data/plan-...json"""
     found, expected = as_json(capsys, "--preset", "spare-600k"), json.loads(GOLDEN.read_text())
     assert found.keys() == expected.keys()
     different = [key for key in expected if not same(found[key], expected[key])]
     assert not different, [found[key] for key in different]
 
 
-def test_the_table_names_every_policy_and_its_numbers(capsys):
+def test_the_table_names_the_policies_and_their_numbers(capsys):
     printed = plan(capsys, "--preset", "spare-600k")
     for word in (
         "restart",
@@ -68,7 +68,10 @@ def test_the_section_can_be_pasted_from_the_output_and_from_a_file(capsys, tmp_p
     begin, end = printed.index("{"), printed.rindex("}") + 1
     assert json.loads(printed[begin:end]) == written
     assert schema.resolve(written, groups=8).fault_tolerance.policy == "stacked_quota"
-    assert "# checkpoint period: " in printed[end:]
+    assert "# checkpoint.period_s: every 3.27 h: " in printed[end:] and "the run's 11.6 days (500,000 steps)" in printed
+    assert "# spare nodes: if a repair takes 24 h" in printed
+    given = plan(capsys, "--preset", "lab-64", "--repair-hours", 100, "--job-mtbf-hours", 50)
+    assert "with 4.17 days to repair a node" in given and "every 2.08 days" in given
 
 
 @pytest.mark.parametrize("change", [[], ["--rejoin-s", "none"], ["--gpus", "8"]])
@@ -95,7 +98,9 @@ def test_the_three_ways_to_give_a_failure_rate(capsys):
 
 def test_yaml(capsys, tmp_path):
     path = tmp_path / "plan.yaml"
-    path.write_text("gpus: 64\ngpus_per_group: 8\nstep_s: 2\nrestart_s: 300\ncheckpoint_s: 30\nsystem_mtbf_s: 1.0e+5\n")
+    path.write_text(
+        "gpus: 64\ngpus_per_group: 8\nstep_s: 2\nrestart_s: 300\ncheckpoint_s: 30\nsteps: 1000\nsystem_mtbf_s: 1.0e+5\n"
+    )
     assert as_json(capsys, "--file", path)["cluster"]["mtbf_s"] == 1e5
 
 
@@ -116,9 +121,16 @@ def refused(capsys, *arguments: object) -> str:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], ["gpus", "missing", "--preset"]),
-        (JOB, ["the failure rate is missing", "--node-mtbf-hours"]),
-        (SIZES + RATE, ["restart_s checkpoint_s are missing", "--restart-s"]),
+        (
+            [],
+            [
+                "missing: --gpus, --gpus-per-group, --step-s, --restart-s, --checkpoint-s, --steps, the",
+                "--preset (llama3-16k",
+            ],
+        ),
+        (JOB, ["missing: the failure rate (--node-mtbf-hours, ", " or --system-mtbf-s); give"]),
+        (SIZES + RATE, ["missing: --restart-s, --checkpoint-s; give"]),
+        ([*JOB, *RATE, "--job-mtbf-hours", "0"], ["job_mtbf_hours is 0", "> 0"]),
         (["--preset", "lama"], ["'lama'", "llama3-16k"]),
         ([*JOB, *RATE, "--step-s", "-1"], ["step_s is -1", "> 0"]),
         ([*JOB, *RATE, "--step-s", "nan"], ["step_s is nan", "> 0"]),
@@ -185,7 +197,7 @@ def test_a_directory_is_no_file(capsys, tmp_path):
 def test_yaml_without_pyyaml_says_what_to_install(capsys, tmp_path, monkeypatch):
     (tmp_path / "plan.yaml").write_text("gpus: 64\n")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    assert "pip install 'megatron_ft[plan]'" in refused(capsys, "--file", tmp_path / "plan.yaml")
+    assert "pip install 'megatron_ft[yaml]'" in refused(capsys, "--file", tmp_path / "plan.yaml")
 
 
 def test_the_all_reduce_from_bytes_and_bandwidth(capsys):

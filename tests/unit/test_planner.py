@@ -19,7 +19,7 @@ from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.replication.placement import golomb, largest_redundancy
 from megatron_ft.core.scheduling.assignment import patch_plan, plan_step
 from megatron_ft.core.scheduling.policies import recover_roles, rectlr
-from megatron_ft.core.scheduling.policies.baselines import replica_set
+from megatron_ft.core.scheduling.policies.replication import replica_sets
 from megatron_ft.core.scheduling.quota_load import least_load
 from megatron_ft.planning import closed_forms as spare
 from megatron_ft.planning import quotas
@@ -87,7 +87,7 @@ def test_mu_grows_with_hosts_and_groups_and_never_beyond_them(N, data):
 @pytest.mark.parametrize("N, r", [(64, 2), (64, 3), (200, 3), (600, 3), (1000, 3), (200, 4)])
 def test_mu_of_replication_against_replica_sets(N, r):
     """Also where r does not divide N and the last set is smaller."""
-    sets = [list(replica_set(first, N, r)) for first in range(0, N, r)]
+    sets = [list(members) for members in replica_sets(N, r)]
     assert within(spare.mu_replication(N, r), failures_to_lose_one(sets, N, 1500), 0.03)
 
 

@@ -31,7 +31,7 @@ def published(N: int) -> Cluster:
 def small(**values) -> Cluster:
     """Twelve groups that fail often, with times that all matter."""
     base = {"gpus": 96, "gpus_per_group": 8, "mtbf_s": 400.0, "step_s": 20.0, "allreduce_s": 2.0, "restart_s": 600.0}
-    return Cluster(**{**base, "checkpoint_s": 15.0, "rejoin_s": 500.0, "microbatches": 16, **values})
+    return Cluster(**{**base, "checkpoint_s": 15.0, "steps": 10_000, "rejoin_s": 500.0, "microbatches": 16, **values})
 
 
 class Played:
@@ -181,7 +181,10 @@ def test_the_section_is_accepted_by_the_config(name):
     pasted, hints = config_section.choose(cluster, plan, refused)
     run = schema.resolve(pasted, groups=cluster.groups)
     assert run.fault_tolerance.redundancy == plan.best.redundancy
-    assert any(f"{plan.best.period_s:.0f} s" in hint for hint in hints)
+    assert run.fault_tolerance.checkpoint.period_s == pytest.approx(plan.best.period_s, rel=0.01)
+    assert run.fault_tolerance.rejoin.enabled == (plan.best.policy == "stacked_quota_rejoin")
+    topics = ("checkpoint.period_s: every", "min_groups: ", "spare nodes: ", "failures of the whole job")
+    assert all(hint.startswith(topic) for topic, hint in zip(topics, hints, strict=True)), hints
 
 
 def test_a_policy_that_cannot_run_yet_is_reported_and_the_next_one_taken():
@@ -273,3 +276,54 @@ def test_money_and_gpu_hours():
     assert found.gpu_hours == pytest.approx(96 * found.time_s / 3600)
     assert found.gpu_hours_lost == pytest.approx(96 * 20_000 * (found.relative_time - 1) / 3600)
     assert found.cost_lost == pytest.approx(3 * found.gpu_hours_lost)
+
+
+# --- failures of the whole job, spare nodes, fewest groups ------------------------------------------------------------
+
+
+@given(policy=st.sampled_from(POLICIES), hours=st.floats(0.05, 1e4), more=st.floats(1.5, 50))
+@settings(max_examples=60, deadline=None)
+def test_failures_of_the_whole_job_cost_time_under_every_policy_and_less_when_they_are_rare(policy, hours, more):
+    without, seldom, often = (
+        evaluate(small(mtbf_s=4000.0, job_mtbf_hours=value), policy).relative_time
+        for value in (None, hours * more, hours)
+    )
+    assert without <= seldom * (1 + 1e-9) and seldom <= often * (1 + 1e-9)
+
+
+@given(hours=st.floats(0.1, 1000))
+def test_with_restart_a_failure_of_the_whole_job_is_a_failure_like_the_others(hours):
+    both = 1 / (1 / 4000.0 + 1 / (hours * 3600))
+    found = evaluate(small(mtbf_s=4000.0, job_mtbf_hours=hours), "restart")
+    assert found.relative_time == pytest.approx(evaluate(small(mtbf_s=both), "restart").relative_time)
+
+
+def test_a_failure_of_the_whole_job_costs_a_restart_and_half_a_period():
+    """One in every ten hours, where nothing else ends the job: the lost time per failure is that of the definition."""
+    cluster = small(mtbf_s=4000.0, steps=1_000_000, job_mtbf_hours=10.0)
+    found = evaluate(cluster, "stacked_quota_rejoin")
+    period_s, wall_s = found.period_s, 36_000.0 + cluster.down_s + found.period_s / 2
+    assert found.availability == pytest.approx((1 - cluster.checkpoint_s / period_s) * 36_000.0 / wall_s)
+    assert isfinite(found.uptime_s) and found.endured == inf
+
+
+@given(mean_out=st.floats(0.001, 300))
+@settings(deadline=None)
+def test_the_spare_nodes_suffice_nearly_always_and_one_fewer_does_not(mean_out):
+    cluster = small(mtbf_s=3600.0)
+    spares = config_section.spare_nodes(cluster, mean_out)  # hours: a failure per hour
+    rng = np.random.default_rng(1)
+    out = rng.poisson(mean_out, 40_000)
+    assert np.mean(out <= spares) > 0.987
+    assert spares == 0 or np.mean(out <= spares - 1) < 0.993
+
+
+@given(restart_s=st.floats(0, 2000), rejoin_s=st.floats(1, 5000), live=st.integers(1, 11))
+def test_below_the_fewest_groups_a_restart_is_faster_than_waiting(restart_s, rejoin_s, live):
+    cluster = small(restart_s=restart_s, rejoin_s=rejoin_s)
+    lost_by_waiting_s = rejoin_s * (1 - live / cluster.groups)
+    lost_by_restart_s = restart_s + cluster.checkpoint_s
+    if live < config_section.fewest_groups(cluster):
+        assert lost_by_restart_s <= lost_by_waiting_s + 1e-6
+    elif live > config_section.fewest_groups(cluster):
+        assert lost_by_waiting_s <= lost_by_restart_s + 1e-6

@@ -98,6 +98,21 @@ def test_a_requested_microbatch_goes_before_the_queue(prefetcher):
     assert dataset.calls == [*OWN, REST[1], REST[0], *NEXT]
 
 
+def test_what_is_taken_over_is_loaded_before_the_queue(prefetcher):
+    """Patches come in the middle of a step, and the rest of the stack may still be in the queue."""
+    patches = shard(0, 7)
+    dataset = Dataset(REST[0])
+    prefetcher.begin(dataset, OWN, REST, NEXT)
+    assert prefetcher.get(OWN[0]) == (f"samples of {OWN[0]}", False)
+    assert dataset.entered[REST[0]].wait(PATIENCE_S)
+    prefetcher.want([*patches, OWN[1]])  # the latter is held or queued already
+    dataset.gates[REST[0]].set()
+    until_held(prefetcher, *patches, REST[1])
+    assert dataset.calls.index(patches[0]) < dataset.calls.index(patches[1]) < dataset.calls.index(REST[1])
+    assert prefetcher.held([*patches, Microbatch(0, 9, 9)]) == set(patches)
+    assert len(dataset.calls) == len(set(dataset.calls))
+
+
 def test_a_microbatch_that_is_being_loaded_is_waited_for_and_was_not_prefetched(prefetcher):
     dataset = Dataset(OWN[1])
     prefetcher.begin(dataset, OWN, OWN, [])

@@ -22,9 +22,11 @@ from torch import nn
 from megatron_ft.collectives import framing
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
+from megatron_ft.data.order import BatchSchedule
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import StartOver
 from megatron_ft.types import Microbatch, View
+from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.rejoin import joiner, state_receiver
 from megatron_ft.worker.rejoin.state_receiver import Gone, StateReceiver
 from megatron_ft.worker.rejoin.state_sender import StateSender
@@ -55,7 +57,9 @@ class Trainer:
         config = RunConfig(groups=4)
         env = RankEnvironment(RUN, group, 0, "", "127.0.0.1", Path(), config)
         places: queue.Queue = queue.Queue()
-        self.donor = StateSender(env, self.engine, StateCheck(self.engine, 0), lambda: 7, places.put)
+        self.donor = StateSender(
+            env, self.engine, StateCheck(self.engine, 0), Registered(BatchSchedule(1)), lambda: 7, places.put
+        )
         self.place = state_receiver.Peer(group, 0, *places.get()[:2])
 
     def train(self, steps: int = 1) -> None:
@@ -239,6 +243,7 @@ def following(store: Store, epoch: int = 0) -> joiner.RejoinClient:
     own = engine(1)
     guard = StateGuard(env, MagicMock(), MagicMock(), MagicMock(), MagicMock(), MagicMock())
     quiet = {"points": MagicMock(), "progress": MagicMock(), "states": StateCheck(own, 0), "guard": guard}
+    quiet["registered"] = Registered(BatchSchedule(1))
     rank = SimpleNamespace(engine=own, inner=None, lost_because="", **quiet)
     return joiner.RejoinClient(rank, env, store)
 

@@ -8,7 +8,7 @@ from signal import Signals
 
 import pytest
 
-from megatron_ft.errors import NOT_SAVED, WIPED_OUT, InvariantBroken, RunStopped, StoreError
+from megatron_ft.errors import NOT_SAVED, WIPED_OUT, InvariantBroken, RunStopped, StoreError, WipedOut
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit
 from megatron_ft.utils import atomic_file
@@ -107,18 +107,28 @@ def test_the_exit_code_of_a_run_is_that_of_its_last_line():
     assert codes == [None, None, 0, NOT_SAVED, None, 3]
 
 
+def before_one_that_was_left_out(code: int, detail: str) -> list[tuple[Path, Exit]]:
+    """Return the exits of group 0, with that code, and after it of group 1, which was left out."""
+    ends = [(0, code, detail), (1, RunStopped.exit_code, "group 1 was left out")]
+    return [
+        (Path(f"g{group}.log"), Exit(group, 0, 100 + group, "node1", None, code, detail))
+        for group, code, detail in ends
+    ]
+
+
 def test_a_run_whose_store_stayed_away_can_be_started_again_whichever_rank_ends_last():
     """Ranks of a group that had come apart before wait for its return, and end with another code."""
-    exits = [
-        (Path(f"g{group}.log"), Exit(group, 0, 100 + group, "node1", None, code, detail))
-        for group, code, detail in [
-            (0, StoreError.exit_code, "no control store has answered for 60 s"),
-            (1, RunStopped.exit_code, "group 1 was left out"),
-        ]
-    ]
+    exits = before_one_that_was_left_out(StoreError.exit_code, "no control store has answered for 60 s")
     code, reason = run_directory.why(7, None, exits, idle=False)
     assert code == WIPED_OUT and "no control store has answered for 60 s" in reason
     assert run_directory.why(None, None, exits, idle=False)[0] == RunStopped.exit_code, "there may never have been one"
+
+
+def test_a_wipe_out_is_why_a_run_has_ended_whichever_rank_ends_last():
+    """Ranks of the lost group wait for its other ranks, and end later than the groups that stopped for its loss."""
+    exits = before_one_that_was_left_out(WipedOut.exit_code, "wipe-out: no live group hosts shard 1")
+    code, reason = run_directory.why(7, None, exits, idle=False)
+    assert code == WIPED_OUT and reason.startswith("wipe-out: no live group hosts shard 1")
 
 
 def test_a_broken_invariant_is_why_a_run_has_ended_whichever_rank_ends_last():

@@ -23,7 +23,7 @@ from tests.stores import await_
 from tests.support import SECRET
 
 DIED = signals.RankExited(Exit(2, 0, 4242, "node7", "SIGKILL", None))
-GARBAGE = (b"", b" ", b"\xff\xfe\x00", b'{"value": 1}', b"0" * 32 + b' {"value": 1}', b"[" * 5000)
+GARBAGE = (b"", b"\0", b" ", b"\xff\xfe\x00", b'{"value": 1}', b"0" * 32 + b' {"value": 1}', b"[" * 5000)
 
 
 class Place:

@@ -23,6 +23,10 @@ from megatron_ft.errors import ConfigError, EngineError
         ({"fault_tolerance": {"polcy": "x"}}, ["fault_tolerance.polcy", "did you mean 'policy'"]),
         ({"fault_tolerance": {"policy": "magic"}}, ["'magic'", "stacked_quota"]),
         ({"fault_tolerance": {"min_groups": 5}}, ["min_groups is 5", "4 groups", "lower it"]),
+        ({"fault_tolerance": {"skip_microbatches": "3/1.0"}}, ["skip_microbatches is '3/1.0'", "STEP/SHARD.INDEX"]),
+        ({"fault_tolerance": {"skip_microbatches": ["3/1"]}}, ["skip_microbatches is ['3/1']", "STEP/SHARD.INDEX"]),
+        ({"fault_tolerance": {"skip_microbatches": ["3/4.0"]}}, ["'3/4.0'", "shards 0 to 3"]),
+        ({"fault_tolerance": {"skip_microbatches": [f"3/{n}.0" for n in range(4)]}}, ["all 4 microbatches of step 3"]),
         ({"fault_tolerance": {"min_groups": 0}}, ["min_groups is 0", ">= 1"]),
         ({"fault_tolerance": {"min_groups": True}}, ["min_groups is True", "whole number"]),
         ({"fault_tolerance": {"bucket_mb": -1}}, ["bucket_mb is -1", "> 0"]),
@@ -247,12 +251,74 @@ def test_with_drop_no_group_counts_as_slow(policy, factor):
     run = schema.resolve({"fault_tolerance": section}, groups=3)
     assert run.fault_tolerance.detector.straggler_factor == factor
     job = schema.job_of(run, schema.placement_of(run), buckets=2, steps=5)
-    assert (job.straggler_factor, job.drop, job.buckets, job.steps) == (factor, policy == "drop", 2, 5)
+    assert (job.straggler_factor, job.policy.shrinks, job.buckets, job.steps) == (factor, policy == "drop", 2, 5)
 
 
 def test_the_resolved_config_survives_json():
-    section = {"detector": {"report_timeout_s": 5}, "failure_domains": ["a", "b"]}
+    section = {"detector": {"report_timeout_s": 5}, "failure_domains": ["a", "b"], "skip_microbatches": ["3/1.0"]}
     section["rejoin"] = {"enabled": True, "restarts_per_hour": 2}
     resolved = schema.resolve({"fault_tolerance": section}, groups=2)
     assert RunConfig.from_json(json.loads(json.dumps(resolved.to_json()))) == resolved
     assert resolved.fault_tolerance.detector.report_timeout_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        ({"bf16": {"enabled": True}, "steps_per_print": 5}, "bf16"),
+        ({"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}, "optimizer, scheduler"),
+        ({"zero_optimization": {"stage": 1}}, "zero_optimization"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types"),
+    ],
+)
+def test_settings_that_affect_the_result_and_that_an_engine_would_ignore_are_refused(engine, names):
+    with pytest.raises(ConfigError, match=f"sets {names}, which only session.deepspeed uses"):
+        parallelism.refuse_unused(engine, "session.wrap")
+
+
+def test_settings_that_are_off_or_without_effect_are_no_reason_to_refuse():
+    off = {
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 0},
+        "pipeline": {"stages": 1},
+        "sparse_gradients": False,
+    }
+    parallelism.refuse_unused({**off, "sparse_gradients": False, "wandb": {"enabled": True}}, "session.wrap")
+
+
+@pytest.mark.parametrize(
+    ("section", "groups", "message"),
+    [
+        ({"policy": "spare", "redundancy": 1}, 4, "a shard without a second host ends the attempt"),
+        ({"policy": "spare"}, 2, 'fault_tolerance.redundancy is 1 with 2 groups and placement "golomb"'),
+        ({"policy": "recover", "redundancy": 2}, 4, "any group computes any microbatch: leave it out"),
+        ({"policy": "replication", "redundancy": 3}, 8, "divide the number of groups: 2 4 8"),
+        ({"policy": "replication"}, 1, "none, start with more groups"),
+        ({"policy": "replication", "failure_domains": [0, 0, 1, 1]}, 4, "copies are neighbouring groups"),
+        ({"policy": "spare", "standby": "slack"}, 4, "has standby work of its own or none"),
+        ({"policy": "restart"}, 4, "checkpoint.directory is empty"),
+    ],
+)
+def test_a_policy_that_the_run_cannot_have_is_refused(section, groups, message):
+    with pytest.raises(ConfigError, match=message):
+        schema.resolve({"fault_tolerance": section}, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("section", "parts"),
+    [
+        ({}, 0),
+        ({"standby": "slack"}, 1),
+        ({"policy": "spare", "redundancy": 3}, 2),
+        ({"policy": "replication"}, 1),
+        ({"policy": "recover"}, 1),
+    ],
+)
+def test_standby_work_that_may_need_too_much_memory_is_refused(section, parts):
+    run = schema.resolve({"fault_tolerance": {**section, "standby_memory_gb": 1.0}}, groups=8)
+    schema.check_standby_memory(run, 10**9 // max(parts, 1))
+    if parts:
+        with pytest.raises(ConfigError, match=f"may stand by for {parts} others, with .* GB of gradients for each"):
+            schema.check_standby_memory(run, 10**9 // parts + 1000)
+    unbounded = schema.resolve({"fault_tolerance": section}, groups=8)
+    schema.check_standby_memory(unbounded, 10**15)

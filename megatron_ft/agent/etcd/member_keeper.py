@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_ft.agent import process_keeper
 from megatron_ft.agent.etcd import binary
-from megatron_ft.utils import lifeline
+from megatron_ft.utils import lifeline, process_name
 from megatron_ft.utils.console import say
 
 LOG = "etcd.log"
@@ -160,6 +160,7 @@ def main() -> int:
     runs: list[int] = []
     try:
         lifeline.end_with(options.agent, signal.SIGTERM)
+        process_name.take(f"keeper of the run's etcd {options.run_dir}", "ft-etcd-keeper")
         keep(options.command, options.directory, options.run_dir, options.entry, options.again, options.once, runs)
         return 0
     finally:

@@ -15,6 +15,7 @@ import random
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -30,8 +31,8 @@ from megatron_ft.utils import socket_tracker
 Answer = TypeVar("Answer")
 
 _DELETE_AT_ONCE = 1000
-_ABSENT = "\0"
-"""No value equals it; torch returns the expected value for a key that is not there."""
+_ABSENT = uuid.uuid4().hex
+"""No value equals it, because no other process knows it; torch returns the expected value for a key that is not there."""
 _PROBE_EVERY_S = 0.5
 _MOVED = "it has moved to another address"
 _CONNECTING = threading.Lock()
@@ -135,13 +136,11 @@ class TcpStore:
         self.set(key, value)
 
     def rendezvous(self, prefix: str) -> Any:
-        guard = self._new_guard()
+        guard, begun = self._new_guard(), time.monotonic()
         try:
             return dist.PrefixStore(prefix, guard.call(lambda client: client.store, self.timeout_s))
-        except Overdue:
-            raise self._silent(self.timeout_s) from None
-        except (RuntimeError, OSError) as error:
-            raise self._gone(error) from None
+        except (Overdue, RuntimeError, OSError) as error:
+            raise self._away(error, begun, self.timeout_s) from None
 
     def clone(self) -> TcpStore:
         return TcpStore(self._where, self.timeout_s, self._verify)
@@ -180,14 +179,12 @@ class TcpStore:
                 break  # the store moved while the old one used up the time
             try:
                 answer = self._guard.call(operation, left_s)
-            except Overdue:
-                if self._moves == moves:
-                    raise self._failed(self._silent(bound_s)) from None
-                moves = self._moves
-            except (RuntimeError, OSError) as error:
-                self._guard.drop()
-                if not again and self._moves == moves:
-                    raise self._failed(self._gone(error)) from None
+            except (Overdue, RuntimeError, OSError) as error:
+                away = self._away(error, begun, bound_s)
+                if not isinstance(error, Overdue):
+                    self._guard.drop()
+                if self._moves == moves and (isinstance(away, StoreSilent) or not again):
+                    raise self._failed(away) from None
                 moves = self._moves
             else:
                 self._pause_s, self._not_before = RETRY_PAUSE_S[0], 0.0
@@ -199,6 +196,12 @@ class TcpStore:
         self._not_before = time.monotonic() + self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S[1])
         return error
+
+    def _away(self, error: Exception, begun: float, bound_s: float) -> StoreGone | StoreSilent:
+        """Return what that end of a call means. torch's own time limits end at about the same time as the guard's."""
+        if isinstance(error, Overdue) or time.monotonic() - begun >= bound_s:
+            return self._silent(bound_s)
+        return self._gone(error)
 
     def _gone(self, error: BaseException) -> StoreGone:
         return StoreGone(

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_ft.errors import GroupLeft, InvariantBroken, RunStopped, StartOver, StoreError
+from megatron_ft.errors import GroupLeft, InvariantBroken, RunStopped, StartOver, StoreError, WipedOut
 from megatron_ft.types import Exit, GroupId, View
 
 HOUR_S = 3600.0
@@ -194,7 +194,7 @@ def kind_of(exit_: Exit, incarnation: int, seats: Seats) -> Kind:
             return "left"
         case StoreError.exit_code | StartOver.exit_code:
             return "died"  # it was cut off from the store for too long, or has lost its donors
-        case InvariantBroken.exit_code:
+        case InvariantBroken.exit_code | WipedOut.exit_code:
             return "over"
         case RunStopped.exit_code:
             return "died" if seats.left_out(exit_.group, incarnation) else "over"

@@ -84,7 +84,7 @@ def expired(key: str, present: Present) -> bool:
         case "inner" | "line" | "restart" | "start":
             return _start_is_over(kind, first, present)
         # Steps before the view's are committed everywhere; "nonfinite/stop" and the like are not steps.
-        case "nonfinite" | "divergence":
+        case "nonfinite" | "divergence" | "evaluate":
             return 0 <= _number(first) < present.view.step
         case "notice" | "kept":
             return 0 <= _number(first) < present.floor.index

@@ -33,6 +33,7 @@ from megatron_ft.core.protocol.messages import (
     Action,
     Announce,
     AwaitView,
+    BatchResized,
     CatchUpFailed,
     CaughtUp,
     Compute,
@@ -63,7 +64,7 @@ from megatron_ft.core.protocol.messages import (
     ViewSeen,
 )
 from megatron_ft.core.protocol.state import GroupState, Job, changed
-from megatron_ft.types import GroupId, Plan, PlanOrigin, Report, View
+from megatron_ft.types import CUT_OFF, GroupId, Plan, PlanOrigin, Report, View
 
 _LOOKS = 10
 """The least number of looks for a report before its group is given up."""
@@ -80,6 +81,8 @@ def start(me: GroupId, job: Job, view: View) -> GroupState:
         step=view.step,
         plan_origin=view.plan_origin,
         plan=plan,
+        stopped=plan.wipe_out,
+        wiped_out=bool(plan.wipe_out),
         incarnation=view.incarnations.get(me, 0),
         synced=me not in view.behind and not following,
         following=following,
@@ -89,7 +92,7 @@ def start(me: GroupId, job: Job, view: View) -> GroupState:
 def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple[Action, ...]]:
     """Take in one event; return the new state and the actions to do, in order. The last is for the training thread."""
     if state.stopped:
-        return state, (Stop(state.stopped, state.halted),)
+        return state, (_stop(state),)
     match event:
         case RunHalted(why=why):
             state = changed(state, stopped=why, halted=True)
@@ -123,7 +126,7 @@ def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple
 def next_action(state: GroupState) -> Action:
     """Return the one action that this group's training thread has to do now."""
     if state.stopped:
-        return Stop(state.stopped, state.halted)
+        return _stop(state)
     if state.reported:
         # The view is being agreed on; work that will be needed under any view goes on meanwhile.
         if state.todo and state.synced:
@@ -146,6 +149,10 @@ def next_action(state: GroupState) -> Action:
     return Reduce(state.step, state.unfinished)
 
 
+def _stop(state: GroupState) -> Stop:
+    return Stop(state.stopped, state.halted, state.wiped_out)
+
+
 def awaited(state: GroupState) -> AwaitView | None:
     """Return the look that is possible while the training thread computes, between two microbatches or two instructions
     of a pipeline; None if there is nothing to look for.
@@ -166,7 +173,7 @@ def _compute(state: GroupState) -> Compute:
 
 def plan_ahead(state: GroupState) -> Plan:
     """Return the plan of the next step, if until then no group dies, enters, or becomes faster or slower."""
-    return state.job.plan(state.step + 1, PlanOrigin(state.view.live), state.speeds)
+    return state.job.plan(state.step + 1, state.next_origin, state.speeds)
 
 
 def _died(state: GroupState, event: GroupFailed) -> GroupState:
@@ -196,7 +203,8 @@ def _blamed(state: GroupState, event: GroupFailed) -> GroupState:
     why = (
         f"groups {' and '.join(map(str, sorted(victims)))} died computing the same microbatch {microbatch}, the last of "
         f"them: {event.reason}; it would take one group after the other, so the run stops: look at the samples of that "
-        f"microbatch (step/shard.index) and at the memory they need, then start again"
+        f"microbatch (step/shard.index) and at the memory they need, then start again; the setting "
+        f'fault_tolerance.skip_microbatches ["{microbatch}"] leaves it out'
     )
     return changed(state, stopped=why)
 
@@ -243,11 +251,16 @@ def _progress(state: GroupState, event: Event) -> GroupState:
     """Take in the end of an action of the training thread."""
     match event:
         case Computed(microbatch=microbatch):
-            assert microbatch in state.plan.of(state.me), f"{microbatch} is not group {state.me}'s"
+            mine = microbatch in state.plan.of(state.me) or state.plan.part(state.me, microbatch)
+            assert mine, f"{microbatch} is not group {state.me}'s"
             assert microbatch not in state.computed, f"{microbatch} was computed twice"
             return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):
             return changed(state, connected=True) if _current(state, epoch) else state
+        case BatchResized(per_shard=per_shard):
+            assert not state.computed, f"the batch of step {state.step} was resized when a part of it was computed"
+            job = replace(state.job, per_shard=per_shard)
+            return changed(state, job=job, plan=job.plan(state.step, state.plan_origin, state.speeds))
         case CaughtUp(speeds=speeds):
             plan = state.job.plan(state.step, state.plan_origin, speeds)
             return changed(state, synced=True, following=False, speeds=speeds, plan=plan)
@@ -271,7 +284,7 @@ def _current(state: GroupState, epoch: int) -> bool:
 
 def _begin(state: GroupState, new: int) -> GroupState:
     """Enter step ``new`` under the present view, or with the plan that other groups follow for it already."""
-    origin = state.next_plan_origin or PlanOrigin(state.view.live)
+    origin = state.next_plan_origin or state.next_origin
     return changed(
         state,
         step=new,
@@ -310,8 +323,8 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
     reason = wrong or (said.reason if said else "") or change
     if not reason:
         return state, ()
-    # With ``drop``, a bucket that holds a lost group's part belongs to another batch than those that are reduced again.
-    reduced = () if state.job.drop else tuple(sorted(state.reduced_buckets))
+    # If the batch shrinks, a bucket with a lost group's part belongs to another batch than those that are reduced again.
+    reduced = () if state.job.policy.shrinks else tuple(sorted(state.reduced_buckets))
     report = Report(epoch, state.me, state.step, reduced, state.synced, state.complete)
     reports = {**state.reports, state.me: report}
     noticed = "" if reason == accused else reason
@@ -415,9 +428,9 @@ def _propose(state: GroupState, view: View, silent: Mapping[GroupId, str]) -> Pr
     """Return the proposal, with the seats to fence: those that the view leaves out and that may live and go on as the run.
 
     The end of a later start of a group does not show the end of an earlier one, which may be frozen on another host. No
-    group goes on under a view with too few members, so such a view needs no fence.
+    group goes on under a view with too few members or after a wipe-out, so such a view needs no fence.
     """
-    if not view.lost or len(view.live) < max(state.job.min_groups, 1):
+    if not view.lost or len(view.live) < max(state.job.min_groups, 1) or _wipe_out(state, view):
         return Propose(view)
     doubtful = {**_cut_off(state, silent), **state.dead, **silent}
     seats = {group: (group, state.view.incarnations.get(group, 0)) for group in view.lost}
@@ -442,7 +455,7 @@ def _cut_off(state: GroupState, silent: Collection[GroupId] = ()) -> dict[GroupI
         return {}
     leaving = link_detector.who_leaves(cut, set(state.view.live) - state.dead.keys() - state.left.keys() - set(silent))
     return {
-        group: "cut off: " + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
+        group: CUT_OFF + "; ".join(sorted(why for pair, why in cut.items() if any(group in unit for unit in pair)))
         for group in sorted(leaving)
     }
 
@@ -479,7 +492,7 @@ def _origin(state: GroupState, view: View) -> PlanOrigin:
     """
     if view.step == state.step:
         return state.plan_origin.after(view.lost, view.joined)
-    return (state.next_plan_origin or PlanOrigin(state.view.live)).after(view.lost, view.joined)
+    return (state.next_plan_origin or state.next_origin).after(view.lost, view.joined)
 
 
 def _adopt(state: GroupState, view: View) -> GroupState:
@@ -501,12 +514,14 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         state = changed(state, step=view.step, computed=frozenset(), reduced_buckets=frozenset())
     behind = view.step > state.step
     origin = state.plan_origin.after(view.lost, view.joined) if behind else view.plan_origin
-    if state.job.drop and behind and state.complete:
+    if state.job.policy.shrinks and behind and state.complete:
         origin = state.plan_origin  # all buckets are here, with the parts of all groups
+    if ends := _wipe_out(state, view):
+        return changed(state, stopped=ends, wiped_out=True)
     return changed(
         state,
         view=view,
-        reduced_buckets=frozenset() if state.job.drop and not behind else state.reduced_buckets,
+        reduced_buckets=frozenset() if state.job.policy.shrinks and not behind else state.reduced_buckets,
         plan_origin=origin,
         plan=state.job.plan(state.step, origin, state.speeds),
         next_plan_origin=view.plan_origin if behind else None,
@@ -522,6 +537,13 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         waited_s=0.0,
         synced=state.synced or (state.me not in view.behind and not state.following),
     )
+
+
+def _wipe_out(state: GroupState, view: View) -> str:
+    """Return the reason why the step of ``view`` cannot be finished and the job goes back to its checkpoint; or ""."""
+    if not view.lost or view.step >= state.job.steps or not state.job.policy.wipes_out:
+        return ""
+    return state.job.plan(view.step, view.plan_origin, Speeds()).wipe_out  # no speed changes that
 
 
 def _transferred(state: GroupState, event: Transferred) -> GroupState:

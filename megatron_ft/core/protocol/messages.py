@@ -4,9 +4,9 @@ The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.si
 states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
 
 Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Updated``,
-``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``, ``LeaveAnnounced``,
-``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from claims,
-``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
+``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
+``LeaveAnnounced``, ``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from
+claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
 Receivers of actions: the communicators (``Abort``), the control store (``Publish``, ``Propose``), the notice log
 (``Announce``), and the training thread (all others).
 """
@@ -154,6 +154,17 @@ class CaughtUp:
 
 
 @dataclass(frozen=True)
+class BatchResized:
+    """The training script has set the number of microbatches in a shard, before this group computes any of the step.
+
+    Attributes:
+        per_shard: number G of microbatches in a shard, for the present step and those after it.
+    """
+
+    per_shard: int
+
+
+@dataclass(frozen=True)
 class CatchUpFailed:
     """This group, which has entered without the state, can no longer get it.
 
@@ -276,7 +287,7 @@ class Tick:
 
 
 Event = (
-    Computed | Connected | Transferred | Reduced | Updated | CaughtUp | CatchUpFailed
+    Computed | Connected | Transferred | Reduced | Updated | BatchResized | CaughtUp | CatchUpFailed
     | GroupFailed | LeaveAnnounced | JoinRequested | RunHalted | EpochAborted | LinkDown
     | ReportsSeen | ViewSeen | Replaced | Tick
 )  # fmt: skip
@@ -445,10 +456,12 @@ class Stop:
     Attributes:
         reason: one sentence for people.
         halted: True if no other group may go on either.
+        wiped_out: True if no group can finish the step, and the job goes on from its checkpoint.
     """
 
     reason: str
     halted: bool = False
+    wiped_out: bool = False
 
 
 Action = (

@@ -7,7 +7,7 @@ at most once for each immutable state, so they cannot be out of date.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,8 @@ from megatron_ft.core.detection import link_detector, stragglers
 from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.core.protocol.messages import EpochAborted, JoinRequested, LeaveAnnounced, LinkDown
 from megatron_ft.core.replication.placement import Placement
-from megatron_ft.core.scheduling import assignment
-from megatron_ft.core.scheduling.policies import baselines
+from megatron_ft.core.scheduling.policies import Batch, Policy
+from megatron_ft.core.scheduling.policies.stacked_quota import StackedQuota
 from megatron_ft.types import Bucket, GroupId, Microbatch, Plan, PlanOrigin, Report, View
 
 _LONG_MICROBATCHES = 4
@@ -25,11 +25,11 @@ _LONG_MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Job:
-    """The settings that are fixed for the whole run.
+    """The settings of the run. All are fixed except ``per_shard``, which the script may set before a step.
 
     Attributes:
         shards: number N of shards, and of groups at the first start.
-        per_shard: number G of microbatches in a shard.
+        per_shard: number G of microbatches in a shard, from the present step on.
         buckets: number of gradient buckets.
         steps: number of steps of the run.
         min_groups: with fewer live groups the run stops.
@@ -39,8 +39,8 @@ class Job:
         placement: the groups that host each shard; None: every group hosts every shard.
         straggler_factor: a group that is slower than this multiple of the median of the others is slow; 0: none ever is.
         straggler_steps: number of slow steps in a row after which a group computes less.
-        drop: True if no group takes over the microbatches of a lost one, so that the batch shrinks
-            (``core.scheduling.policies.baselines``); for comparison.
+        policy: which group computes and contributes which microbatches (``core.scheduling.policies``).
+        skip: microbatches that no group computes: they are no part of their step.
         collectors: number of groups at a time that read all reports of an ending epoch and propose the next view. If
             thousands of groups did, they would overload the store.
     """
@@ -55,33 +55,40 @@ class Job:
     placement: Placement | None = None
     straggler_factor: float = 1.5
     straggler_steps: int = 3
-    drop: bool = False
+    policy: Policy = StackedQuota()
+    skip: frozenset[Microbatch] = frozenset()
     collectors: int = 4
 
     @property
     def microbatches(self) -> int:
-        """The number N*G of microbatches that every step sums over; with ``drop`` the largest number."""
+        """The number N*G of microbatches that a step sums over; the largest number with a policy that shrinks it."""
         return self.shards * self.per_shard
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of the present step, as a policy takes it."""
+        return Batch(self.shards, self.per_shard, self.placement)
+
+    def skips(self, step: int) -> bool:
+        """Return whether a microbatch of ``step`` is left out."""
+        return any(microbatch.step == step for microbatch in self.skip)
 
     def plan(self, step: int, origin: PlanOrigin, speeds: Speeds) -> Plan:
         """Return the plan of a step, from its ``origin`` and the speeds known before it.
 
         It is the same at all groups that hold the committed state the step starts from, because ``speeds`` is part of that.
         """
-        if self.drop:
-            return self._shrunk(step, origin)
-        slower = stragglers.weights(speeds)
-        plan = assignment.plan_step(step, self.shards, self.per_shard, origin.live, self.placement, slower)
-        for lost, joined in origin.changes:
-            plan = assignment.admit(assignment.patch_plan(plan, lost, self.placement), joined)
-        return plan
+        slower = stragglers.weights(speeds) if self.policy.balances else {}
+        plan = self.policy.plan(self.batch, step, origin, slower)
+        return self._without_skipped(plan) if self.skips(step) else plan
 
-    def _shrunk(self, step: int, origin: PlanOrigin) -> Plan:
-        """Return the plan in which each group that has been live since the step began computes its own shard."""
-        lost = {group for gone, _ in origin.changes for group in gone}
-        own = [group for group in origin.live if group not in lost and group < self.shards]
-        none = Plan(step, {}, "no group has a shard of its own")
-        return baselines.drop(step, self.shards, self.per_shard, own).plan or none
+    def _without_skipped(self, plan: Plan) -> Plan:
+        def kept(microbatches: tuple[Microbatch, ...]) -> tuple[Microbatch, ...]:
+            return tuple(microbatch for microbatch in microbatches if microbatch not in self.skip)
+
+        own = {group: kept(share) for group, share in plan.assignment.items()}
+        parts = {group: tuple(filter(None, map(kept, parts))) for group, parts in plan.standby.items()}
+        return replace(plan, assignment=own, standby=parts, patched=plan.patched - self.skip)
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class GroupState:
             step may die before they hand it over (hard case 7).
         incarnation: the start of this group.
         next_plan_origin: plan origin of ``step + 1``, while the view says that others have decided ``step``; else None.
-        computed: microbatches of ``step`` whose gradients are in the local buckets.
+        computed: microbatches of ``step`` whose gradients are in the local buckets, or in those of a standby part.
         reduced_buckets: buckets of ``step`` whose reduction completed here.
         speeds: measured speeds of the groups; part of the state that ``step`` starts from.
         synced: this group holds the model state that ``step`` starts from.
@@ -122,6 +129,7 @@ class GroupState:
         settled_s: seconds since the last message in ``missed``.
         stopped: reason for which this group must not go on; empty while it may.
         halted: with ``stopped``, no other group may go on either.
+        wiped_out: with ``stopped``, no group can finish the step, and the job goes on from its checkpoint.
     """
 
     me: GroupId
@@ -156,6 +164,7 @@ class GroupState:
     settled_s: float = 0.0
     stopped: str = ""
     halted: bool = False
+    wiped_out: bool = False
 
     @property
     def finished(self) -> bool:
@@ -213,7 +222,16 @@ class GroupState:
     @property
     def microbatches(self) -> int:
         """The number of microbatches that the step sums over."""
-        return sum(map(len, self.plan.assignment.values())) if self.job.drop else self.job.microbatches
+        return (
+            sum(map(len, self.plan.assignment.values()))
+            if self.job.policy.shrinks or self.job.skips(self.step)
+            else self.job.microbatches
+        )
+
+    @property
+    def next_origin(self) -> PlanOrigin:
+        """The origin of the next step's plan, if it begins under the present view."""
+        return self.plan_origin.following(self.view.live, self.job.policy.remembers)
 
     @property
     def needs_transfer(self) -> bool:
@@ -221,11 +239,24 @@ class GroupState:
         return bool(self.view.behind or self.view.missing) and not self.transferred
 
     @cached_property
+    def standby(self) -> frozenset[Microbatch]:
+        """The microbatches that this group computes and does not contribute."""
+        return frozenset(self.plan.standby_of(self.me))
+
+    @cached_property
     def todo(self) -> tuple[Microbatch, ...]:
-        """The microbatches that this group still has to compute; empty once all buckets are final (hard case 5)."""
+        """The microbatches that this group still has to compute; empty once all buckets are final (hard case 5).
+
+        Standby work comes first, so that the reduction can overlap with the last microbatch. After a loss in the step it
+        comes last, and while a view is being agreed on it is not begun: the others wait for what the group contributes.
+        """
         if not self.unfinished:
             return ()
-        return tuple(microbatch for microbatch in self.plan.of(self.me) if microbatch not in self.computed)
+        own, standby = self.plan.of(self.me), self.plan.standby_of(self.me)
+        if self.reported:
+            standby = ()
+        order = own + standby if self.plan_origin.changes else standby + own
+        return tuple(microbatch for microbatch in order if microbatch not in self.computed)
 
 
 def changed(state: GroupState, **changes: Any) -> GroupState:

@@ -128,6 +128,19 @@ def full(groups: int) -> Placement:
     return cyclic(groups, tuple(range(groups)), "full")
 
 
+def sets(groups: int, redundancy: int) -> Placement:
+    """Place the shards of each set of ``redundancy`` neighbours at all of them (replication). It divides ``groups``."""
+    _check(groups, redundancy)
+    if groups % redundancy:
+        raise ConfigError(f"redundancy is {redundancy}; it must divide the number of groups, {groups}")
+    first = (group // redundancy * redundancy for group in range(groups))
+    stacks = tuple(
+        (group, *(other for other in range(start, start + redundancy) if other != group))
+        for group, start in enumerate(first)
+    )
+    return Placement(groups, redundancy, "sets", stacks, stacks)
+
+
 def domain_aware(domains: Sequence[Hashable], redundancy: int, seed: int = 0) -> Placement:
     """Spread the hosts of each shard over failure domains; ``domains[g]`` is the rack or switch of group g.
 

@@ -1,4 +1,4 @@
-"""The assignment of a step's microbatches to groups: the policy ``stacked_quota`` (docs/architecture.md).
+"""The assignment of a step's microbatches to groups by quotas (policy ``stacked_quota``), and patches for every policy.
 
 It joins SPARe's stacks (arXiv 2603.00357, section 4) with ReCoVer's microbatch quotas (arXiv 2605.11215, versatile
 workload). Intuition: a shard is G microbatches; the groups that host it may compute it, and any group may compute a
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from megatron_ft.types import Assignment, GroupId, Microbatch, Plan, listed
+from megatron_ft.types import Assignment, GroupId, Microbatch, Part, Plan, listed
 
 if TYPE_CHECKING:
     from megatron_ft.core.replication.placement import Placement
@@ -81,7 +82,7 @@ def plan_step(
         less = f", less for the slow groups {listed(sorted(slower))}"
     else:
         chosen, reason = _even(shards, per_shard, members, restricted)
-    return Plan(step, _Named(step, chosen), reason + less)
+    return Plan(step, Named(step, chosen), reason + less)
 
 
 def _summary(shards: int, per_shard: int, chosen: Chosen) -> str:
@@ -91,36 +92,66 @@ def _summary(shards: int, per_shard: int, chosen: Chosen) -> str:
 
 
 def patch_plan(plan: Plan, lost: Collection[GroupId], placement: Placement | None = None) -> Plan:
-    """Spread the microbatches of ``lost`` groups over the others, which keep their own.
+    """Hand the microbatches of ``lost`` groups to the others, which keep their own.
 
+    Groups that stand by for them are promoted first (:func:`promotions`); the rest is spread over all.
     The survivors have usually computed their own share when a peer is found dead, so the *added* work is levelled:
     patch compute takes ceil(lost / survivors) microbatches. Within that limit, as many as possible are computed by
     hosts of their shards, which have the samples at hand; the samples of the others have to be fetched (:func:`fetched`).
     """
     gone = set(lost)
+    plan = plan.without_standby_of(gone)
     added: dict[GroupId, list[Microbatch]] = {group: [] for group in plan.assignment if group not in gone}
     if not added:
         raise ValueError(f"patch_plan: no survivor of step {plan.step} among {sorted(plan.assignment)}")
     pool = sorted(microbatch for group in lost for microbatch in plan.of(group))
     if not pool:
-        return Plan(plan.step, _Patched(plan.assignment, added), plan.reason, plan.patched)
+        return replace(plan, assignment=_Patched(plan.assignment, added))
+    taken = promotions(plan, pool, added)
+    standing_by = sum(map(len, taken.values()))
+    if taken:
+        covered = {microbatch for own in taken.values() for microbatch in own}
+        pool = [microbatch for microbatch in pool if microbatch not in covered]
     base = {group: _load(plan.assignment, group) for group in added}
     if placement is None or _hosts_everything(placement):
         _level(added, pool, base)
-    else:
+    elif pool:
         _spread(added, pool, placement, base)
-    return Plan(
-        step=plan.step,
-        assignment=_Patched(plan.assignment, added),
-        reason=f"{len(pool)} microbatches of groups {listed(sorted(lost))} taken over by groups {listed(sorted(added))}",
+    of = f"microbatches of groups {listed(sorted(lost))}"
+    promoted = f"{standing_by} {of} contributed by groups that stood by, " if taken else ""
+    return replace(
+        plan,
+        assignment=_Patched(plan.assignment, {group: [*taken.get(group, ()), *more] for group, more in added.items()}),
+        reason=f"{promoted}{len(pool)} {of} taken over by groups {listed(sorted(added))}",
         patched=plan.patched | set(pool),
     )
+
+
+def promotions(
+    plan: Plan, pool: Collection[Microbatch], survivors: Collection[GroupId]
+) -> dict[GroupId, list[Microbatch]]:
+    """Return which of ``survivors`` contribute standby parts from now on, because their microbatches are in ``pool``.
+
+    Of the groups with the same part the one that contributes least is promoted; ties: the lowest number.
+    """
+    if not plan.standby:
+        return {}
+    lost, able = set(pool), dict[Part, list[GroupId]]()
+    for group in sorted(survivors):
+        for part in plan.standby.get(group, ()):
+            if part[0] in lost:
+                able.setdefault(part, []).append(group)
+    taken: dict[GroupId, list[Microbatch]] = {}
+    for part, groups in sorted(able.items()):
+        least = min(groups, key=lambda group: (_load(plan.assignment, group) + len(taken.get(group, ())), group))
+        taken.setdefault(least, []).extend(part)
+    return taken
 
 
 def admit(plan: Plan, joined: Collection[GroupId]) -> Plan:
     """Return the same plan with groups that have no share of the step yet; a later patch may give them one."""
     nothing_new: dict[GroupId, list[Microbatch]] = {group: [] for group in sorted({*plan.assignment, *joined})}
-    return Plan(plan.step, _Patched(plan.assignment, nothing_new), plan.reason, plan.patched)
+    return replace(plan, assignment=_Patched(plan.assignment, nothing_new))
 
 
 def fetched(microbatches: Iterable[Microbatch], group: GroupId, placement: Placement | None) -> tuple[Microbatch, ...]:
@@ -134,7 +165,7 @@ def _hosts_everything(placement: Placement | None) -> bool:
     return placement is None or placement.redundancy >= placement.groups
 
 
-class _Named(Mapping[GroupId, tuple[Microbatch, ...]]):
+class Named(Mapping[GroupId, tuple[Microbatch, ...]]):
     """An assignment that makes the ids of a group's microbatches on demand.
 
     A group needs only its own in every step; making all N*G ids takes longer than the rest of a plan.
@@ -162,6 +193,23 @@ class _Named(Mapping[GroupId, tuple[Microbatch, ...]]):
         return sum(map(len, self.chosen[group].values()))
 
 
+class NamedParts(Mapping[GroupId, tuple[Part, ...]]):
+    """Standby parts of whole shards, made on demand; ``chosen``: the shards of each group."""
+
+    def __init__(self, step: int, chosen: Mapping[GroupId, Sequence[int]], per_shard: int) -> None:
+        self._step, self._chosen, self._per_shard = step, chosen, per_shard
+
+    def __getitem__(self, group: GroupId) -> tuple[Part, ...]:
+        indices = range(self._per_shard)
+        return tuple(tuple(Microbatch(self._step, shard, i) for i in indices) for shard in self._chosen[group])
+
+    def __iter__(self) -> Iterator[GroupId]:
+        return iter(self._chosen)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+
 class _Patched(Mapping[GroupId, tuple[Microbatch, ...]]):
     """An assignment with added microbatches; the groups of ``added`` are those that are left or have joined."""
 
@@ -185,7 +233,7 @@ class _Patched(Mapping[GroupId, tuple[Microbatch, ...]]):
 
 def _load(assignment: Assignment, group: GroupId) -> int:
     """Return the number of a group's microbatches, without making their ids where that can be avoided."""
-    return assignment.load(group) if isinstance(assignment, _Named | _Patched) else len(assignment[group])
+    return assignment.load(group) if isinstance(assignment, Named | _Patched) else len(assignment[group])
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from torch import nn
 from megatron_ft.config import parallelism
 from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.errors import EngineError
+from megatron_ft.utils import extras
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 try:
@@ -26,9 +27,7 @@ try:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 except ImportError as error:
-    raise EngineError(
-        f"DeepSpeed cannot be imported ({error}); install it: pip install 'megatron_ft[deepspeed]'"
-    ) from None
+    raise EngineError(f"DeepSpeed cannot be imported ({error}); install it: {extras.install('deepspeed')}") from None
 
 # With gloo DeepSpeed compiles an all-reduce through shared memory at its first use, which takes most of a minute, and
 # waits in it without a timeout. A group that loses a rank would block in it forever.

@@ -39,6 +39,15 @@ _SHARDED = ("tensor_model_parallel", "model_parallel")
 """Attributes with which Megatron and DeepSpeed mark a parameter that is split over the slices."""
 
 
+def _sharding(module: nn.Module) -> dict[str, list[int]]:
+    """Return how the parameters of a slice were cut, for those that say so (``checkpoint.export``)."""
+    return {
+        name: [parameter.partition_dim, getattr(parameter, "partition_stride", 1)]
+        for name, parameter in module.named_parameters()
+        if any(getattr(parameter, mark, False) for mark in _SHARDED) and hasattr(parameter, "partition_dim")
+    }
+
+
 class _Adapter(Bucketed, ABC):
     """The common part of both adapters.
 
@@ -59,6 +68,15 @@ class _Adapter(Bucketed, ABC):
         super().begin_step()
         self._optimizer.begin_step()
 
+    def add_to(self, part: int) -> None:
+        if part != self._part:
+            self._optimizer.collect()
+        super().add_to(part)
+
+    def _aim(self, part: int) -> None:
+        super()._aim(part)
+        self._optimizer.aim()
+
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer.inner
 
@@ -76,6 +94,7 @@ class _Adapter(Bucketed, ABC):
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
         state |= {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
+        state |= {"sharding": sharding} if (sharding := _sharding(self.engine.module)) else {}
         return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +120,7 @@ class DeepSpeedPipeline(_Adapter):
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
         super().__init__(engine, in_flight=True, **settings)
-        engine.begins, engine.passed = self._buffers.restore, self._take_changes
+        engine.begins, engine.adds_to, engine.passed = self._buffers.restore, self.add_to, self._passed
         if self._per_token and engine.is_last_stage():
             self._count_in_loss_fn(engine.module)
         self._tied = engine.module.get_tied_weights_and_groups()
@@ -121,10 +140,15 @@ class DeepSpeedPipeline(_Adapter):
         raise AssertionError("the ranks of a pipeline compute together: flush")
 
     def flush(self, control: Control, work: Work) -> None:
-        microbatches, losses = self.engine.flush(control, work)
+        self.engine.flush(control, work)
         self._optimizer.collect()
-        self._buckets.count(losses, microbatches)
         self._buffers.restore()
+
+    def _passed(self) -> None:
+        """After a forward pass: add its changes, and at the last stage its loss."""
+        self._take_changes()
+        self._buckets.count(self.engine.total_loss)
+        self.engine.total_loss = None
 
     def _count_in_loss_fn(self, module: Any) -> None:
         """Make the last stage's loss function count its tokens and return only the sum of losses."""

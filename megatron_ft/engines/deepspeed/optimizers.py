@@ -1,7 +1,7 @@
 """Adapters for DeepSpeed's optimizer wrappers: where each wrapper expects a gradient, and where it accumulates one.
 
 DeepSpeed wraps the optimizer according to data types and ZeRO stage, and each wrapper accumulates in another place. An
-adapter moves the gradients of a backward pass into the local buckets (:meth:`collect`), puts the step's mean where
+adapter moves the gradients of a backward pass into the buckets (:meth:`collect`), puts the step's mean where
 ``step`` looks for it (:meth:`give`), and hands over the state that the wrapper keeps between steps.
 
 Failures it assumes: none.
@@ -32,11 +32,15 @@ class InPlace:
         return self.optimizer
 
     def begin_step(self) -> None:
+        """Clear what the wrapper has accumulated."""
+
+    def aim(self) -> None:
+        """Take the next gradients to ``Bucket.adds_to``."""
         for bucket in self.buckets:
-            bucket.point_gradients_at(bucket.local_views)
+            bucket.point_gradients_at(bucket.adds_to.views)
 
     def collect(self) -> None:
-        """Move gradients into the local buckets after a flush."""
+        """Move the gradients that the wrapper has accumulated to ``Bucket.adds_to``."""
 
     def give(self) -> None:
         """Put the gradients of ``Bucket.sum`` where the optimizer's step takes them."""
@@ -105,9 +109,12 @@ class Bf16(InPlace):
         self.optimizer.clear_hp_grads()
         self.optimizer.clear_lp_grads()
 
+    def aim(self) -> None:
+        """Do nothing: the wrapper accumulates, and :meth:`collect` moves the result."""
+
     def collect(self) -> None:
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.local_views, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
                 number, index = self._places[parameter]
                 if self.optimizer.fp32_groups_has_gradients[number][index]:
                     view.add_(self.optimizer.fp32_groups_gradients[number][index].view_as(view))

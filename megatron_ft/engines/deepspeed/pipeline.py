@@ -37,13 +37,19 @@ class Begin(schedule.BufferOpInstruction):
         super().__init__(buffer_id, microbatch=microbatch)
 
 
+class AddTo(schedule.PipeInstruction):
+    """The next pass adds to this standby part, or to the group's own gradients (``Engine.add_to``)."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__(part=part)
+
+
 class FlushSchedule(schedule.PipeSchedule):
     """A schedule that asks ``flow`` for each pass. DeepSpeed executes each yielded list before it asks for the next."""
 
     def __init__(self, layout: Layout, flow: Flow, work: Work) -> None:
         super().__init__(micro_batches=1, stages=layout.stages, stage_id=layout.stage)
         self._flow, self._work = flow, work
-        self.computed = 0
 
     def num_pipe_buffers(self) -> int:
         """Return the largest number of microbatches in flight (``core.scheduling.pipeline_1f1b``)."""
@@ -56,17 +62,20 @@ class FlushSchedule(schedule.PipeSchedule):
                 if not self.is_first_stage:
                     yield [schedule.RecvActivation(buffer)]
                 with self._work.span("forward", turn.listed):
-                    yield [Begin(buffer, turn.listed.microbatch), schedule.ForwardPass(buffer)]
+                    yield [
+                        AddTo(turn.listed.part),
+                        Begin(buffer, turn.listed.microbatch),
+                        schedule.ForwardPass(buffer),
+                    ]
                 if not self.is_last_stage:
                     yield [schedule.SendActivation(buffer)]
             else:
                 if not self.is_last_stage:
                     yield [schedule.RecvGrad(buffer)]
                 with self._work.span("backward", turn.listed):
-                    yield [schedule.BackwardPass(buffer)]
+                    yield [AddTo(turn.listed.part), schedule.BackwardPass(buffer)]
                 if not self.is_first_stage:
                     yield [schedule.SendGrad(buffer)]
-                self.computed += 1
                 self._work.computed(turn.listed.microbatch)
 
 
@@ -154,23 +163,26 @@ class FlushingEngine(PipelineEngine):
         )
         self.neighbours = Neighbours(self.grid, self.device)
         self._work: Work | None = None
+        self.adds_to: Callable[[int], None] = lambda part: None
+        """Called before each pass with the standby part that it adds to."""
         self.begins: Callable[[], None] = lambda: None
         """Called before each forward pass."""
         self.passed: Callable[[], None] = lambda: None
         """Called after each forward pass."""
 
-    def flush(self, control: Control, work: Work) -> tuple[int, torch.Tensor | None]:
-        """Compute the listed microbatches. Return their number, and at the last stage the sum of their losses."""
+    def flush(self, control: Control, work: Work) -> None:
+        """Compute the listed microbatches. After each forward pass, ``total_loss`` of the last stage is its loss."""
         self._work = work
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        passes = FlushSchedule(self.layout, Flow(self.layout, control, work), work)
-        self._exec_schedule(passes)
+        self._exec_schedule(FlushSchedule(self.layout, Flow(self.layout, control, work), work))
         self.neighbours.settle()
-        return passes.computed, self.total_loss
 
     # --- replaced instructions of DeepSpeed; the map holds functions, so overriding a method would not be enough
     # ----------
+
+    def _exec_add_to(self, part: int) -> None:
+        self.adds_to(part)
 
     def _exec_begin(self, buffer_id: int, microbatch: Microbatch) -> None:
         # The same seed in all slices of a stage (they drop from the same activations), another one in each stage.
@@ -212,6 +224,7 @@ class FlushingEngine(PipelineEngine):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
+        AddTo: _exec_add_to,
         Begin: _exec_begin,
         schedule.ForwardPass: _exec_forward,
         schedule.SendActivation: _exec_send_activations_on,

@@ -448,7 +448,7 @@ def options_of(options: argparse.Namespace, run: RunConfig) -> Options:
         launch=_common_arguments(options, run.fault_tolerance.store),
         directory=directory,
         run_dir=Path(os.path.normpath(os.path.join(directory, options.run_dir))),
-        files=(str(options.script), str(options.config)),
+        files=tuple(map(str, filter(None, (options.script, options.config)))),
         environment=connection.environment(os.environ, options.export),
         ssh=options.ssh_command,
     )
@@ -456,8 +456,9 @@ def options_of(options: argparse.Namespace, run: RunConfig) -> Options:
 
 def _common_arguments(options: argparse.Namespace, store: str) -> list[str]:
     """Returns the arguments of ``launch`` that are equal on all hosts."""
-    words = [f"--groups={options.groups}", f"--config={options.config}", f"--run-dir={options.run_dir}"]
-    words += [f"--port={options.port}", f"--resume={options.resume}", f"--store={store}"]
+    words = [f"--groups={options.groups}", f"--run-dir={options.run_dir}"]
+    words += [f"--config={options.config}"] if options.config else []
+    words += [f"--port={options.port}", f"--resume={options.resume}", f"--store={store}", f"--tee={options.tee}"]
     if options.ranks_per_group is not None:
         words.append(f"--ranks-per-group={options.ranks_per_group}")
     for name in ("failure_domains", "track", "preload"):

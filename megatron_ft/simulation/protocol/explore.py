@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.simulation.protocol.scenario import Scenario, draw, draw_fail_over
+from megatron_ft.simulation.protocol.scenario import DRAWN, Scenario, draw, draw_fail_over, draw_of
 from megatron_ft.simulation.protocol.simulated_cluster import History, play
 from megatron_ft.types import listed
 
@@ -91,6 +91,8 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 def command(scenario: Scenario, draw: Draw = draw) -> str:
     """Returns the command that replays this scenario."""
     whole, which = draw(scenario.seed), " --fail-over" if draw is draw_fail_over else ""
+    if isinstance(draw, partial):
+        which = f" --policy {draw.args[0]}"
     kept = [index for index, fault in enumerate(whole.faults) if fault in scenario.faults]
     if len(kept) == len(whole.faults):
         return f"{COMMAND}{which} --seed {scenario.seed}"
@@ -137,7 +139,9 @@ def _sentence(line: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: nothing found; 1: a violation; 2: misuse."""
     options = _options().parse_args(arguments)
-    of = draw_fail_over if options.fail_over else draw
+    of: Draw = draw_fail_over if options.fail_over else draw
+    if options.policy:
+        of = partial(draw_of, options.policy)
     if options.seed is not None:
         return _replay(of, options.seed, options.faults)
     started = time.monotonic()
@@ -204,6 +208,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-over", action="store_true", help="only histories in which the control store can fail over"
     )
+    parser.add_argument("--policy", choices=DRAWN, help="histories with this policy (default: stacked_quota)")
     parser.add_argument("--faults", type=_numbers, help="with --seed: only these of its faults, e.g. 0,3; or none")
     return parser
 

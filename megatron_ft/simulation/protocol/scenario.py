@@ -9,7 +9,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from megatron_ft.core.scheduling.policies import POLICIES, REPLICATION, SLACK, SPARE, STACKED_QUOTA
 from megatron_ft.simulation.protocol.network import STORE
+
+DRAWN = (*POLICIES, SLACK)
+"""The names that :func:`draw_of` takes."""
 
 REPORT_TIMEOUT = 15.0
 PATIENCE = 25.0
@@ -49,6 +53,8 @@ class Fault:
 @dataclass(frozen=True)
 class Scenario:
     """``redundancy`` 0 means that every group hosts every shard; see ``core.protocol.machine.Job`` for the rest.
+    ``ramp``: the script sets the number of microbatches in a shard, the second number, before the step of the first number.
+    ``policy``, ``slack``: see ``core.scheduling.policies.policy``; the copies of ``replication`` are ``redundancy``.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
     outlives everything."""
 
@@ -61,6 +67,14 @@ class Scenario:
     redundancy: int = 0
     faults: tuple[Fault, ...] = ()
     spare_hosts: int | None = None
+    ramp: tuple[int, int] = (0, 0)
+    policy: str = STACKED_QUOTA
+    slack: bool = False
+
+    def per_shard_at(self, step: int) -> int:
+        """Return the number of microbatches in a shard of that step."""
+        begins, per_shard = self.ramp
+        return per_shard if 0 < begins <= step else self.per_shard
 
     @property
     def fails_over(self) -> bool:
@@ -80,7 +94,9 @@ class Scenario:
     def __str__(self) -> str:
         hosting = f"redundancy {self.redundancy}" if self.redundancy else "every group hosts everything"
         size = f"{self.groups} groups, {self.per_shard} microbatches each, {self.buckets} buckets, {self.steps} steps"
-        return f"seed {self.seed}: {size}, min_groups {self.min_groups}, {hosting}"
+        ramp = f", {self.ramp[1]} from step {self.ramp[0]} on" if self.ramp[0] else ""
+        name = self.policy + (" with copies in the slack" if self.slack else "")
+        return f"seed {self.seed}: {size}{ramp}, min_groups {self.min_groups}, {hosting}, policy {name}"
 
 
 _ANY = {
@@ -141,7 +157,25 @@ KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys())
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed; in every fourth the store can fail over."""
-    return draw_fail_over(seed) if seed % 4 == 3 else draw_fixed(seed)
+    scenario = draw_fail_over(seed) if seed % 4 == 3 else draw_fixed(seed)
+    rng = random.Random(f"ramp {seed}")  # of its own: the scenarios without a ramp are those of before
+    if scenario.steps > 1 and rng.random() < 0.25:
+        return replace(scenario, ramp=(rng.randrange(1, scenario.steps), rng.randint(1, 4)))
+    return scenario
+
+
+def draw_of(policy: str, seed: int) -> Scenario:
+    """The scenario of a seed with a policy; ``"slack"`` is ``stacked_quota`` with copies in the slack."""
+    scenario, rng = draw(seed), random.Random(f"{policy} {seed}")
+    groups = scenario.groups
+    able = {
+        SPARE: range(1, groups + 1),
+        REPLICATION: [copies for copies in range(1, groups + 1) if groups % copies == 0],
+        SLACK: [0, *range(1, groups + 1)],
+    }
+    redundancy = rng.choice(able.get(policy, [0]))
+    name = STACKED_QUOTA if policy == SLACK else policy
+    return replace(scenario, policy=name, slack=policy == SLACK, redundancy=redundancy)
 
 
 def draw_fail_over(seed: int) -> Scenario:

@@ -20,6 +20,7 @@ from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.machine import Job
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.core.replication import placement as replication
+from megatron_ft.core.scheduling import policies
 from megatron_ft.runlog import invariants, lineage
 from megatron_ft.simulation.protocol.kernel import Kernel
 from megatron_ft.simulation.protocol.network import STORE, Network
@@ -113,8 +114,11 @@ class Cluster:
 
     def run(self) -> None:
         job = self.job
-        fields = {"groups": job.shards, "min_groups": job.min_groups, "buckets": job.buckets}
-        self.record("begin", **fields, steps=job.steps, microbatches=job.microbatches)
+        fields: dict[str, Any] = {"groups": job.shards, "min_groups": job.min_groups, "buckets": job.buckets}
+        if job.policy.shrinks or job.policy.wipes_out:
+            fields |= {"shrinks": job.policy.shrinks, "hosts": _able(job)}
+        sizes = [self.scenario.per_shard_at(step) for step in range(job.steps)]
+        self.record("begin", **fields, steps=job.steps, microbatches=sizes)
         view = first_view(job.shards)
         self.hosts: Hosts | None = None
         if self.scenario.fails_over:
@@ -160,7 +164,7 @@ class Cluster:
         return {"view": lineage.digest(view), "after": after and lineage.digest(after), "log": log, "decided": decided}
 
     def contribution(self, microbatch: Microbatch) -> int:
-        return invariants.contribution(microbatch, self.job.shards, self.job.per_shard)
+        return invariants.contribution(microbatch, self.job.shards, max(self.scenario.per_shard, self.scenario.ramp[1]))
 
     def seconds(self, group: Group, microbatch: Microbatch) -> float:
         """Returns the duration that the group measures: often a multiple of that of others, at times for several steps."""
@@ -204,7 +208,8 @@ class Cluster:
 
     def stopped(self, group: Group, reason: str) -> None:
         """The process ends by itself; its agent sees that like any other end."""
-        group.record("stop", epoch=group.state.view.epoch, reason=reason, synced=group.state.synced)
+        state = group.state
+        group.record("stop", epoch=state.view.epoch, reason=reason, synced=state.synced, wiped_out=state.wiped_out)
         if self.hosts is not None and group.me not in self.hosts.agents:
             self._gone(group)
             return
@@ -443,9 +448,10 @@ class Cluster:
 
 
 def _job(scenario: Scenario) -> Job:
-    placement = None
-    if scenario.redundancy:
-        placement = replication.consecutive(scenario.groups, min(scenario.redundancy, scenario.groups))
+    groups, copies = scenario.groups, scenario.redundancy or 1
+    placement = replication.consecutive(groups, min(copies, groups)) if scenario.redundancy else None
+    if scenario.policy == policies.REPLICATION:
+        placement = replication.sets(groups, copies)
     return Job(
         shards=scenario.groups,
         per_shard=scenario.per_shard,
@@ -456,4 +462,12 @@ def _job(scenario: Scenario) -> Job:
         placement=placement,
         straggler_steps=random.Random(f"stragglers {scenario.seed}").choice([1, 1, 2, 3]),
         collectors=random.Random(f"collectors {scenario.seed}").choice([1, 1, 2, 8]),
+        policy=policies.policy(scenario.policy, copies=copies, slack=scenario.slack),
     )
+
+
+def _able(job: Job) -> list[list[GroupId]] | str | None:
+    """Return the groups that can compute each shard (``invariants.wiped_out``)."""
+    if not job.policy.wipes_out:
+        return None
+    return "everybody" if job.placement is None else [list(hosts) for hosts in job.placement.hosts]

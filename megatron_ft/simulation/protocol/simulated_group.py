@@ -27,7 +27,7 @@ from megatron_ft.simulation.protocol.kernel import Future, Thread
 from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
 from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain, Process
-from megatron_ft.types import GroupId, View, given
+from megatron_ft.types import GroupId, Microbatch, View, given
 
 if TYPE_CHECKING:
     from megatron_ft.simulation.protocol.simulated_cluster import Cluster
@@ -97,6 +97,8 @@ class Group(Process):
 
     def reset_step(self) -> None:
         self.local = [0] * self.cluster.job.buckets
+        self.parts: dict[int, list[int]] = {}
+        """The sums of standby parts that are not contributed."""
         self.reduced: dict[int, Sum] = {}
         self.seconds: dict[GroupId, float] = {}
 
@@ -179,11 +181,11 @@ class Group(Process):
         while True:
             while self._inbox:
                 yield from self._feed(self._inbox.popleft())
+            yield from self._resize(self.state.step)
             match self.next:
                 case machine.Compute(microbatch=microbatch):
                     yield self._sleep(self.pace.compute)
-                    gradient = self.cluster.contribution(microbatch)
-                    self.local = [part + gradient for part in self.local]
+                    self._add(microbatch)
                     self.seconds[self.me] = self.cluster.seconds(self, microbatch)
                     yield from self._feed(machine.Computed(microbatch))
                     if awaited := machine.awaited(self.state):
@@ -206,6 +208,29 @@ class Group(Process):
                 case machine.Stop(reason=reason):
                     self.cluster.stopped(self, reason)
                     return
+
+    def _add(self, microbatch: Microbatch) -> None:
+        """Add the gradient of a microbatch to every bucket, or to those of a standby part."""
+        gradient, part = self.cluster.contribution(microbatch), self.state.plan.part(self.me, microbatch)
+        before = self.parts.get(part, [0] * len(self.local)) if part else self.local
+        after = [bucket + gradient for bucket in before]
+        if part:
+            self.parts[part] = after
+        else:
+            self.local = after
+
+    def _contribute(self) -> None:
+        """Add the standby parts that this group contributes to its own sums."""
+        for part in self.state.plan.promoted(self.me):
+            more = self.parts.pop(part, None)
+            if more is not None:
+                self.local = [bucket + other for bucket, other in zip(self.local, more, strict=True)]
+
+    def _resize(self, step: int) -> Body:
+        """Do what the script does between two steps: set the size of the batch."""
+        state, size = self.state, self.cluster.scenario.per_shard_at(step)
+        if size != state.job.per_shard and state.synced and not state.finished:
+            yield from self._feed(machine.BatchResized(size))
 
     def _feed(self, event: machine.Event) -> Body:
         self.state, actions = machine.step(self.state, event, self.cluster.kernel.now + self.pace.clock)
@@ -353,6 +378,7 @@ class Group(Process):
     def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
         """Start all reductions, then take them in order; one counts when its completion is seen here."""
         view = self.state.view
+        self._contribute()
         for bucket in buckets:
             part = Sum(self.local[bucket], {} if bucket else dict(self.seconds))
             self._send(view.live, ("sum", view.epoch, step, bucket), part)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from megatron_ft.core.replication import placement
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import quota_load
-from megatron_ft.core.scheduling.policies import baselines, recover_roles, stack_repair
+from megatron_ft.core.scheduling.policies import recover_roles, stack_repair
+from megatron_ft.core.scheduling.policies.replication import replica_sets
+from megatron_ft.core.scheduling.policies.restart import divisible_world
 from megatron_ft.errors import ConfigError
 from megatron_ft.simulation.training.setting import Setting
 from megatron_ft.types import GroupId
@@ -84,7 +86,7 @@ class Restart(Policy):
     def stacks(self) -> float:
         total, world = self.groups * self.per_shard, len(self.live)
         if self.setting.restart_finds == "divisor":
-            world = baselines.divisible_world(world, total)
+            world = divisible_world(world, total)
         return -(-total // world) / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
@@ -101,7 +103,7 @@ class Replication(Policy):
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
         N, r = self.groups, self.setting.redundancy
-        self._alive = [len(baselines.replica_set(first, N, r)) for first in range(0, N, r)]
+        self._alive = [len(members) for members in replica_sets(N, r)]
 
     def stacks(self) -> float:
         return float(self.setting.redundancy)

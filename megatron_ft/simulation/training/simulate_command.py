@@ -14,10 +14,8 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any, cast
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning import inputs, plan_command
@@ -28,6 +26,7 @@ from megatron_ft.planning.plan_tables import large, short
 from megatron_ft.simulation.training.policy_models import POLICIES
 from megatron_ft.simulation.training.setting import Failures, Setting
 from megatron_ft.simulation.training.training_run import PARTS, Result, simulate
+from megatron_ft.utils.tables import Column, FittedTable
 
 Trials = Mapping[str, Sequence[Result]]
 """For each policy, the results of its trials."""
@@ -36,6 +35,8 @@ Trials = Mapping[str, Sequence[Result]]
 def run(options: argparse.Namespace) -> int:
     """Check all options, simulate, and show the results. Returns the exit code; raises ``ConfigError``."""
     cluster = plan_command.cluster(options)
+    if cluster.job_mtbf_hours is not None:
+        raise ConfigError("job_mtbf_hours is given, but the simulator has no failures of the whole job; leave it out")
     settings = {policy: _setting(cluster, policy, options) for policy in _policies(cluster, options.policy)}
     for policy, setting in settings.items():
         POLICIES[policy](setting)  # an impossible placement is refused here, not in a worker process
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(cluster, settings, found), indent=2))
         return 0
     console = Console()
-    console.print(table(cluster, settings, found))
+    table(cluster, settings, found).show(console)
     console.print(_legend(cluster, settings), soft_wrap=True)
     if options.plot:
         print(f"picture: {options.plot}")
@@ -162,15 +163,14 @@ def _count(flag: str, text: str, least: int = 1) -> int:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def table(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> Table:
+def table(cluster: Cluster, settings: Mapping[str, Setting], found: Trials) -> FittedTable:
     """Return a table with a row per policy, fastest first. Values are means over the trials."""
-    shown = Table(title="Simulated runs", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = ("policy", "r", "T / T_0", "plan", "T", "A", "failed", "wiped\nout", "planned\nrestarts", "GPU-h\nlost")
-    for name in columns:
-        shown.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    for policy in sorted(found, key=lambda policy: _overhead(found[policy])):
-        shown.add_row(*_row(cluster, policy, settings[policy], found[policy]))
-    return shown
+    names = ("r", "T / T_0", "plan", "T", "A", "failed", "wiped\nout", "planned\nrestarts", "GPU-h\nlost")
+    least = {"planned\nrestarts": 4, "wiped\nout": 3, "A": 2, "plan": 1}
+    columns = [Column("policy"), *(Column(name, right=True, last=least.get(name, 0)) for name in names)]
+    fastest = sorted(found, key=lambda policy: _overhead(found[policy]))
+    rows = [_row(cluster, policy, settings[policy], found[policy]) for policy in fastest]
+    return FittedTable("Simulated runs", columns, rows, "no policy was simulated")
 
 
 def _row(cluster: Cluster, policy: str, setting: Setting, results: Sequence[Result]) -> list[str]:

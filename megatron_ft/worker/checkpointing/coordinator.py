@@ -26,6 +26,7 @@ from typing import Any
 from megatron_ft import checkpoint
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
+from megatron_ft.config import rank_env
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination.client import CoordinationClient
@@ -248,7 +249,7 @@ class CheckpointCoordinator:
         self._history.note(
             "checkpoint", seconds=round(done.took_s, 6), blocked_s=round(self._rank.saving.cost_s, 6), **made
         )
-        _log.info(f"step {order.at} is saved in {made['path']}")
+        self._log_beside(f"step {order.at} is saved in {made['path']}")
 
     def _failed(self, why: str) -> None:
         attempt, self._attempt = given(self._attempt), None
@@ -263,7 +264,12 @@ class CheckpointCoordinator:
             self._rank.guard.accuse(when, attempt.order.at, attempt.view.incarnations, states, everyone)
             self._asks_all = not everyone
         self._history.note("checkpoint_failed", step=attempt.order.at, reason=why)
-        _log.info(f"step {attempt.order.at} is not saved: {why}")
+        self._log_beside(f"step {attempt.order.at} is not saved: {why}")
+
+    def _log_beside(self, what: str) -> None:
+        """Log what the launcher reads in the record and shows itself, if there is one."""
+        if not rank_env.is_launched():
+            _log.info(what)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -398,7 +404,9 @@ class CheckpointCoordinator:
         if "error" in said:
             group = attempt.order.voices[place[0]]
             attempt.late, attempt.blamed = said.get("late", False), {group}
-            raise CheckpointError(f"group {group}: {said['error']}")
+            who = f"group {group}"
+            named = said["error"].startswith(f"{who} ")
+            raise CheckpointError(said["error"] if named else f"{who}: {said['error']}")
 
     def _refuse_different_states(
         self, attempt: _Attempt, receipts: Mapping[tuple[int, int], Mapping[str, Any]]

@@ -28,6 +28,8 @@ from megatron_ft.core.protocol import signals
 from megatron_ft.engines.port import Engine
 from megatron_ft.errors import CheckpointError, FTError
 from megatron_ft.types import given
+from megatron_ft.worker import registered_state
+from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.state_checksum import StateCheck
 
 _log = logging.getLogger(__name__)
@@ -46,8 +48,10 @@ class CheckpointParticipant:
     """``cost_s`` is the time that the last save took of the training thread, which calls ``take`` and ``decline``.
     ``lost`` returns the reason why this rank waits for nothing any more, or ""."""
 
-    def __init__(self, env: RankEnvironment, agreement: CoordinationClient, lost: Callable[[], str]) -> None:
-        self._lost = lost
+    def __init__(
+        self, env: RankEnvironment, agreement: CoordinationClient, registered: Registered, lost: Callable[[], str]
+    ) -> None:
+        self._registered, self._lost = registered, lost
         self._group, self._position = env.group, env.position
         self._directory = Path(env.config.fault_tolerance.checkpoint.directory)
         self._agreement = agreement.clone()
@@ -75,7 +79,10 @@ class CheckpointParticipant:
         if self._saver.busy:  # before the copy: memory for two may not be there
             return self._saver.start(f"step {order.at}", lambda: None)
         try:
-            copy = checkpoint.snapshot(engine.state(), given(order.part_of(self._group)), len(order.writers))
+            state = dict(engine.state())
+            if self._registered:
+                state[registered_state.KEY] = self._registered.state()
+            copy = checkpoint.snapshot(state, given(order.part_of(self._group)), len(order.writers))
         except (FTError, MemoryError, RuntimeError) as error:  # torch raises the last one when memory runs out
             return f"its state cannot be copied: {error}"
         whole = states.whole(order.at) if len(order.voices) > 1 else 0

@@ -194,6 +194,7 @@ class RejoinClient:
         if answer == DONE:
             self._rank.progress.enter("working")
             act(given(self._receiver))
+            self._rank.registered.load(given(self._receiver).registered)
             self._rank.progress.advance()
             self._rank.progress.enter("waiting")
         return answer

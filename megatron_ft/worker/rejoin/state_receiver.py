@@ -24,6 +24,7 @@ from megatron_ft.auth.secret import Key
 from megatron_ft.collectives import framing, state_transfer
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.types import given
+from megatron_ft.worker import registered_state
 
 _LOOK_S = 0.05
 DONOR = "donor"
@@ -66,15 +67,16 @@ class _Stream:
     def __init__(self, group: int, end: socket.socket, part: int, parts: int) -> None:
         self.group, self.end, self.part, self.parts = group, end, part, parts
         self.words: dict[str, Any] | None = None
-        self.steps: dict[int, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+        self.steps: dict[int, tuple[dict[str, Any], list[torch.Tensor], Mapping[str, Any]]] = {}
+        self.registered: Mapping[str, Any] = {}
         self.error = ""
 
 
 class StateReceiver:
     """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
     whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step that no donor had begun
-    when it answered; ``late``: a donor had begun step ``at`` before it was asked; ``patience_s``: seconds after which a
-    donor that sends nothing is given up.
+    when it answered; ``registered``: the state of the script's objects at ``stands``; ``late``: a donor had begun step
+    ``at`` before it was asked; ``patience_s``: seconds after which a donor that sends nothing is given up.
 
     Raises :class:`Gone`."""
 
@@ -92,6 +94,7 @@ class StateReceiver:
         self.received = self.soonest = 0
         self.late = False
         self.carried: Mapping[str, Any] = {}
+        self.registered: Mapping[str, Any] = {}
         self.result: StepResult | None = None
         self._changed = threading.Condition()
         self._tensors: list[torch.Tensor] = []
@@ -143,19 +146,32 @@ class StateReceiver:
                 raise Gone("donors describe their states differently")
         parts = framing.bytes_shares_of(self._tensors, stream.part, stream.parts)
         framing.receive(stream.end, parts)
+        registered = self._receive_registered(stream, words)
         with self._changed:
             self.received += sum(map(len, parts))
-            stream.words = words
+            stream.words, stream.registered = words, registered
             self._changed.notify_all()
 
     def _receive_step(self, stream: _Stream, words: dict[str, Any]) -> None:
         room = [torch.empty(len(part), dtype=part.dtype) for part in self._own_share(stream)]
         parts = [framing.as_bytes(part) for part in room]
         framing.receive(stream.end, parts)
+        registered = self._receive_registered(stream, words)
         with self._changed:
             self.received += sum(map(len, parts))
-            stream.steps[words["step"]] = (words, room)
+            stream.steps[words["step"]] = (words, room, registered)
             self._changed.notify_all()
+
+    def _receive_registered(self, stream: _Stream, words: dict[str, Any]) -> Mapping[str, Any]:
+        """Receive the state of the script's objects at the same boundary; only one donor sends it."""
+        if registered_state.KEY not in words:
+            return {}
+        tensors = _room_for(words[registered_state.KEY])
+        parts = [framing.as_bytes(tensor) for tensor in tensors]
+        framing.receive(stream.end, parts)
+        with self._changed:
+            self.received += sum(map(len, parts))
+        return _filled(words[registered_state.KEY], tensors)
 
     def _fail(self, stream: _Stream, why: str) -> None:
         with self._changed:
@@ -186,11 +202,9 @@ class StateReceiver:
 
     def take_state(self) -> None:
         """Load the received state into the engine."""
-        tensors = iter(self._tensors)
-        state = state_transfer.unflatten(self._skeleton, lambda dtype, shape, device: next(tensors).to(device))
-        self._engine.load_state(state)
+        self._engine.load_state(_filled(self._skeleton, self._tensors))
         self._tensors, self._skeleton = [], None
-        self.carried = given(self._streams[0].words)["carried"]
+        self.carried, self.registered = given(self._streams[0].words)["carried"], self._streams[0].registered
         self.stands = self.at
 
     @property
@@ -216,7 +230,8 @@ class StateReceiver:
         """Make the next step as the donors have made it."""
         step = self.stands
         for stream in self._streams:
-            words, room = stream.steps.pop(step)
+            words, room, registered = stream.steps.pop(step)
+            self.registered = registered or self.registered
             for own, values in zip(self._own_share(stream), room, strict=True):
                 own.copy_(values)
         self.result = StepResult.from_json(words["result"])
@@ -240,6 +255,12 @@ class StateReceiver:
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 framing.hang_up(stream.end)
+
+
+def _filled(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the state with that skeleton and those tensors."""
+    each = iter(tensors)
+    return state_transfer.unflatten(skeleton, lambda dtype, shape, device: next(each).to(device))
 
 
 def _room_for(skeleton: Any) -> list[torch.Tensor]:

@@ -31,6 +31,8 @@ from megatron_ft.collectives import framing, state_transfer
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.utils import file_descriptors
+from megatron_ft.worker import registered_state
+from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.rejoin.state_receiver import DONOR
 from megatron_ft.worker.state_checksum import StateCheck
 
@@ -150,10 +152,12 @@ class StateSender:
         env: RankEnvironment,
         engine: Engine,
         states: StateCheck,
+        registered: Registered,
         epoch: Callable[[], int | None],
         where: Callable[[list[Any]], None],
     ) -> None:
         self._env, self._engine, self._states, self._epoch = env, engine, states, epoch
+        self._registered = registered
         self._step = -1
         self._lock = threading.Lock()
         self._followers: list[_Follower] = []
@@ -191,7 +195,7 @@ class StateSender:
         mine = framing.bytes_shares_of(tensors, follower.part, follower.parts)
         words = {"state": step, "skeleton": skeleton, "carried": carried}
         words |= {"epoch": self._epoch(), "checksum": self._states.whole(step)}
-        follower.put(words, mine, self._pace_s(_STATE_PACE), state=True)
+        self._put(follower, words, mine, self._pace_s(_STATE_PACE), state=True)
 
     def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
         if result is None or result.step != step - 1 or follower.queue.qsize() >= _MOST_WAITING:
@@ -201,11 +205,21 @@ class StateSender:
         shares = framing.shares_of(buckets, follower.part, follower.parts)
         mine = [framing.as_bytes(piece) for piece in shares]
         words = {"step": step - 1, "result": result.to_json(), "carried": carried}
-        follower.put(words, mine, self._pace_s(_STEP_PACE), state=False)
+        self._put(follower, words, mine, self._pace_s(_STEP_PACE), state=False)
         if any(
             self._engine.reduced(bucket) is self._engine.local(bucket) for bucket in range(self._engine.num_buckets)
         ):
             follower.settle(state=False)  # of a single live group: the next microbatch adds to them
+
+    def _put(
+        self, follower: _Follower, words: dict[str, Any], mine: list[torch.Tensor], pace_s: float, state: bool
+    ) -> None:
+        """Send it with the script's registered state, which comes from one donor only; the script changes it after the
+        step, when everything is settled."""
+        if self._registered and not follower.part:
+            words[registered_state.KEY], tensors = state_transfer.flatten(self._registered.state(), devices=False)
+            mine = [*mine, *map(framing.as_bytes, tensors)]
+        follower.put(words, mine, pace_s, state)
 
     def settle(self, state: bool) -> None:
         """Copy unsent data before reduced gradients change; with ``state``, parameters and optimizer state, too."""

@@ -10,8 +10,9 @@ promoted.
   them (*boundary minors*) b - 1, so that B are contributed; from the next step on the roles are dealt out anew.
 
 There is no placement: any group can compute any microbatch. As published, a promoted spare contributes its own
-microbatches *instead of* the lost ones, so their number is kept and not their identity. Where each id of a step has to
-be contributed exactly once, a group that gets an id from ``patch`` has to compute it, a promoted spare too.
+microbatches *instead of* the lost ones, so their number is kept and not their identity. With ``exact``, each spare computes
+what one contributor does (``Roles.shadows``), and only that one's loss promotes it: the step keeps its microbatches, and
+any other loss is a policy boundary, which costs b microbatches. A run is exact; planner and simulator know both.
 
 Assumed: groups only leave (no rejoin), and all groups hear of the same losses in the same order.
 """
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 from megatron_ft.types import GroupId, Microbatch, Plan, listed
 
@@ -43,6 +45,7 @@ class Roles:
         contributed: the account of the running step: microbatches that each live group computes and contributes.
         boundary: True if a policy boundary has been passed in the running step, so that account and roles differ until
             ``next_step``.
+        shadows: spare -> the contributor whose microbatches it computes in the running step, and their number.
     """
 
     W_init: int
@@ -54,6 +57,7 @@ class Roles:
     minor_spares: tuple[GroupId, ...] = ()
     contributed: Mapping[GroupId, int] = field(default_factory=dict)
     boundary: bool = False
+    shadows: Mapping[GroupId, tuple[GroupId, int]] = field(default_factory=dict)
 
     @property
     def B(self) -> int:
@@ -111,15 +115,30 @@ def initial(W: int, G: int) -> Roles:
     return next_step(Roles(W, G, G, tuple(range(W))))
 
 
+def dealt(W: int, G: int, live: Collection[GroupId]) -> Roles:
+    """Return the roles with which the groups ``live`` begin, in a run of W groups with G microbatches each."""
+    roles = replace(initial(W, G), majors=tuple(sorted(live)))
+    return roles if roles.majors == tuple(range(W)) else next_step(_deal(roles))
+
+
 def next_step(roles: Roles) -> Roles:
     """Open the account of the next step: majors G, the minor the remainder, spares nothing."""
     account = dict.fromkeys(roles.live, 0) | dict.fromkeys(roles.majors, roles.quota)
     account |= dict.fromkeys(roles.minor, roles.remainder)
-    return replace(roles, contributed=account, boundary=False)
+    of_majors = {
+        spare: (roles.majors[n % len(roles.majors)], roles.quota) for n, spare in enumerate(roles.major_spares)
+    }
+    of_minor = {spare: (minor, roles.remainder) for minor in roles.minor for spare in roles.minor_spares}
+    return replace(roles, contributed=account, boundary=False, shadows=of_majors | of_minor)
 
 
-def on_failure(roles: Roles, lost: Collection[GroupId]) -> Recovery:
+def on_failure(roles: Roles, lost: Collection[GroupId], exact: bool = False) -> Recovery:
     """Promote matching spares, or pass a policy boundary (versatile workload).
+
+    Args:
+        roles: the roles of the running step.
+        lost: live groups that are lost.
+        exact: a spare matches only the contributor whose microbatches it computes; False: as published, any of its kind.
 
     Losses that can be matched are matched first, then the boundary divides the microbatches still missing. After a
     boundary the account of the running step no longer follows the roles, so another loss in the same step is a boundary
@@ -132,15 +151,18 @@ def on_failure(roles: Roles, lost: Collection[GroupId]) -> Recovery:
     names = listed(sorted(gone))
     if gone == set(roles.live):
         return Recovery("wipe-out", roles, f"wipe-out: group {names} lost, no group is left", shares)
-    if roles.boundary:
+    if exact:
+        shrunk, promoted = _promote_shadows(roles, gone)
+    elif roles.boundary:
         shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
     else:
         shrunk, promoted = _promote(roles, gone)
     if sum(shrunk.contributed.values()) < roles.B:
         return _boundary(shrunk, names, shares, promoted)
     if roles.boundary:
-        dealt = _deal(shrunk)
-        return Recovery("spare", dealt, f"group {names} lost with nothing to contribute; then G = {dealt.quota}")
+        shrunk = _deal(shrunk)
+        if not promoted:
+            return Recovery("spare", shrunk, f"group {names} lost with nothing to contribute; then G = {shrunk.quota}")
     if not promoted:
         return Recovery("spare", shrunk, f"spare group {names} lost, nothing follows")
     pairs = ", ".join(f"group {spare} for group {dead}" for dead, spare in promoted.items())
@@ -161,16 +183,24 @@ def plan(roles: Roles, step: int, shards: int, per_shard: int) -> Plan:
     minor = f", one minor with {roles.remainder}" if roles.minor else ""
     majors = f"{len(roles.majors)} majors with {roles.quota}"
     reason = f"{roles.W} of {roles.W_init} groups live: {majors}{minor}, {spares} spares"
-    return Plan(step, assignment, reason)
+    standby = {spare: (assignment[of],) for spare, (of, _) in fresh.shadows.items()}
+    return Plan(step, assignment, reason, standby=standby)
 
 
 def patch(running: Plan, recovery: Recovery) -> Plan:
-    """Return the plan of the running step after a loss: promoted spares and boundary work take over the lost ids."""
+    """Return the plan of the running step after a loss: promoted spares and boundary work take over the lost ids.
+
+    A promoted spare that has lost ids as its standby part contributes that part. All other ids have to be computed.
+    """
     if recovery.kind == "wipe-out":
         raise ValueError(f"no plan for step {running.step} after a {recovery.reason}; restart from the checkpoint")
     account = recovery.roles.contributed
     kept = {group: running.of(group) for group in recovery.roles.live}
-    pool = [m for group in sorted(set(running.assignment) - set(kept)) for m in running.of(group)]
+    lost = [m for group in sorted(set(running.assignment) - set(kept)) for m in running.of(group)]
+    for spare in recovery.promoted.values():
+        kept[spare] += tuple(chain.from_iterable(p for p in running.standby.get(spare, ()) if p[0] in lost))
+    covered = set(chain.from_iterable(kept.values()))
+    pool = [microbatch for microbatch in lost if microbatch not in covered]
     patched, at = {}, 0
     for group, own in kept.items():
         more = account[group] - len(own)
@@ -178,7 +208,8 @@ def patch(running: Plan, recovery: Recovery) -> Plan:
         patched[group] = own + tuple(pool[at : at + more])
         at += more
     assert at == len(pool), f"{len(pool)} microbatches lost in step {running.step}, {at} taken over"
-    return Plan(running.step, patched, recovery.reason, running.patched | set(pool))
+    running = running.without_standby_of(running.assignment.keys() - kept.keys())
+    return replace(running, assignment=patched, reason=recovery.reason, patched=running.patched | set(pool))
 
 
 def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
@@ -196,6 +227,28 @@ def _promote(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, Gro
     return shrunk, promoted
 
 
+def _promote_shadows(roles: Roles, gone: set[GroupId]) -> tuple[Roles, dict[GroupId, GroupId]]:
+    """Take the lost groups out; a spare of each lost contributor moves up, if one computes the same microbatches."""
+    shrunk, promoted = _without(roles, gone), dict[GroupId, GroupId]()
+    for dead in (group for group in roles.live if group in gone):
+        spare = next((s for s in shrunk.live if shrunk.shadows.get(s, (None, 0))[0] == dead), None)
+        if spare is None or not roles.contributed[dead]:
+            continue
+        size = shrunk.shadows[spare][1]
+        # Another spare of the lost group stands by for the one that has moved up.
+        others = {s: (spare if of == dead else of, n) for s, (of, n) in shrunk.shadows.items() if s != spare}
+        account = {**shrunk.contributed, spare: shrunk.contributed[spare] + size}
+        shrunk = replace(shrunk, contributed=account, shadows=others)
+        if not roles.boundary:
+            kind = "majors" if dead in roles.majors else "minor"
+            spares = "major_spares" if spare in shrunk.major_spares else "minor_spares"
+            rest = tuple(group for group in getattr(shrunk, spares) if group != spare)
+            moved: dict[str, Any] = {kind: (*getattr(shrunk, kind), spare), spares: rest}
+            shrunk = replace(shrunk, **moved)
+        promoted[dead] = spare
+    return shrunk, promoted
+
+
 def _boundary(shrunk: Roles, names: str, lost: Mapping[GroupId, int], promoted: Mapping[GroupId, GroupId]) -> Recovery:
     """Pass a boundary: b is the least b >= 1 with contributed + W * b >= B; z = contributed + W * b - B groups are
     boundary minors."""
@@ -204,12 +257,12 @@ def _boundary(shrunk: Roles, names: str, lost: Mapping[GroupId, int], promoted: 
     z = contributed + W * b - B
     extra = {group: b - (place >= W - z) for place, group in enumerate(shrunk.live)}
     account = {group: shrunk.contributed[group] + more for group, more in extra.items()}
-    dealt = _deal(replace(shrunk, contributed=account, boundary=True))
+    anew = _deal(replace(shrunk, contributed=account, boundary=True))
     reason = (
         f"group {names} lost without a matching spare: policy boundary, {B - contributed} of {B} microbatches missing, "
-        f"{b} more for each of {W} groups{f', {b - 1} for {z} of them' if z else ''}; then G = {dealt.quota}"
+        f"{b} more for each of {W} groups{f', {b - 1} for {z} of them' if z else ''}; then G = {anew.quota}"
     )
-    return Recovery("boundary", dealt, reason, lost, promoted, extra, b, z)
+    return Recovery("boundary", anew, reason, lost, promoted, extra, b, z)
 
 
 def _deal(roles: Roles) -> Roles:
@@ -242,4 +295,5 @@ def _without(roles: Roles, gone: set[GroupId]) -> Roles:
         major_spares=rest(roles.major_spares),
         minor=rest(roles.minor),
         minor_spares=rest(roles.minor_spares),
+        shadows={spare: of for spare, of in roles.shadows.items() if spare not in gone},
     )

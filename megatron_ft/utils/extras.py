@@ -1,0 +1,37 @@
+"""Libraries that only some parts need: each belongs to an extra of the package (pyproject.toml)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_ft.errors import ConfigError
+
+EXTRAS = {
+    "datasets": "data",
+    "deepspeed": "deepspeed",
+    "networkx": "train",
+    "ortools": "train",
+    "pyarrow": "data",
+    "sentencepiece": "data",
+    "torch": "train",
+    "yaml": "yaml",
+}
+"""The extra that installs a module."""
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'megatron_ft[{extra}]'"
+
+
+@contextmanager
+def needed() -> Iterator[None]:
+    """Raise ``ConfigError`` with the command that installs it when a module of ``EXTRAS`` is missing in the block."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        raise ConfigError(f"{module} is not installed here; run: {install(EXTRAS[module])}") from None

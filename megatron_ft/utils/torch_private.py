@@ -1,0 +1,51 @@
+"""Names of torch that it does not document and this package uses. They are looked up before a script's first step."""
+
+from __future__ import annotations
+
+import importlib
+from functools import reduce
+from typing import Any
+
+from megatron_ft.errors import ConfigError
+
+TESTED = "2.9 to 2.13"
+NAMES = (
+    "torch._C._distributed_c10d",
+    "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.nn.modules.batchnorm._NormBase",
+    "torch.Tensor._version",
+    "torch._foreach_copy_",
+    "torch._foreach_norm",
+)
+"""All of them, but those of the debug server, whose absence costs only the flight recorder's lines."""
+
+
+def check(names: tuple[str, ...] = NAMES) -> None:
+    """Raise ``ConfigError`` if this torch lacks one of ``names``."""
+    lacking = [name for name in names if not _exists(name)]
+    if lacking:
+        import torch
+
+        raise ConfigError(
+            f"torch {torch.__version__} has no {', '.join(lacking)}, which megatron_ft uses; "
+            f"install a torch with which it was tested: {TESTED}"
+        )
+
+
+def _exists(name: str) -> bool:
+    """True if a dotted name is a module, or an attribute of one."""
+    words = name.split(".")
+    for count in range(len(words), 0, -1):
+        try:
+            module: Any = importlib.import_module(".".join(words[:count]))
+        except ModuleNotFoundError:
+            if count == 1:
+                raise
+            continue
+        try:
+            reduce(getattr, words[count:], module)
+        except AttributeError:
+            return False
+        return True
+    return False

@@ -1,0 +1,107 @@
+"""Planted bugs in standby work and in the decisions of policies, each with the policy whose histories find it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ft.core.protocol import machine
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.scheduling.policies import recover_roles
+from megatron_ft.simulation.protocol.simulated_group import Group
+from megatron_ft.types import Plan
+
+MUTATIONS = {}
+
+
+def mutation(name, policy):
+    def add(plant):
+        MUTATIONS[name] = plant, policy
+        return plant
+
+    return add
+
+
+@mutation("standby work is added to the group's own gradient", "replication")
+def _(patch):
+    patch.setattr(Plan, "part", lambda plan, group, microbatch: 0)
+
+
+@mutation("a promoted part is not added", "replication")
+def _(patch):
+    patch.setattr(Group, "_contribute", lambda group: None)
+
+
+@mutation("a promoted part is added in each attempt to reduce", "spare")
+def _(patch):
+    def contribute(group):
+        for part in group.state.plan.promoted(group.me):
+            more = group.parts.get(part, [0] * len(group.local))
+            group.local = [bucket + other for bucket, other in zip(group.local, more, strict=True)]
+
+    patch.setattr(Group, "_contribute", contribute)
+
+
+@mutation("every group that stands by is promoted", "replication")
+def _(patch):
+    def promotions(plan, pool, survivors):
+        lost = set(pool)
+        parts = {group: [part for part in plan.standby.get(group, ()) if part[0] in lost] for group in survivors}
+        return {group: [m for part in own for m in part] for group, own in parts.items() if own}
+
+    patch.setattr(assignment, "promotions", promotions)
+
+
+@mutation("a lost microbatch with a standby is patched as well", "slack")
+def _(patch):
+    def patch_plan(plan, lost, placement=None):
+        found = PATCH_PLAN(plan, lost, placement)
+        new = sorted(found.standing_in - plan.standing_in)
+        others = [group for group in found.assignment if new and new[0] not in found.of(group)]
+        if not others:
+            return found
+        return replace(found, assignment={**found.assignment, others[0]: (*found.of(others[0]), new[0])})
+
+    patch.setattr(assignment, "patch_plan", patch_plan)
+
+
+@mutation("each group deals the roles out in an order of its own", "recover")
+def _(patch):
+    def dealt(roles, *rest, **named):
+        found = ON_FAILURE(roles, *rest, **named)
+        shifted = found.roles.majors[1:] + found.roles.majors[:1]
+        global _turns
+        _turns += 1
+        return replace(found, roles=replace(found.roles, majors=shifted)) if _turns % 3 == 0 else found
+
+    patch.setattr(recover_roles, "on_failure", dealt)
+
+
+@mutation("a wipe-out is overlooked", "replication")
+def _(patch):
+    patch.setattr(machine, "_wipe_out", lambda state, view: "")
+
+
+@mutation("a group stops at any loss, as if it were a wipe-out", "spare")
+def _(patch):
+    patch.setattr(machine, "_wipe_out", lambda state, view: "wipe-out" if view.lost else "")
+
+
+@mutation("a view after which no group goes on may be overlooked by one", "restart")
+def _(patch):
+    patch.setattr(machine, "_wipe_out", lambda state, view: "" if state.me == 0 else WIPE_OUT(state, view))
+
+
+@mutation("no standby work is done after a loss, and the part counts as computed", "replication")
+def _(patch):
+    def add(group, microbatch):
+        if not (group.state.plan.part(group.me, microbatch) and group.state.view.epoch):
+            ADD(group, microbatch)
+
+    patch.setattr(Group, "_add", add)
+
+
+_turns = 0
+PATCH_PLAN = assignment.patch_plan
+ON_FAILURE = recover_roles.on_failure
+WIPE_OUT = machine._wipe_out
+ADD = Group._add

@@ -1,0 +1,89 @@
+"""Histories with each policy: no violations, what is rare is reached, and planted bugs are found."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from megatron_ft.core.protocol.machine import Job
+from megatron_ft.core.scheduling.policies import POLICIES
+from megatron_ft.simulation.protocol import explore
+from megatron_ft.simulation.protocol.scenario import DRAWN, draw_of
+from megatron_ft.simulation.protocol.simulated_cluster import _job, play
+from megatron_ft.types import PlanOrigin, View
+from tests.sim.policy_mutations import MUTATIONS
+
+HISTORIES = 400
+
+
+@pytest.mark.parametrize("policy", sorted(set(DRAWN) - {"stacked_quota"}))
+def test_histories_without_a_violation(policy):
+    failed, ends = explore.explore(range(HISTORIES), jobs=1, draw=partial(draw_of, policy))
+    assert failed is None, f"replay it: {explore.COMMAND} --policy {policy} --seed {failed}"
+    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
+    assert ends["finished"] > 0.3 * HISTORIES
+
+
+def test_every_policy_is_drawn():
+    assert set(POLICIES) < set(DRAWN)
+    for policy in POLICIES:
+        scenario = draw_of(policy, 3)
+        assert type(_job(scenario).policy) is type(_job(draw_of(policy, 4)).policy) and scenario.policy == policy
+
+
+def test_the_histories_reach_what_is_rare():
+    seen = Counter()
+    for policy in ("spare", "recover", "replication", "slack"):
+        for seed in range(250):
+            scenario = draw_of(policy, seed)
+            job = _job(scenario)
+            for line in play(scenario).lines:
+                if line["event"] == "stop":
+                    seen[f"{policy}: wipe-out"] += line["wiped_out"]
+                if line["event"] == "view" and line["begun"][1] and line["live"]:
+                    tell(job, policy, View.from_json(line), seen)
+    missing = [
+        name
+        for name in (
+            "spare: wipe-out",
+            "replication: wipe-out",
+            "spare: promotion",
+            "replication: promotion",
+            "recover: promotion",
+            "slack: promotion",
+            "recover: boundary",
+            "spare: free",
+            "spare: fixed",
+            "replication: a promoted group is lost in the same step",
+            "recover: after losses of earlier steps",
+            "spare: after losses of earlier steps",
+        )
+        if not seen[name]
+    ]
+    assert not missing, f"no history reached: {missing}; reached: {seen}"
+
+
+def tell(job: Job, policy: str, view: View, seen: Counter) -> None:
+    """Count what the plan of the view's step shows."""
+    origin = view.plan_origin
+    plan = job.policy.plan(job.batch, view.step, origin, {})
+    seen[f"{policy}: promotion"] += bool(plan.standing_in)
+    seen[f"{policy}: after losses of earlier steps"] += bool(origin.past)
+    for name in ("phase", "recovery"):
+        seen[f"{policy}: {plan.facts.get(name)}"] += 1
+    begun = {m for lost, _ in origin.changes[:1] for group in lost for m in plan_before(job, view).of(group)}
+    again = len(origin.changes) > 1 and begun & plan.standing_in
+    seen[f"{policy}: a promoted group is lost in the same step"] += bool(again)
+
+
+def plan_before(job: Job, view: View):
+    origin = view.plan_origin
+    return job.policy.plan(job.batch, view.step, PlanOrigin(origin.live, past=origin.past), {})
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_caught(name, monkeypatch):
+    plant, policy = MUTATIONS[name]
+    plant(monkeypatch)
+    failed, _ = explore.explore(range(1500), jobs=1, draw=partial(draw_of, policy))
+    assert failed is not None, f"no checker noticed that {name}"
