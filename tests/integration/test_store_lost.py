@@ -43,11 +43,11 @@ def test_a_run_that_misses_its_given_etcd_is_started_again_when_the_etcd_is_back
     etcd.kill()
     support.kill([inject.pid_of(run.directory, 1)])
     support.wait_for(lambda: any((run.directory / "earlier").glob("*")), run)
-    first = history.read(next((run.directory / "earlier").iterdir()))
     etcd.start()
     gate.open()
     said = " ".join(run.finish().split())
     assert run.process.returncode == 0 and "the whole job is started again" in said, f"{said}\n{run.logs()}"
+    first = history.read(run.directory / "earlier" / "0001")
     (stop,) = (line for line in first if line["event"] == "stop")
     missing = (
         f"no control store has answered for 2 s, and the interrupted step needs one: control store {store} is gone"

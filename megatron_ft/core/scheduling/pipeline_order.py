@@ -3,7 +3,9 @@
 Intuition: all microbatches of a pipeline take equally long, so an order matters in two ways only. The group's
 contribution is complete when the last microbatch that it contributes is through: standby work goes last, patches before
 it. And the first stage must not wait for samples while others are at hand: what has to be fetched goes behind what is in
-memory, and is fetched meanwhile. No other order is better (``tests/unit/test_pipeline_order.py`` compares with all).
+memory, and is fetched meanwhile. No other order is better where all samples are in memory, or where no standby work is
+left. Where standby work could begin while the samples of a contribution are fetched, another order can be better, by less
+than one microbatch takes through all stages (``tests/unit/test_pipeline_order.py`` compares with all orders).
 
 The rule of each stage (``pipeline_1f1b``) stays: forward first below the limit, which feeds the slowest stage behind it as
 early as its memory allows, else the oldest backward. A microbatch whose forward pass has begun keeps its place: later
