@@ -35,9 +35,11 @@ def test_no_other_order_completes_the_contribution_sooner(listed, stages, begun,
 
 
 def bound(listed: list[Waiting], stages: list[Costs]) -> float:
-    """Return by how much another order may be better: one microbatch through all stages, where standby work could begin while
-    the samples of a contribution are fetched."""
-    fills = any(one.standby and one.at_hand for one in listed) and any(not (one.standby or one.at_hand) for one in listed)
+    """Return by how much another order may be better: one microbatch through all stages, where standby work could begin
+    while the samples of a contribution are fetched."""
+    fills = any(one.standby and one.at_hand for one in listed) and any(
+        not (one.standby or one.at_hand) for one in listed
+    )
     return sum(stage.forward + stage.backward for stage in stages) if fills else 0.0
 
 
