@@ -5,13 +5,15 @@
 Eight groups of one rank train a small GPT with 4 microbatches each. One group is killed with SIGKILL in every ``every``
 failure-free steps' time, at a random moment, drawn from a seed: the same moments and groups for all systems. *Without
 rejoin*, six groups are lost one after the other, and none comes back; *with rejoin*, a killed group starts again at once.
-A microbatch computes, and sleeps ``MICROBATCH_S`` as if its group had a device of its own: this machine has fewer cores than
-groups. So a group that computes more is slower by that, as on devices, and standby work in a group's slack costs nothing.
+A microbatch computes, and sleeps until it has taken ``MICROBATCH_S``, as if its group had a device of its own: this machine
+has fewer cores than groups. So a group that computes more is slower by that, as on devices, and standby work in a group's
+slack costs nothing.
 
 The failure-free run is made twice, at the beginning and at the end. Of each run: steps per second, the stall of all
 recoveries, microbatches that were computed anew after a loss (of ``restart`` and after wipe-outs: those of the steps that
 were made again), standby microbatches computed, wipe-outs or restarts, the loss of the final model on held-out samples, and
-the largest relative difference of a step's loss from the failure-free run's.
+the largest relative difference of a step's loss from the failure-free run's. Each run is also simulated, with its own
+times, losses and policy (``megatron-ft simulate --like``): ``predicted_s`` beside ``measured_s``.
 torchft: 0.2.0 with the tightest timeouts of ``recovery.py``; its groups always come back, and its batch shrinks.
 
 Writes results/policies.json and docs/results/policies.png. Takes about 15 minutes.
@@ -37,9 +39,10 @@ import recovery_model
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.core.scheduling.policies import POLICIES
 from megatron_ft.runlog import history, invariants
+from megatron_ft.simulation.training import like_run
 
 GROUPS, PER_GROUP, MEGABYTES, SEED = 8, 4, 1, 1
-MICROBATCH_S = 0.06
+MICROBATCH_S = 0.1
 LOSSES = 6
 """Groups that are lost without rejoin."""
 RULES: dict[str, dict[str, Any]] = {
@@ -81,7 +84,9 @@ def main() -> None:
             if one is not None:
                 one["relative_speed"] = round(one["steps_per_s"] / free["steps_per_s"], 4)
                 found.setdefault(name, {})[way] = one
-                print(name, way, {key: value for key, value in one.items() if key != "struck"}, flush=True)
+                print(
+                    name, way, {key: value for key, value in one.items() if key not in ("struck", "like")}, flush=True
+                )
     found["failure_free"]["again"], _ = ours("stacked_quota", options.steps, [], rejoin=False, reference=lines)
     print(table(found))
     if not options.quick:
@@ -111,9 +116,10 @@ def ours(
         struck, first = goodput.play(Path(directory), section, GROUPS, PER_GROUP, __file__, steps, trace)
         starts = [history.read(start) for start in (*sorted((run_dir / "earlier").glob("*")), run_dir)]
         lines = invariants.joined(starts)
-        return _numbers(
-            starts, lines, first, struck, run_dir, float(Path(directory, "loss").read_text()), reference
-        ), lines
+        numbers = _numbers(starts, lines, first, struck, run_dir, float(Path(directory, "loss").read_text()), reference)
+        like = like_run.compare(run_dir)
+        numbers |= {"measured_s": round(like.seconds, 3), "predicted_s": round(like.predicted.time_s, 3)}
+        return {**numbers, "like": like.to_json()}, lines
 
 
 def _numbers(
@@ -179,6 +185,8 @@ def table(found: dict[str, dict[str, dict]]) -> str:
         "standby",
         "made_again",
         "starts_again",
+        "measured_s",
+        "predicted_s",
         "held_out_loss",
     )
     rows = [

@@ -1,9 +1,9 @@
 """The model of ``recovery.py``, the same for both systems: as many MB of gradients as asked for, hardly any computing.
 
-With ``BENCHMARK_MICROBATCH_S`` a microbatch also sleeps for so long, as on a device of its own (``policies.py``). With
-``BENCHMARK_COMPUTE=gpt`` in the environment (``goodput.py`` and ``rejoin.py`` set it) it is a small GPT instead, which
-computes; with ``small_gpt`` one of width 64, of any number of MB. Its text follows a rule with noise, so that there is
-something to learn.
+With ``BENCHMARK_MICROBATCH_S`` a microbatch takes that long, as on a device of its own, however busy the cores are
+(``policies.py``). With ``BENCHMARK_COMPUTE=gpt`` in the environment (``goodput.py`` and ``rejoin.py`` set it) it is a small
+GPT instead, which computes; with ``small_gpt`` one of width 64, of any number of MB. Its text follows a rule with noise, so
+that there is something to learn.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ def batch(*number: int, samples: int = 1) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    if pace := os.environ.get(PACE):
-        time.sleep(float(pace))
+    began = time.monotonic()
     if _is_gpt():
-        return nn.functional.cross_entropy(model(inputs[:, :-1]).flatten(0, 1), inputs[:, 1:].flatten())
-    return (model(inputs) - inputs).square().mean()
+        loss = nn.functional.cross_entropy(model(inputs[:, :-1]).flatten(0, 1), inputs[:, 1:].flatten())
+    else:
+        loss = (model(inputs) - inputs).square().mean()
+    if pace := os.environ.get(PACE):  # the backward pass takes about twice as long as the forward pass
+        time.sleep(max(0.0, float(pace) - 3 * (time.monotonic() - began)))
+    return loss
 
 
 def slowly(compute_s: float):

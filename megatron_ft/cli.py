@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
             "simulate a whole training run with failures for each policy",
             "--preset llama3-16k --trials 5",
             "--preset lab-64 --policy stacked_quota,restart --trace failures.csv",
+            "--like runs/a",
         )
     )
     _add_prepare(
@@ -358,6 +359,12 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         (failures, "rack-groups", "1", "N", "number of neighbouring groups in a rack (default: 1)"),
     ):  # fmt: skip
         where.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run again, with its policy, losses and measured times: predicted and measured time (--json: as JSON)",
+    )
     failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is already lost")
     failures.add_argument(
         "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
@@ -371,8 +378,10 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from megatron_ft.simulation.training import simulate_command
+    from megatron_ft.simulation.training import like_run, simulate_command
 
+    if options.like is not None:
+        return like_run.run(options)
     options.values = _measured(options)
     return simulate_command.run(options)
 

@@ -6,7 +6,6 @@ defaults or flags replace missing values. Each rank counts as a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -37,7 +36,7 @@ def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
         "checkpoint_s": (line["blocked_s"] for line in record.events("checkpoint")),
         "detection_s": (line["detected_s"] for line in record.faults if line["detected_s"] is not None),
         "reconfigure_s": (line["stall_s"] for line in record.recoveries if line["patched"]),
-        "rejoin_s": _ways_back_s(record),
+        "rejoin_s": record.ways_back_s,
     }
     found |= {name: median(values) for name, given in times.items() if (values := list(given))}
     own = [line["t"] for line in record.lines.others if line["event"] != "slurm"]  # a job may live longer than its run
@@ -47,11 +46,3 @@ def measured(record: RunRecord, gpus_per_node: int = 8) -> dict[str, Any]:
     if record.events("resume"):
         found["restart_s"] = record.steps[0]["t"] - record.steps[0]["duration_s"] - record.lines[0]["t"]
     return found
-
-
-def _ways_back_s(record: RunRecord) -> Iterable[float]:
-    """Yield the time from each loss to the view that admits the group again."""
-    for fault in record.faults:
-        seats = [view["t"] for view in record.views if fault["group"] in view["joined"] and view["t"] > fault["t"]]
-        if seats:
-            yield min(seats) - fault["t"]

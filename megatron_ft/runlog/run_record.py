@@ -248,6 +248,15 @@ class RunRecord:
         )
 
     @cached_property
+    def ways_back_s(self) -> list[float]:
+        """The time from each loss to the view that admits the group again, in seconds."""
+        found = []
+        for fault in self.faults:
+            seats = [view["t"] for view in self.views if fault["group"] in view["joined"] and view["t"] > fault["t"]]
+            found += [min(seats) - fault["t"]] if seats else []
+        return found
+
+    @cached_property
     def timelines(self) -> dict[tuple[int, int], Path]:
         """The timeline file of each (group, position). Position 0 is there for every group, its file may not exist. The
         files of a long run exceed the memory: :meth:`spans` reads them."""

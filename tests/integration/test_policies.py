@@ -12,6 +12,7 @@ from megatron_ft.faults import kill
 from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history, invariants, replay
 from megatron_ft.runlog.protocol_trace import Record
+from megatron_ft.simulation.training import like_run
 from tests import support
 
 STEPS = 60
@@ -150,3 +151,6 @@ def test_after_a_wipe_out_of_spare_the_job_goes_on_from_its_checkpoint_with_ever
     assert end["exit_code"] == WIPED_OUT and "no live group hosts shard" in end["reason"]
     assert not invariants.check_history(invariants.joined([before, run.history]), WHOLE)
     assert [view["live"] for view in run.events("view")] == [[0, 1, 2, 3]] and not run.events("recovery")
+    like = like_run.compare(run.directory)
+    assert (like.restarts, len(like.measured.losses)) == (1, 2) and like.measured.restart_s > 0
+    assert (like.predicted.wipe_outs, like.predicted.failures, like.predicted.steps) == (1, 2, STEPS - 1)

@@ -79,6 +79,7 @@ class Setting:
             explains the published times. False: the copy is used.
         read_s: Seconds for reading one shard in the background. A step begins when its stack has been read.
         shard_gb: Memory for one shard, in 10^9 bytes.
+        entry_s: Seconds for which the others wait when a group comes back. None: as long as after a loss.
     """
 
     cluster: Cluster
@@ -94,6 +95,7 @@ class Setting:
     patch_in_replication: bool = True
     read_s: float = 0.0
     shard_gb: float = 0.0
+    entry_s: float | None = None
 
     def __post_init__(self) -> None:
         check_redundancy(self.redundancy, self.cluster.groups)

@@ -8,7 +8,7 @@ of n steps with independent jitter is drawn as one sum.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, cast
 
 import numpy as np
@@ -72,20 +72,24 @@ class Result:
         return {**asdict(self), "overhead": self.overhead, "availability": self.availability}
 
 
-def simulate(setting: Setting, policy: str, seed: int) -> Result:
-    """Simulate one run. Equal arguments give equal results, on every machine."""
-    return _Run(setting, policy, seed).run()
+def simulate(setting: Setting, policy: str, seed: int, model: Policy | None = None) -> Result:
+    """Simulate one run. Equal arguments give equal results, on every machine. ``model`` takes the place of the one that
+    ``policy`` names; the setting then has a period for checkpoints."""
+    return _Run(setting, policy, seed, model).run()
 
 
 class _Run:
     """State of the run: the time ``now``, the committed ``step``, and the last checkpoint."""
 
-    def __init__(self, setting: Setting, policy: str, seed: int) -> None:
+    def __init__(self, setting: Setting, policy: str, seed: int, model: Policy | None) -> None:
         self.setting, self.cluster, self.name, self.seed = setting, setting.cluster, policy, seed
-        estimate = _estimate(setting, policy)
-        self.period_s = setting.period_s or estimate.period_s
-        self.average_s = estimate.relative_time * self.cluster.step_s
-        self.policy: Policy = POLICIES[policy](setting)
+        if model is None:
+            estimate = _estimate(setting, policy)
+            self.period_s = setting.period_s or estimate.period_s
+            self.average_s = estimate.relative_time * self.cluster.step_s
+        else:
+            self.period_s, self.average_s = given(setting.period_s), inf
+        self.policy: Policy = model or POLICIES[policy](setting)
         self.stream = Stream(setting, seed)
         self.noise = np.random.default_rng([seed, 0])
         self.now = 0.0
@@ -122,7 +126,8 @@ class _Run:
             self.policy.rejoin(group)
             self.stream.started(self.now, (group,))
             self.count["rejoins"] += 1
-            self._spend("recovery", self._jitter(self.cluster.reconfigure_s))
+            entry_s = self.setting.entry_s
+            self._spend("recovery", self._jitter(self.cluster.reconfigure_s if entry_s is None else entry_s))
         if self.now - self.saved_at >= self.period_s:
             self._checkpoint()
         if self._worth_a_restart():
