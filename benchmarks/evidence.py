@@ -80,7 +80,7 @@ KEPT = dict([
     _result("storage_outage", "benchmarks/storage_outage.py", *RUN),
     _result("decisions", "benchmarks/decisions.py", *_paths("core types.py")),
     _result("simulator", "benchmarks/simulator.py", *SIMULATED),
-    _result("simgrid", "benchmarks/simgrid.py", "megatron_ft/planning/allreduce.py", "tools/simgrid_allreduce.py"),
+    _result("simgrid", "benchmarks/simgrid.py", "tools/simgrid_allreduce.py", "tools/simgrid_run.py", *SIMULATED),
     _result("explore",
             "-m megatron_ft.simulation.protocol.explore --seeds 200000 --jobs 2 --out benchmarks/results/explore.json",
             *DECIDED, *_paths("simulation/protocol types.py")),
