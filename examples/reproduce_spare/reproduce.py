@@ -46,6 +46,7 @@ def main() -> None:
         "mu": found["mu"],
         "s_bar": [_with_simulated(row, found["table"]) for row in found["s_bar"]],
         "sensitivity": [_sensitivity_row(outcome) for outcome in found["sensitivity"]],
+        "patches": [{**outcome.case.labels, **_measured(outcome)} for outcome in found["patches"]],
     }
     for name, lines in rows.items():
         write(options.out / f"spare_{name}.csv", lines)
@@ -82,6 +83,7 @@ def _compute(size: studies.Size, trials: int, jobs: int) -> dict[str, list[Any]]
         "table": studies.table(size),
         "assumptions": studies.assumptions(size),
         "sensitivity": studies.sensitivity(size),
+        "patches": studies.patches(size),
     }
     work = {name: studies.tasks(listed, trials) for name, listed in cases.items()}
     places = list(product(published.GROUPS, size.redundancies))

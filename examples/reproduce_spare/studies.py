@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from statistics import mean, pstdev
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import published
@@ -20,7 +20,7 @@ from rich.progress import Progress
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling.policies.stack_repair import Stacks
 from megatron_ft.planning import Cluster, closed_forms
-from megatron_ft.simulation.training.setting import Failures, Setting
+from megatron_ft.simulation.training.setting import Failures, PatchInSpare, Setting
 from megatron_ft.simulation.training.training_run import Result, simulate
 
 METHODS = ("spare", "replication")
@@ -44,7 +44,7 @@ class Size:
     redundancies: tuple[int, ...] = tuple(range(2, 21))
     assumptions: tuple[dict[str, Any], ...] = ASSUMPTIONS
     mu_trials: int = 1000
-    s_bar_trials: int = 5
+    s_bar_trials: int = 200
     values: slice = field(default_factory=lambda: slice(None))
 
 
@@ -126,6 +126,15 @@ def assumptions(size: Size) -> list[Case]:
     return cases
 
 
+def patches(size: Size) -> list[Case]:
+    """Return SPARe near its best redundancy, under each reading of what a loss that it masks costs."""
+    return [
+        Case({"N": N, "method": "spare", "patch": reading, "r": r}, "spare",
+             Setting(cluster=published.cluster(N, steps=size.steps), redundancy=r, patch_in_spare=reading))
+        for N, reading, r in product(published.GROUPS, get_args(PatchInSpare), (7, 8, 9, 10))
+    ]  # fmt: skip
+
+
 def sensitivity(size: Size) -> list[Case]:
     """One input at a time away from N = 600, G = 16, r = 9, 5 s of detection, rejoin after 15 min, MTBF 300 s, no racks."""
     quotas, everybody = ("quota", "quota + rejoin"), ("spare", "quota", "quota + rejoin")
@@ -198,6 +207,9 @@ def mu(N: int, r: int, trials: int) -> dict[str, Any]:
     return row
 
 
+_MONTE_CARLO = ("mc_bound", "mc_with_patch", "fixed_per_loss", "fixed_per_step")
+
+
 def s_bar(N: int, r: int, trials: int) -> dict[str, Any]:
     """Stacks per step from a restart to the wipe-out, decided by ReCtlr (core.repair) loss by loss."""
     cluster = published.cluster(N)
@@ -205,34 +217,45 @@ def s_bar(N: int, r: int, trials: int) -> dict[str, Any]:
     row = {"N": N, "r": r, "bound": round(closed_forms.s_bar_bound(N, r), 4)}
     row |= {"with_patch": round(closed_forms.s_bar(N, r, *times), 4)}
     if r > replication.largest_redundancy(N):
-        return row | dict.fromkeys(("mc_bound", "mc_with_patch", "error_bound", "error_with_patch"), "")
-    stacks, depths = _until_wipe_out(N, r, trials)
+        return row | dict.fromkeys((*_MONTE_CARLO, "error_bound", "error_with_patch"), "")
+    stacks, depths, stood = _until_wipe_out(N, r, trials)
     reached = np.isfinite(stacks).sum(axis=0)
     S, depth = np.nanmean(stacks, axis=0), np.nansum(depths, axis=0) / reached
     bare = S * cluster.compute_s + cluster.allreduce_s
     patched = closed_forms.interrupted_step_s(bare, depth * cluster.compute_s, cluster.mtbf_s)
     rho = (patched - bare) / cluster.compute_s
-    found = {"mc_bound": np.average(S, weights=reached), "mc_with_patch": np.average(S + rho, weights=reached)}
+    # One step for each loss has the phase that it needed; in the others before the next loss the order stands.
+    steps, fixed = np.maximum(cluster.mtbf_s / patched, 1.0), np.nansum(stood, axis=0) / reached
+    per_step = np.average((steps - 1 + fixed) / steps, weights=reached * steps)
+    values = (
+        np.average(S, weights=reached),
+        np.average(S + rho, weights=reached),
+        np.average(fixed, weights=reached),
+        per_step,
+    )
+    found = dict(zip(_MONTE_CARLO, values, strict=True))
     row |= {name: round(float(value), 4) for name, value in found.items()}
     row["error_bound"] = round(row["bound"] / row["mc_bound"] - 1, 4)
     row["error_with_patch"] = round(row["with_patch"] / row["mc_with_patch"] - 1, 4)
     return row
 
 
-def _until_wipe_out(N: int, r: int, trials: int) -> tuple[np.ndarray, np.ndarray]:
-    """S and the patch with k groups dead, shape [trials, most failures endured]; NaN after the wipe-out."""
+def _until_wipe_out(N: int, r: int, trials: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """S, the patch, and whether the order stood (HK-fixed) with k groups dead, each of shape [trials, most failures
+    endured]; NaN after the wipe-out."""
     placement = replication.golomb(N, r)
-    stacks, depths = np.full((trials, N), np.nan), np.full((trials, N), np.nan)
+    stacks, depths, stood = (np.full((trials, N), np.nan) for _ in range(3))
     for trial in range(trials):
         record = Stacks(placement)
         for k, group in enumerate(np.random.default_rng([N, r, trial]).permutation(N).tolist()):
             record.begin_step()
             stacks[trial, k] = record.S
             depths[trial, k] = (repaired := record.lose(group)).depth
+            stood[trial, k] = repaired.phase == "fixed"
             if repaired.phase == "wipe-out":
                 break
     endured = np.isfinite(stacks).any(axis=0)
-    return stacks[:, endured], depths[:, endured]
+    return stacks[:, endured], depths[:, endured], stood[:, endured]
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

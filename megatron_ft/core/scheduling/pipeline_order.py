@@ -7,9 +7,9 @@ memory, and is fetched meanwhile. No other order is better where all samples are
 left. Where standby work could begin while the samples of a contribution are fetched, another order can be better, by less
 than one microbatch takes through all stages (``tests/unit/test_pipeline_order.py`` compares with all orders).
 
-The rule of each stage (``pipeline_1f1b``) stays: forward first below the limit, which feeds the slowest stage behind it as
-early as its memory allows, else the oldest backward. A microbatch whose forward pass has begun keeps its place: later
-stages know it already.
+The rule of each stage (``pipeline_1f1b``, ``pipeline_interleaved``) stays: forward first below the limit, which feeds the
+slowest stage behind it as early as its memory allows, else the oldest backward. A microbatch whose forward pass has begun
+keeps its place: later stages know it already.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ft.core.scheduling.pipeline_1f1b import Progress, next_instruction
+from megatron_ft.core.scheduling.pipeline_interleaved import next_chunk_instruction, rounds_of
 
 
 class Waiting(NamedTuple):
@@ -44,31 +45,41 @@ class Costs(NamedTuple):
     backward: float = 2.0
 
 
-def ends(ready: Sequence[float], costs: Sequence[Costs]) -> list[float]:
+def ends(ready: Sequence[float], costs: Sequence[Costs], chunks: int = 1) -> list[float]:
     """Return when each microbatch's backward pass is through at the first stage, in the order of the list.
 
     Args:
         ready: seconds at which the first stage has the samples of each microbatch, in the order in which they begin.
-        costs: the stages' costs, the first stage first.
+        costs: the costs of the ranks, the first one first; of all its chunks together.
+        chunks: number of chunks of a rank; 1: 1F1B, more: the interleaved order.
     """
-    stages, count = len(costs), len(ready)
-    done, free = [Progress() for _ in costs], [0.0] * stages
-    forward = [[0.0] * count for _ in costs]
-    backward = [[0.0] * count for _ in costs]
-    while done[0].backwards < count:
-        for stage, own in enumerate(costs):
-            while (move := next_instruction(stage, stages, done[stage], count)) is not None:
-                index = move.index
-                if move.kind == "forward":
-                    if stage and done[stage - 1].forwards <= index:
-                        break
-                    comes = forward[stage - 1][index] if stage else ready[index]
-                    free[stage] = forward[stage][index] = max(free[stage], comes) + own.forward
-                    done[stage] = done[stage]._replace(forwards=index + 1)
-                else:
-                    if stage + 1 < stages and done[stage + 1].backwards <= index:
-                        break
-                    comes = backward[stage + 1][index] if stage + 1 < stages else 0.0
-                    free[stage] = backward[stage][index] = max(free[stage], comes) + own.backward
-                    done[stage] = done[stage]._replace(backwards=index + 1)
-    return backward[0]
+    ranks, last = len(costs), len(costs) * chunks - 1
+    todo = [_instructions(rank, ranks, chunks, len(ready)) for rank in range(ranks)]
+    free, through = [0.0] * ranks, dict[tuple[str, int, int], float]()  # (kind, microbatch, stage) -> when it is done
+    while any(todo):
+        for rank, own in enumerate(costs):
+            while todo[rank]:
+                kind, index, chunk = todo[rank][0]
+                stage = chunk * ranks + rank
+                before = stage - 1 if kind == "forward" else stage + 1
+                comes = through.get((kind, index, before)) if 0 <= before <= last else ready[index]
+                if comes is None:
+                    break
+                cost = (own.forward if kind == "forward" else own.backward) / chunks
+                free[rank] = through[kind, index, stage] = max(free[rank], comes) + cost
+                todo[rank].pop(0)
+    return [through["backward", index, 0] for index in range(len(ready))]
+
+
+def _instructions(rank: int, ranks: int, chunks: int, count: int) -> list[tuple[str, int, int]]:
+    """Return all that a rank does, in order: kind, microbatch and chunk."""
+    found, done, rounds = list[tuple[str, int, int]](), Progress(), rounds_of(count, ranks)
+    if chunks == 1:
+        while (plain := next_instruction(rank, ranks, done, count)) is not None:
+            found.append((*plain, 0))
+            forward = plain.kind == "forward"
+            done = Progress(done.forwards + forward, done.backwards + (not forward))
+    while chunks > 1 and (move := next_chunk_instruction(rank, ranks, chunks, done, rounds)) is not None:
+        found.append((move.kind, move.index, move.chunk))
+        done = move.after
+    return found

@@ -139,6 +139,11 @@ class Spare(Policy):
             if repaired.phase == "wipe-out":
                 return Loss(wiped_out=True)
             depth += repaired.depth
+        match self.setting.patch_in_spare:
+            case "one":
+                depth = max(depth, 1)
+            case "step" if depth:
+                depth = self._stacks.S
         return Loss(patch=float(depth))
 
     def begin_step(self) -> None:

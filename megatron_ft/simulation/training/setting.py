@@ -14,6 +14,7 @@ Renewal = Literal["system", "groups", "replaced"]
 InRestart = Literal["missing", "none", "again"]
 RestartFinds = Literal["everybody", "survivors", "divisor"]
 Placement = Literal["golomb", "consecutive"]
+PatchInSpare = Literal["needed", "one", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,9 @@ class Setting:
         hosted: Quotas are planned on stacks of ``redundancy`` shards. False: every group may compute every shard.
         patch_in_replication: A masked failure costs replication one stack, although a copy of the work exists; that
             explains the published times. False: the copy is used.
+        patch_in_spare: "needed": a loss that SPARe masks costs the stacks that no living group has computed. "one": at least
+            one stack, as for replication. "step": all S stacks of the step again, if any is missing. The paper does not say;
+            docs/results compares them.
         read_s: Seconds for reading one shard in the background. A step begins when its stack has been read.
         shard_gb: Memory for one shard, in 10^9 bytes.
         entry_s: Seconds for which the others wait when a group comes back. None: as long as after a loss.
@@ -93,6 +97,7 @@ class Setting:
     placement: Placement = "golomb"
     hosted: bool = True
     patch_in_replication: bool = True
+    patch_in_spare: PatchInSpare = "needed"
     read_s: float = 0.0
     shard_gb: float = 0.0
     entry_s: float | None = None
@@ -102,6 +107,7 @@ class Setting:
         one_of(*get_args(InRestart))("in_restart", self.in_restart)
         one_of(*get_args(RestartFinds))("restart_finds", self.restart_finds)
         one_of(*get_args(Placement))("placement", self.placement)
+        one_of(*get_args(PatchInSpare))("patch_in_spare", self.patch_in_spare)
         if number(0)("jitter", self.jitter) > 0.3:
             raise ConfigError(
                 f"jitter is {self.jitter!r}; it must lie between 0 and 0.3, or durations would be negative"
