@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 
 from tests.chaos import campaign
-from tests.chaos.plan import KEEPING
+from tests.chaos.plan import OTHERS
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Play runs with faults, and judge them.")
     parser.add_argument("--runs", type=int, default=1, help="how many; their seeds follow on each other")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--policy", choices=KEEPING, help="play the runs with this policy (default: stacked_quota)")
+    parser.add_argument("--policy", choices=OTHERS, help="play the runs with this policy (default: stacked_quota)")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument(
         "--dir", type=Path, help="work there and keep everything; else what kept its promises is deleted"

@@ -15,6 +15,7 @@ from signal import SIGSTOP, SIGTERM
 from typing import Any
 
 from megatron_ft.core.detection.rank_health import LOOK_S
+from megatron_ft.core.scheduling.policies import DROP
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, FTError, RunStopped
 from megatron_ft.faults.injection_points import reached_file
 from megatron_ft.faults.injector import Case
@@ -41,12 +42,27 @@ def judge(played: Played, reference: Lines) -> list[str]:
         return found + _stop(played, lines)
     if (view := wipe_out(lines)) is not None:
         return found + _wiped_out(played, view)
-    comparable = reference if _first(played, job) is None else None
-    found += _end(played) + invariants.check_history(lines, job.groups * job.per_group, comparable)
+    comparable = reference if _first(played, job) is None and job.policy != DROP else None
+    whole, shrunk = _whole_steps(lines, job) if job.policy == DROP else (lines, [])
+    found += _end(played) + shrunk + invariants.check_history(whole, job.groups * job.per_group, comparable)
     if not any(line["event"] == "end" for line in lines):
         return found
     found += _survivors(lines) + _innocent(played, lines) + _said_so(played, lines) + _one_end(played, lines)
     return found + _policy(played, lines)
+
+
+def _whole_steps(lines: Lines, job: Job) -> tuple[Lines, list[str]]:
+    """Return a history under ``drop`` as if its steps had all microbatches, and the steps with another number than the
+    shards of some of the living groups."""
+    found, whole = [], []
+    for line in lines:
+        if line["event"] == "step":
+            count, most = line["microbatches"], job.per_group * len(line["live"])
+            if not 0 < count <= most or count % job.per_group:
+                found.append(f"step {line['step']} counts {count} microbatches of {len(line['live'])} groups")
+            line = {**line, "microbatches": job.groups * job.per_group}
+        whole.append(line)
+    return whole, found
 
 
 def has_stopped(lines: Lines) -> bool:
@@ -230,7 +246,7 @@ def _first(played: Played, job: Job) -> int | None:
 def _before(played: Played, lines: Lines, reference: Lines) -> list[str]:
     """Check that the losses before the first error are those of the run without failures."""
     first = _first(played, played.plan.job)
-    if not first:
+    if not first or played.plan.job.policy == DROP:
         return []
     sound = [line for line in lines if line["event"] == "step" and line["step"] < first]
     loss = invariants.largest_loss_difference(sound, reference)

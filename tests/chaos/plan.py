@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_ft.core.scheduling.policies import RECOVER, REPLICATION, SLACK, SPARE, STACKED_QUOTA
+from megatron_ft.core.scheduling.policies import DROP, RECOVER, REPLICATION, SLACK, SPARE, STACKED_QUOTA
 from megatron_ft.faults.schedule import RAISING, Fault, Schedule
 
-KEEPING = (SPARE, RECOVER, REPLICATION, SLACK)
-"""The policies with standby work, beside the default; all of them keep the step of a loss."""
+OTHERS = (SPARE, RECOVER, REPLICATION, SLACK, DROP)
+"""The policies beside the default that mask a loss; all but ``drop`` keep the microbatches of the step. With ``restart`` the
+first loss ends the attempt: see ``tests.checkpoint_kills``."""
 SHORT = (1415, 1416, 1421, 1423, 1424, 1425)
 """Seeds of the short campaign: runs of all kinds, on few different jobs, each of which needs a run without failures."""
 STOPPED_LIMIT_S = 0.5

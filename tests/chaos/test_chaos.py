@@ -16,7 +16,7 @@ from megatron_ft.runlog import history
 from tests import support
 from tests.chaos import campaign, play
 from tests.chaos.judge import judge
-from tests.chaos.plan import KEEPING, SHORT, draw
+from tests.chaos.plan import OTHERS, SHORT, draw
 from tests.chaos.play import Played
 
 MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in (1414, 1417, 1418, 1419, 1420, 1422)]
@@ -36,8 +36,8 @@ def test_a_run_keeps_every_promise(directory, seed):
     assert not result["violations"], "\n".join(campaign.tell(result, directory))
 
 
-@pytest.mark.parametrize("policy", support.first_of({name: name for name in KEEPING}, "spare", "recover"))
-def test_a_run_with_standby_work_keeps_every_promise(directory, policy):
+@pytest.mark.parametrize("policy", support.first_of({name: name for name in OTHERS}, "spare", "recover"))
+def test_a_run_with_another_policy_keeps_every_promise(directory, policy):
     result = campaign.run(SHORT[0], directory, policy=policy)
     assert not result["violations"], "\n".join(campaign.tell(result, directory))
 
