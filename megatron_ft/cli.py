@@ -350,7 +350,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         (failures, "shape", "0.78", "X", "Weibull shape; 1 is exponential (default: 0.78)"),
         (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
         (failures, "in-restart", "missing", "WHAT",
-         "a group that fails in a restart: missing, none or again (default: missing)"),
+         "a group that fails in a restart: missing, none, again or after (default: missing)"),
         (failures, "restart-finds", "everybody", "WHO",
          "groups after a restart: everybody, survivors or divisor (default: everybody)"),
         (failures, "frail-share", "0", "X", "share of groups that fail more often"),

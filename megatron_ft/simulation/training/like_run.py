@@ -153,7 +153,7 @@ def compare(run_dir: Path) -> Comparison:
         failures=Failures(trace=took.losses or ((1e9 * seconds, 0),)),
         period_s=min(took.period_s, 1e9 * seconds),
         jitter=0.0,
-        in_restart="none",
+        in_restart="after",  # every loss of the record ended a start that had made steps
         entry_s=took.entry_s,
     )
     model = Planned(setting, job, rejoins=settings["rejoin"]["enabled"] and took.rejoin_s is not None)

@@ -177,14 +177,15 @@ class _Run:
         mode = self.setting.in_restart
         living = set(range(self.cluster.groups)) - self.gone
         ends = self.now + self._jitter(self.cluster.restart_s)
-        while mode != "none" and self.stream.next_time(living) < ends:
+        while mode in ("missing", "again") and self.stream.next_time(living) < ends:
             failure = self.stream.take(living)
             if mode == "missing":
                 living -= set(failure.groups)
             else:
                 ends = max(failure.time, self.now) + self._jitter(self.cluster.restart_s)
         self._spend("restart", ends - self.now)
-        self.stream.skip_to(self.now)
+        if mode != "after":
+            self.stream.skip_to(self.now)
         self.stream.started(self.now, living)
         missing = set(range(self.cluster.groups)) - self.gone - living
         if self.spares:
