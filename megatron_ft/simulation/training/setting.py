@@ -68,8 +68,8 @@ class Setting:
         period_s: Seconds between two checkpoints. None: the planner's T_c* for the policy.
         jitter: Every duration is multiplied by N(1, jitter^2).
         in_restart: "missing": a group that fails during a restart is absent after it. "none": no group fails then.
-            "after": a group that fails in it is lost right after it. "again": the restart begins anew, which never ends with the published numbers (a failure every 300 s, a
-            restart of 3600 s).
+            "after": a group that fails in it is lost right after it. "again": the restart begins anew, which never ends
+            with the published numbers (a failure every 300 s, a restart of 3600 s).
         restart_finds: Groups after a restart. "everybody": spare nodes replace the lost ones. "survivors": only the
             others, which share the same global batch. "divisor": as many of the survivors as divide the batch (for an
             engine without uneven quotas).
