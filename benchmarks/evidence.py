@@ -68,6 +68,7 @@ KEPT = dict([
     _result("rejoin", "benchmarks/rejoin.py --trials 5", "benchmarks/rejoin_torchft.py", *MODEL, *RUN),
     _result("goodput", "benchmarks/goodput.py --trials 5", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
     _result("policies", "benchmarks/policies.py", "benchmarks/goodput.py", "benchmarks/goodput_torchft.py", *MODEL, *RUN),
+    _result("recover_live", "benchmarks/recover_live.py", "benchmarks/goodput.py", "examples/pretrain_gpt_deepspeed", *MODEL, *RUN),
     _result("scale", "benchmarks/scale.py", "benchmarks/scale_standins.py", *STEP),
     _result("own_etcd", "benchmarks/own_etcd.py",
             *_paths("agent coordination/store core/lifecycle/etcd_membership.py")),

@@ -195,7 +195,11 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axis.set(xlabel="step", ylabel="loss", title=f"{of['groups']} groups of {ranks}")
         axis.legend(frameon=False)
     axes[2].plot(range(1, PLAIN["losses"] + 1), found["plain"]["over_restart"], marker="o")
-    axes[2].set(xlabel="groups lost", title="steps per second so far,\ncheckpoint-restart's = 1", ylim=(0, None))
+    axes[2].set(
+        xlabel="groups lost",
+        title="steps per second so far,\ncheckpoint-restart's = 1",
+        ylim=(0, 1.1 * max(found["plain"]["over_restart"])),
+    )
     axes[2].axhline(1, color="0.6", linewidth=0.5)
     figure.savefig(path, dpi=150)
 
