@@ -165,16 +165,19 @@ class _Machine:
 
     def stand(self, report: Report) -> None:
         """Advance to the state in which the group published the report."""
+        # Where the batch shrinks, a report names no buckets, but a group that had all of them says so.
+        job = self.state.job
+        buckets = tuple(range(job.buckets)) if job.policy.shrinks and report.complete else report.reduced_buckets
 
         def stands(state: GroupState) -> bool:
             return (state.step, tuple(sorted(state.reduced_buckets)), state.synced) == (
                 report.step,
-                report.reduced_buckets,
+                buckets,
                 report.synced,
             )
 
         def have(state: GroupState) -> Collection | None:
-            return report.reduced_buckets if state.step >= report.step else None
+            return buckets if state.step >= report.step else None
 
         if not self.advance(stands, have):
             reached = f"step {self.state.step} with buckets {sorted(self.state.reduced_buckets)}, where core asks for"
@@ -183,9 +186,7 @@ class _Machine:
         if self.resumed:
             return
         at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (
-            event := _obey(action, self.past, report.reduced_buckets)
-        ):  # the report does not tell its progress
+        while stands(at) and (event := _obey(action, self.past, buckets)):  # the report does not tell its progress
             at, action = self.past.after(at, event)
         if stands(at) and _resumes(at, action):
             self.resumed = None

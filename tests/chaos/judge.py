@@ -54,10 +54,11 @@ def judge(played: Played, reference: Lines) -> list[str]:
 def _whole_steps(lines: Lines, job: Job) -> tuple[Lines, list[str]]:
     """Return a history under ``drop`` as if its steps had all microbatches, and the steps with another number than the
     shards of some of the living groups."""
-    found, whole = [], []
+    found, whole, before = [], [], job.groups
     for line in lines:
-        if line["event"] == "step":
-            count, most = line["microbatches"], job.per_group * len(line["live"])
+        if line["event"] == "step":  # a group that had given all is lost before the others have committed
+            count, most = line["microbatches"], job.per_group * max(before, len(line["live"]))
+            before = len(line["live"])
             if not 0 < count <= most or count % job.per_group:
                 found.append(f"step {line['step']} counts {count} microbatches of {len(line['live'])} groups")
             line = {**line, "microbatches": job.groups * job.per_group}

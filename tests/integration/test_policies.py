@@ -44,6 +44,21 @@ def test_with_drop_the_batch_shrinks_by_what_the_lost_group_had(tmp_path, data_d
     assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
+def test_with_drop_a_group_that_had_given_all_counts_in_its_last_step(tmp_path, data_dir):
+    """The others hold all buckets of the step in which it is lost, and a replay comes to the same."""
+    hold, *others = (Breakpoint(group, 3, "gate") for group in (2, 0, 1, 3))
+    run = support.start(tmp_path / "run", data_dir, [hold, *others], own=OWN, policy="drop")
+    frozen = [support.await_held(run, other.group) for other in others]
+    run.strike(hold)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    output = run.finish()
+    assert run.process.returncode == 0, output + run.logs()
+    counted = [line["microbatches"] for line in run.events("step")]
+    assert counted == [WHOLE] * 4 + [WHOLE - support.PER_GROUP] * (support.STEPS - 4)
+    assert not replay.replay(Record.load(run.directory)).different
+
+
 @pytest.mark.long
 def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data_dir):
     gate = support.Gate(tmp_path, slowly=STEPS)
