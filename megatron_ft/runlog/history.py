@@ -41,6 +41,7 @@ _IDENTITY = {
     "end": "event",
 }
 """The field that identifies a line of an event: a second line with the same value is a copy."""
+_AGAIN_S = 0.1
 _REMEMBERED = 64
 """Lines that a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""
 _TAIL_BYTES = 2**20
@@ -409,6 +410,14 @@ class History:
         """Write all lines that are not in the file yet."""
         if self._pending or self._own:
             self._flush()
+
+    def write_last(self, within_s: float) -> None:
+        """Write what is left, and try again for ``within_s`` seconds where it cannot be written: no later line will."""
+        self.write()
+        deadline = time.monotonic() + within_s
+        while (self._pending or self._own) and time.monotonic() < deadline:
+            time.sleep(_AGAIN_S)
+            self.write()
 
     def set_writer(self, writer: bool) -> None:
         """Set whether this group is the lowest living one. A new writer adds the lines its predecessor left out."""

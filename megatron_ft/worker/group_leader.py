@@ -45,6 +45,8 @@ from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordina
 from megatron_ft.worker.step_record import StepRecord
 from megatron_ft.worker.step_timer import StepTimer
 
+_LAST_LINE_S = 10.0
+"""How long the end of the run is tried to be written to a disk that is full."""
 _POLL_S = 0.001
 _FAR_S = 0.25
 _SPARING = 4.0
@@ -262,6 +264,7 @@ class GroupLeader:
         self._history.record("end", step=result.step, loss=result.loss, **saved, **done[self.group])
         self._agreement.put("ended", {"step": result.step, **saved})  # a full disk may have prevented the line
         self._agreement.announce(signals.RunFinished())
+        self._history.write_last(_LAST_LINE_S)
         return True
 
     def _is_over(self) -> bool:

@@ -103,6 +103,27 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path, monkeypatch, caps
     assert capsys.readouterr().err.count("No space left") == 1
 
 
+def test_the_last_line_is_tried_again_until_there_is_room(tmp_path, monkeypatch):
+    writer = History(tmp_path)
+    writer.set_writer(True)
+    real, failures = history._write, iter(range(3))
+
+    def full(file, data):
+        if next(failures, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data)
+
+    monkeypatch.setattr(history, "_write", full)
+    monkeypatch.setattr(history, "_AGAIN_S", 0.0)
+    writer.record("end", step=9)
+    writer.write_last(60.0)
+    assert [line["event"] for line in history.read(tmp_path)] == ["end"]
+    failures = iter(range(10**9))
+    writer.record("end", step=10)
+    writer.write_last(0.01)  # it gives up
+    assert len(history.read(tmp_path)) == 1
+
+
 def test_an_event_that_one_group_alone_knows_is_written_whichever_group_is_the_writer(tmp_path, monkeypatch, capsys):
     """The line waits for room on the disk like any other line, without holding up the steps."""
     other = History(tmp_path)
