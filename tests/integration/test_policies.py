@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -169,3 +170,4 @@ def test_after_a_wipe_out_of_spare_the_job_goes_on_from_its_checkpoint_with_ever
     like = like_run.compare(run.directory)
     assert (like.restarts, len(like.measured.losses)) == (1, 2) and like.measured.restart_s > 0
     assert (like.predicted.wipe_outs, like.predicted.failures, like.predicted.steps) == (1, 2, STEPS - 1)
+    json.dumps(like.to_json(), allow_nan=False)

@@ -89,8 +89,10 @@ class Comparison:
         return self.predicted.time_s / self.seconds - 1
 
     def to_json(self) -> dict[str, Any]:
+        took = asdict(self.measured)
         return {
             **{name: value for name, value in asdict(self).items() if name != "predicted"},
+            "measured": {name: None if value == inf else value for name, value in took.items()},
             "predicted": self.predicted.to_json(),
             "predicted_over_measured": self.predicted.time_s / self.seconds,
         }
@@ -106,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     run_dir = options.like
     found = compare(run_dir)
     if options.json:
-        print(json.dumps(found.to_json(), indent=2, default=str).replace("Infinity", "null"))
+        print(json.dumps(found.to_json(), indent=2, allow_nan=False))
         return 0
     console = Console()
     _table(run_dir, found).show(console)
@@ -150,7 +152,7 @@ def compare(run_dir: Path) -> Comparison:
     setting = Setting(
         cluster=cluster,
         redundancy=1 if job.placement is None else job.placement.redundancy,
-        failures=Failures(trace=took.losses or ((1e9 * seconds, 0),)),
+        failures=Failures(trace=took.losses or ((1e9 * seconds, 0),), rack_groups=1),
         period_s=min(took.period_s, 1e9 * seconds),
         jitter=0.0,
         in_restart="after",  # every loss of the record ended a start that had made steps
