@@ -12,7 +12,7 @@ that is made again counts when it is made for the last time. Checkpoint-restart 
 started again with one group less from the newest checkpoint. Its losses come after the same steps. A microbatch takes
 ``MICROBATCH_S`` as on a device of its own (``recovery_model.py``), so half of the groups take twice as long for a step.
 
-Writes results/recover_live.json and docs/results/recover_live.png. Takes about 10 minutes.
+Writes results/recover_live.json and docs/results/lost_half.png. Takes about 10 minutes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
             "checkpoint_s": CHECKPOINT_S,
         }
         print(f"raw numbers in {common.save('recover_live', {**settings, **found})}")
-        draw(found, common.ROOT / "docs" / "results" / "recover_live.png")
+        draw(found, common.ROOT / "docs" / "results" / "lost_half.png")
 
 
 def compared(directory: Path, of: dict[str, int], dataset: Path | None = None) -> dict[str, Any]:
