@@ -3,6 +3,9 @@
 
 All processes (agent, control store, ranks) are killed at once, as in a power cut, while the job saves almost all the
 time; then the same command starts the job again. The result must be that of the uninterrupted job, step for step.
+
+``python -m tests.checkpoint_kills RUNS SEED restart``: with the policy ``restart``, single ranks are killed or frozen, and
+the launcher starts the job again by itself.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
 
 from benchmarks import common
 from megatron_ft import checkpoint
 from megatron_ft.data import prepare
-from megatron_ft.runlog import invariants
+from megatron_ft.errors import WIPED_OUT, LaunchError
+from megatron_ft.faults import kill
+from megatron_ft.runlog import history, invariants, run_directory
 from tests import support
 
 GROUPS, STEPS, PERIOD_S = 2, 80, 0.05
@@ -55,25 +61,51 @@ def play(directory: Path, data_dir: Path, kills: int, rng: random.Random, **opti
     """Start the job, kill it ``kills`` times, let it end."""
     saved = directory.with_name(f"{directory.name}-checkpoints")
     played = Played([])
-    for kill in range(kills + 1):
-        run = start(directory.with_name(f"{directory.name}-{kill}"), data_dir, saved, **options)
-        if kill < kills and rng.random() < EARLY:
+    for number in range(kills + 1):
+        run = start(directory.with_name(f"{directory.name}-{number}"), data_dir, saved, **options)
+        if number < kills and rng.random() < EARLY:
             _kill_all(run, rng.uniform(0.0, EARLY_S))
-        elif kill < kills:
+        elif number < kills:
             _await_step(run)
             _kill_all(run, rng.uniform(*MOMENT_S))
         said = run.finish()
         played.starts.append(run.history)
         steps = [line["step"] for line in run.events("step")]
         begins = invariants.first_step(run.history)
-        if kill < kills:
+        if number < kills:
             played.at.append(max(steps, default=begins - 1))
             played.torn += any(found.unfinished for found in checkpoint.find(saved))
         if steps != list(range(begins, begins + len(steps))):
-            played.violations.append(f"start {kill} goes on with step {begins} and made the steps {steps}")
-        if kill == kills and run.process.returncode:
+            played.violations.append(f"start {number} goes on with step {begins} and made the steps {steps}")
+        if number == kills and run.process.returncode:
             played.violations.append(f"exit code {run.process.returncode}: {said}\n{run.logs()}")
     return played
+
+
+def play_restarts(directory: Path, data_dir: Path, losses: int, rng: random.Random) -> Played:
+    """Start the job with the policy ``restart``, strike a rank in ``losses`` of its starts, let it end."""
+    saved, played = directory.with_name(f"{directory.name}-checkpoints"), Played([])
+    run = start(directory, data_dir, saved, policy="restart", detector={"stopped_timeout_s": 0.5})
+    aside = directory / run_directory.EARLIER
+    for number in range(1, losses + 1):
+        _await_step(run)
+        time.sleep(rng.uniform(*MOMENT_S))
+        with contextlib.suppress(LaunchError):  # all steps have been made
+            kill.kill(directory, rng.randrange(GROUPS), "anywhere", rng.choice((SIGKILL, SIGKILL, SIGSTOP)))
+        support.wait_for(lambda n=number: (aside / f"{n:04d}" / "ranks.json").exists() or over(run), run)
+    said = run.finish()
+    played.starts = [history.read(path) for path in (*sorted(aside.glob("*")), directory)]
+    played.at = [max(invariants.losses(lines), default=-1) for lines in played.starts[:-1]]
+    if run.process.returncode:
+        played.violations.append(f"exit code {run.process.returncode}: {said}\n{run.logs()}")
+    for lines in played.starts[:-1]:
+        if WIPED_OUT not in [line["exit_code"] for line in lines if line["event"] == "stop"]:
+            played.violations.append("a start that is followed by another one does not say that it is wiped out")
+    return played
+
+
+def over(run: support.Run) -> bool:
+    return run.process.poll() is not None
 
 
 def _await_step(run: support.Run) -> None:
@@ -102,8 +134,8 @@ def off(played: Played, reference: list[dict]) -> float:
     )
 
 
-def main(runs: int, seed: int, kills: int = 5) -> int:
-    results = []
+def main(runs: int, seed: int, restarts: bool = False) -> int:
+    results, kills = [], 3 if restarts else 5
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
@@ -112,7 +144,7 @@ def main(runs: int, seed: int, kills: int = 5) -> int:
         alone.check()
         for number in range(runs):
             rng = random.Random(f"{seed}/{number}")
-            played = play(root / f"run{number}", root / "data", kills, rng)
+            played = (play_restarts if restarts else play)(root / f"run{number}", root / "data", kills, rng)
             found = judge(played, alone.history, GROUPS * support.PER_GROUP)
             resumed = [invariants.first_step(lines) for lines in played.starts]
             largest = off(played, alone.history)
@@ -121,6 +153,9 @@ def main(runs: int, seed: int, kills: int = 5) -> int:
             came_out = "; ".join(found) or f"ok, losses off by {largest:.1e}"
             print(f"{number + 1}/{runs} killed after {played.at}, began with {resumed}: {came_out}", flush=True)
     bad = sum(bool(result["violations"]) for result in results)
+    if restarts:
+        print(f"{runs} jobs with the policy restart; {bad} broke a promise")
+        return 1 if bad else 0
     path = common.save("checkpoint_kills", {"kills_each": kills, "seed": seed, "results": results})
     torn = sum(result["unfinished_checkpoints"] for result in results)
     worst = max(result["off"] for result in results)
@@ -130,4 +165,5 @@ def main(runs: int, seed: int, kills: int = 5) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 10, int(sys.argv[2]) if sys.argv[2:] else 0))
+    given = sys.argv[1:]
+    sys.exit(main(int(given[0]) if given else 10, int(given[1]) if given[1:] else 0, "restart" in given))
