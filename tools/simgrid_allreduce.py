@@ -40,6 +40,8 @@ def _whole(text: str) -> int:
     return int(float(text))
 
 
+SPEED = 1e9
+"""Work that a host does in a second."""
 # Kind, least value and default; the names are those of the output too.
 OPTIONS = {
     "algorithm": (str, None, ["ring", "tree"]),
@@ -130,7 +132,7 @@ def _run(case: dict) -> float:
 
     settings = [f"--cfg={setting}" for setting in MODELS[case["model"]]]
     engine = Engine(["simgrid_allreduce", "--log=root.thresh:warning", *settings])
-    hosts = _platform(case)
+    hosts = platform(case)
     for position in range(case["positions"]):
         for rank, host in enumerate(hosts):
             arguments = (position, rank, len(hosts), case["bytes"])
@@ -139,14 +141,15 @@ def _run(case: dict) -> float:
     return Engine.clock
 
 
-def _platform(case: dict) -> list:
+def platform(case: dict) -> list:
+    """Make the ``hosts`` of a case, with their links; return them."""
     from simgrid import LinkInRoute, NetZone
 
     zone = NetZone.create_star_zone("cluster")
     hosts = []
     for number in range(case["hosts"]):
         slowdown = case["slowdown"] if number == case["slow_host"] else 1.0
-        host = zone.create_host(f"host{number}", 1e9)
+        host = zone.create_host(f"host{number}", SPEED)
         link = zone.create_split_duplex_link(f"link{number}", case["bandwidth"] / slowdown)
         link.set_latency(case["latency"] / 2)
         zone.add_route(host.netpoint, None, None, None, [LinkInRoute(link, LinkInRoute.UP)], True)
@@ -171,7 +174,7 @@ def _ring(position: int, rank: int, N: int, size: int) -> None:
     assert chunks == [(1 << N) - 1] * N, "not the sum of all groups"
 
 
-def _tree(position: int, rank: int, N: int, size: int) -> None:
+def tree(position: int, rank: int, N: int, size: int) -> None:
     """Binomial tree: receive from one child after the other, send all to the parent; then the same in reverse."""
     held, distance = 1 << rank, 1
     while distance < N and not rank & distance:
@@ -194,7 +197,7 @@ def _mailbox(position: int, way: str, rank: int):
     return Mailbox.by_name(f"{position}:{way}:{rank}")
 
 
-ALGORITHMS = {"ring": _ring, "tree": _tree}
+ALGORITHMS = {"ring": _ring, "tree": tree}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,13 +24,15 @@ from math import gamma
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import simgrid_allreduce
+
 TIMES = {"compute_s": 64.0, "message_s": 0.125, "latency_s": 1e-5, "detection_s": 1.0, "reconfigure_s": 0.2}
 TIMES |= {"restart_s": 3600.0, "checkpoint_s": 60.0, "period_s": 3000.0}
 """SPARe's published setting (arXiv 2603.00357), with an all-reduce of 2 s for 129 to 256 groups: 16 messages in a row."""
 MTBF_S, SHAPE, REDUNDANCY = 300.0, 0.78, {"spare": 9, "replication": 3, "stacked_quota": 9}
 _RATE = 1e9
 """Bytes per second of every link, so that 10^9 bytes take a second."""
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 # --- this side: the policy, and our own simulator ---------------------------------------------------------------------
@@ -144,34 +146,16 @@ class World:
     def compute(self, group: int, seconds: float) -> None:
         from simgrid import this_actor
 
-        this_actor.execute(seconds)
+        this_actor.execute(seconds * simgrid_allreduce.SPEED)
 
     def reduce(self, group: int, members: list[int]) -> None:
         """Take part in an all-reduce along a binomial tree: sums to the first member, the result back from it."""
-        rank, distance, message = members.index(group), 1, int(self.case["message_s"] * _RATE)
-        held = {group}
-        while distance < len(members) and not rank & distance:
-            if rank + distance < len(members):
-                held |= self._mailbox("up", rank + distance).get()
-            distance *= 2
-        if rank:
-            self._mailbox("up", rank).put(held, message)
-            held = self._mailbox("down", rank).get()
-        while distance > 1:
-            distance //= 2
-            if rank + distance < len(members):
-                self._mailbox("down", rank + distance).put(held, message)
-        assert held == set(members), "not the sum of all groups"
+        simgrid_allreduce.tree(self.epoch, members.index(group), len(members), int(self.case["message_s"] * _RATE))
 
     def save(self, group: int, share: float) -> None:
         from simgrid import Comm
 
         Comm.sendto(self.hosts[group], self.hosts[-1], int(share * _RATE))
-
-    def _mailbox(self, way: str, rank: int) -> Any:
-        from simgrid import Mailbox
-
-        return Mailbox.by_name(f"{self.epoch}:{way}:{rank}")
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
@@ -274,21 +258,22 @@ class World:
 
 
 def _in_simgrid() -> None:
-    from simgrid import Actor, Engine, LinkInRoute, NetZone
+    from simgrid import Actor, Engine
 
     # Every actor is a thread, and only one of them runs at a time: on one core the change takes a fifth of the time.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     case = json.loads(sys.stdin.readline())
-    plain = ("network/model:CM02", "network/TCP-gamma:0", "network/crosstraffic:0")
-    engine = Engine(["simgrid_run", "--log=root.thresh:critical", *(f"--cfg={setting}" for setting in plain)])
-    zone, hosts = NetZone.create_star_zone("cluster"), []
-    for number in range(case["groups"] + 1):  # the last one is the storage, and the controller's
-        host = zone.create_host(f"host{number}", 1.0)  # a second of work takes a second
-        link = zone.create_split_duplex_link(f"link{number}", _RATE)
-        link.set_latency(case["latency_s"] / 2)
-        zone.add_route(host.netpoint, None, None, None, [LinkInRoute(link, LinkInRoute.UP)], True)
-        hosts.append(host)
-    zone.seal()
+    settings = [f"--cfg={setting}" for setting in simgrid_allreduce.MODELS["plain"]]
+    engine = Engine(["simgrid_run", "--log=root.thresh:critical", *settings])
+    # The last host is the storage, and the controller's.
+    network = {
+        "hosts": case["groups"] + 1,
+        "bandwidth": _RATE,
+        "latency": case["latency_s"],
+        "slowdown": 1.0,
+        "slow_host": 0,
+    }
+    hosts = simgrid_allreduce.platform(network)
     world = World(case, hosts)
     Actor.create("controller", hosts[-1], world.control)
     Actor.create("failures", hosts[-1], world.strike).daemonize()
@@ -306,9 +291,6 @@ def main() -> int:
     if options.in_simgrid:
         _in_simgrid()
         return 0
-    sys.path.insert(0, str(_ROOT))
-    from tools import simgrid_allreduce
-
     python = simgrid_allreduce.python_with_simgrid()
     if python is None:
         print("simgrid_run: no SimGrid here; as root: apt-get install python3-simgrid", file=sys.stderr)
