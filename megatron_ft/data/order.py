@@ -109,7 +109,7 @@ class BatchSchedule:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no step has another size than the first one given."""
+        """Return whether no step has another size than the first one given."""
         return self._changes == [(0, self._initial)]
 
     def at(self, step: int) -> int:

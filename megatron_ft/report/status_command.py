@@ -23,7 +23,7 @@ _LOOK_S = 1.0
 
 
 class Status:
-    """What is known of the run in ``run_dir``. Raises ``LaunchError`` if there is none."""
+    """Return what is known of the run in ``run_dir``. Raises ``LaunchError`` if there is none."""
 
     def __init__(self, run_dir: Path) -> None:
         try:

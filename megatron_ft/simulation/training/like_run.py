@@ -22,12 +22,11 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ft.core.detection import stragglers
-from megatron_ft.core.protocol.state import Job
 from megatron_ft.errors import WIPED_OUT, ConfigError
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.runlog import protocol_trace, run_directory
 from megatron_ft.runlog.run_record import RunRecord
-from megatron_ft.simulation.training.planned import Planned
+from megatron_ft.simulation.training.planned import Planned, largest_load
 from megatron_ft.simulation.training.setting import Failures, Setting
 from megatron_ft.simulation.training.training_run import Result, simulate
 from megatron_ft.types import GroupId, PlanOrigin
@@ -130,10 +129,11 @@ def compare(run_dir: Path) -> Comparison:
     if not starts:
         raise ConfigError(f"{run_dir} has made no step; simulate --like needs a run with two steps or more")
     job, settings = protocol_trace.Record.load(run_dir).job, starts[-1].config["fault_tolerance"]
-    took = measure(starts, job)
     first, last = starts[0].steps.numbers[0], starts[-1].steps.numbers[-1]
     seconds = starts[-1].steps.times[-1] - starts[0].steps.times[0]
-    groups = job.shards
+    groups, everybody = job.shards, tuple(range(job.shards))
+    load = largest_load(job.plan(0, PlanOrigin(everybody), stragglers.Speeds()), everybody)
+    took = measure(starts, everybody, load)
     cluster = Cluster(
         gpus=groups,
         gpus_per_group=1,
@@ -141,7 +141,7 @@ def compare(run_dir: Path) -> Comparison:
         mtbf_s=max(seconds / max(1, len(took.losses)), took.step_s),
         step_s=took.step_s,
         allreduce_s=took.allreduce_s,
-        microbatches=_load(job, tuple(range(groups))),
+        microbatches=load,
         restart_s=took.restart_s,
         checkpoint_s=max(took.checkpoint_s, 1e-9),
         steps=last - first,
@@ -172,19 +172,12 @@ def compare(run_dir: Path) -> Comparison:
     )
 
 
-def _load(job: Job, live: tuple[GroupId, ...]) -> int:
-    """Return how many microbatches the busiest group computes in a step of these groups."""
-    plan = job.plan(0, PlanOrigin(live), stragglers.Speeds())
-    return max(len(plan.of(group)) + len(plan.standby_of(group)) for group in live)
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(starts: Sequence[RunRecord], job: Job) -> Measured:
-    """Return what the starts of a run say about its times and losses. Raises ``ConfigError`` if fewer than two steps had
-    all groups and neither a loss nor a checkpoint."""
-    everybody = tuple(range(job.shards))
+def measure(starts: Sequence[RunRecord], everybody: tuple[GroupId, ...], load: int) -> Measured:
+    """Return what the starts of a run say about its times and losses. ``load``: microbatches of the busiest group in a step
+    with ``everybody``. Raises ``ConfigError`` if fewer than two steps had all groups and neither a loss nor a checkpoint."""
     begun = starts[0].steps.times[0]
     quiet = [(record, frozenset(_quiet(record, everybody))) for record in starts]
     steps = [record.steps[place] for record, places in quiet for place in places]
@@ -199,19 +192,15 @@ def measure(starts: Sequence[RunRecord], job: Job) -> Measured:
         for record, places in quiet
         for each in _microbatches_s(record, {record.steps.numbers[at] for at in places})
     )
-    allreduce_s = max(0.0, step_s - _load(job, everybody) * microbatch_s)
+    allreduce_s = max(0.0, step_s - load * microbatch_s)
     faults = [[fault for fault in record.faults if fault["code"] != WIPED_OUT] for record in starts]
-    stalls = {
-        kind: [
-            line["stall_s"]
-            for record in starts
-            for line in record.recoveries
-            if _lost(record, line["epoch"]) == (kind == "loss")
-        ]
-        for kind in ("loss", "entry")
-    }
+    after_losses, at_entries = list[float](), list[float]()
+    for record in starts:
+        losing = {view["epoch"] for view in record.views if view["lost"]}
+        for line in record.recoveries:
+            (after_losses if line["epoch"] in losing else at_entries).append(line["stall_s"])
     detected = [fault["detected_s"] for each in faults for fault in each if fault["detected_s"] is not None]
-    stall_s, detection_s = _mean(stalls["loss"]), _mean(detected)
+    stall_s, detection_s = _mean(after_losses), _mean(detected)
     back = [seconds for record in starts for seconds in record.ways_back_s]
     restarts = [
         after.steps.times[0] - before_ends[-1]["t"] - stall_s - step_s
@@ -225,7 +214,7 @@ def measure(starts: Sequence[RunRecord], job: Job) -> Measured:
         allreduce_s=allreduce_s,
         detection_s=detection_s,
         stall_s=stall_s,
-        entry_s=_mean(stalls["entry"]),
+        entry_s=_mean(at_entries),
         # A group enters at the next boundary, on average half a step after it is ready.
         rejoin_s=max(0.0, mean(back) - step_s / 2) if back else None,
         restart_s=max(0.0, _mean(restarts)),
@@ -266,11 +255,6 @@ def _microbatches_s(record: RunRecord, steps: set[int]) -> Iterator[float]:
     if steps and not longest:
         raise ConfigError(f"{record.run_dir} has no timelines of its steps; they tell how long a microbatch takes")
     yield from longest.values()
-
-
-def _lost(record: RunRecord, epoch: int) -> bool:
-    """Return whether the view of ``epoch`` left a group out."""
-    return any(view["epoch"] == epoch and view["lost"] for view in record.views)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,6 +15,11 @@ from megatron_ft.simulation.training.setting import Setting
 from megatron_ft.types import GroupId, Plan, PlanOrigin
 
 
+def largest_load(plan: Plan, live: Collection[GroupId]) -> int:
+    """Return how many microbatches the busiest of the ``live`` groups computes, standby work included."""
+    return max(len(plan.of(group)) + len(plan.standby_of(group)) for group in live)
+
+
 class Planned(Policy):
     """The policy of ``job``. ``rejoins``: lost groups come back, from the next step on."""
 
@@ -27,8 +32,7 @@ class Planned(Policy):
         self._begin(PlanOrigin(tuple(sorted(self.live))))
 
     def stacks(self) -> float:
-        plan, live = self._plan, self.live
-        return max(len(plan.of(group)) + len(plan.standby_of(group)) for group in live) / self.per_shard
+        return largest_load(self._plan, self.live) / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:
         self.live -= set(groups)
