@@ -39,7 +39,7 @@ import recovery_model
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.errors import LaunchError
 from megatron_ft.faults import kill as inject
-from megatron_ft.runlog import history
+from megatron_ft.runlog import history, run_directory
 
 GROUPS, PER_GROUP, MEGABYTES, SEED = 4, 8, 4, 1
 RATE = 1e-3
@@ -194,7 +194,7 @@ def ours(directory: Path, name: str, steps: int, trace: list[tuple[float, int]])
     struck, first = play(directory, section, GROUPS, PER_GROUP, __file__, steps, trace)
     run_dir = directory / "run"
     # Steps that were repeated after a restart are counted once, by their last end.
-    starts = [*sorted((run_dir / "earlier").glob("*")), run_dir]
+    starts = run_directory.starts_of(run_dir)
     lines = [line for start in starts for line in common.of(history.read(start), "step")]
     last = {line["step"]: line for line in lines}
     count = sum(line["microbatches"] for step, line in last.items() if step > 0)

@@ -38,7 +38,7 @@ import recovery_model
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.core.scheduling.policies import POLICIES
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, run_directory
 from megatron_ft.simulation.training import like_run
 
 GROUPS, PER_GROUP, MEGABYTES, SEED = 8, 4, 1, 1
@@ -114,7 +114,7 @@ def ours(
         section = {"rejoin": {"enabled": rejoin, "restarts_per_hour": 1000}, **RULES[name]}
         section["checkpoint"] = {"directory": saved, "period_s": CHECKPOINT_S}
         struck, first = goodput.play(Path(directory), section, GROUPS, PER_GROUP, __file__, steps, trace)
-        starts = [history.read(start) for start in (*sorted((run_dir / "earlier").glob("*")), run_dir)]
+        starts = [history.read(start) for start in run_directory.starts_of(run_dir)]
         lines = invariants.joined(starts)
         numbers = _numbers(starts, lines, first, struck, run_dir, float(Path(directory, "loss").read_text()), reference)
         like = like_run.compare(run_dir)
@@ -142,7 +142,7 @@ def _numbers(
         "patched": sum(line["patched"] for line in recoveries),
         "promoted": sum(line["promoted"] for line in recoveries),
         "made_again": (made - len(steps)) * GROUPS * PER_GROUP,
-        "standby": sum(_spans(start) for start in (*sorted((run_dir / "earlier").glob("*")), run_dir)),
+        "standby": sum(_spans(start) for start in run_directory.starts_of(run_dir)),
         "starts_again": len(starts) - 1,
         "held_out_loss": loss,
         "killed": sum(each["was_there"] for each in struck),

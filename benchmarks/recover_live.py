@@ -126,7 +126,7 @@ def restarted(directory: Path, of: dict[str, int]) -> dict[str, Any]:
                 agent.kill()  # its ranks end with it
         if agent.returncode not in (0, -signal.SIGKILL):
             raise RuntimeError((directory / "log").read_text()[-3000:])
-    starts = [*sorted((directory / "run" / run_directory.EARLIER).glob("*")), directory / "run"]
+    starts = run_directory.starts_of(directory / "run")
     lines = [line for start in starts for line in common.of(history.read(start), "step")]
     return {**_steps(lines), "made_again": len(lines) - of["steps"], "restarts": len(starts) - 1}
 

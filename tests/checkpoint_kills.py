@@ -94,7 +94,7 @@ def play_restarts(directory: Path, data_dir: Path, losses: int, rng: random.Rand
             kill.kill(directory, rng.randrange(GROUPS), "anywhere", rng.choice((SIGKILL, SIGKILL, SIGSTOP)))
         support.wait_for(lambda n=number: (aside / f"{n:04d}" / "ranks.json").exists() or over(run), run)
     said = run.finish()
-    played.starts = [history.read(path) for path in (*sorted(aside.glob("*")), directory)]
+    played.starts = [history.read(path) for path in run_directory.starts_of(directory)]
     played.at = [max(invariants.losses(lines), default=-1) for lines in played.starts[:-1]]
     if run.process.returncode:
         played.violations.append(f"exit code {run.process.returncode}: {said}\n{run.logs()}")

@@ -96,7 +96,7 @@ class Submission:
     @property
     def lines(self) -> list[dict]:
         """The history of all starts of the job, as one."""
-        starts = [*sorted((self.run_dir / "earlier").glob("*")), self.run_dir]
+        starts = run_directory.starts_of(self.run_dir)
         return invariants.joined([history.read(start) for start in starts])
 
     def events(self, event: str) -> list[dict]:

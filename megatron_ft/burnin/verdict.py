@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ft.burnin.strikes import Strike, Victim
 from megatron_ft.errors import FTError
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, run_directory
 from megatron_ft.runlog.protocol_trace import Record
 from megatron_ft.runlog.replay import replay
 from megatron_ft.types import given
@@ -54,7 +54,7 @@ def whole(lines: Lines, groups: int) -> bool:
 
 def judge(run_dir: Path, code: int, cases: Sequence[Case], reference: Path | None = None) -> list[str]:
     """Returns a message for each broken promise. ``code``: exit code of the supervisor."""
-    starts = [*sorted((run_dir / "earlier").glob("*")), run_dir]
+    starts = run_directory.starts_of(run_dir)
     histories = [history.read(start) for start in starts]
     lines = invariants.joined(histories)
     found = [f"the job ended with exit code {code}, not 0"] if code else []

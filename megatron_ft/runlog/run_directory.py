@@ -106,6 +106,11 @@ def _put_aside(path: Path) -> None:
             os.replace(path / name, room / name)
 
 
+def starts_of(path: Path) -> list[Path]:
+    """Return the directories with the records of all starts of a job, the oldest first and ``path`` last."""
+    return [*sorted((path / EARLIER).glob("*")), path]
+
+
 def _lives(rank: dict[str, Any]) -> bool:
     """Return True if a rank of this host is alive and not a zombie."""
     if rank["host"].partition("(")[0] != socket.gethostname():  # the address is appended where hosts have the same name

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import WIPED_OUT
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, run_directory
 from tests import sshd, support
 from tests.stores import await_, etcd_missing
 from tools import proc
@@ -138,7 +138,7 @@ class Job:
 
     def lines(self) -> list[dict]:
         """Return the history of all starts of the job, as one."""
-        starts = [*sorted((self.run_dir / "earlier").glob("*")), self.run_dir]
+        starts = run_directory.starts_of(self.run_dir)
         return invariants.joined([history.read(start) for start in starts])
 
     def check(self, reference: list[dict]) -> None:

@@ -124,8 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
 def compare(run_dir: Path) -> Comparison:
     """Return a run beside its simulation. Raises ``FTError``."""
-    earlier = sorted((run_dir / run_directory.EARLIER).glob("*"))
-    starts = [record for path in (*earlier, run_dir) if (record := RunRecord.load(path)).steps]
+    starts = [record for path in run_directory.starts_of(run_dir) if (record := RunRecord.load(path)).steps]
     if not starts:
         raise ConfigError(f"{run_dir} has made no step; simulate --like needs a run with two steps or more")
     job, settings = protocol_trace.Record.load(run_dir).job, starts[-1].config["fault_tolerance"]
