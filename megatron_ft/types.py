@@ -114,6 +114,7 @@ class Report:
         reduced_buckets: buckets of ``step`` whose reduction the host saw complete before the abort.
         synced: False until the group has received the model state that it starts from.
         complete: True if ``reduced_buckets`` are all buckets, so that the group can commit ``step`` without another group.
+        attempt: how often the sums of ``step`` were discarded at the group; ``reduced_buckets`` are of this attempt.
     """
 
     epoch: int
@@ -122,6 +123,7 @@ class Report:
     reduced_buckets: tuple[Bucket, ...] = ()
     synced: bool = True
     complete: bool = False
+    attempt: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -131,11 +133,13 @@ class Report:
             "have": list(self.reduced_buckets),
             "synced": self.synced,
             "complete": self.complete,
+            **({"attempt": self.attempt} if self.attempt else {}),
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Report:
-        return cls(raw["epoch"], raw["group"], raw["step"], tuple(raw["have"]), raw["synced"], raw["complete"])
+        have, attempt = tuple(raw["have"]), raw.get("attempt", 0)
+        return cls(raw["epoch"], raw["group"], raw["step"], have, raw["synced"], raw["complete"], attempt)
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class View:
         live: the members, ascending.
         reason: the best cause known when the view was proposed: the verdicts against the groups it leaves out, if any.
         step: the step that goes on.
+        attempt: how often the sums of ``step`` were discarded; ``final`` holds buckets of this attempt.
         lost: members of the view before that are left out, each with the reason.
         joined: groups that enter with this view, and get the committed state by themselves.
         source: the group that hands the committed state to ``behind``; None if it is not needed.
@@ -204,6 +209,7 @@ class View:
     live: tuple[GroupId, ...]
     reason: str
     step: int = 0
+    attempt: int = 0
     lost: Mapping[GroupId, str] = field(default_factory=dict)
     joined: tuple[GroupId, ...] = ()
     source: GroupId | None = None
@@ -231,6 +237,7 @@ class View:
             "reason": self.reason,
             "noticed": self.noticed,
             "step": self.step,
+            **({"attempt": self.attempt} if self.attempt else {}),
             "lost": {str(group): reason for group, reason in self.lost.items()},
             "joined": list(self.joined),
             "source": self.source,
@@ -259,6 +266,7 @@ class View:
             live=groups_of(raw["live"]),
             reason=raw["reason"],
             step=raw["step"],
+            attempt=raw.get("attempt", 0),
             lost={int(group): reason for group, reason in raw["lost"].items()},
             joined=tuple(raw["joined"]),
             source=raw["source"],
@@ -299,17 +307,20 @@ def groups_of(raw: str | list[GroupId]) -> tuple[GroupId, ...]:
 
 
 def _fold(reports: tuple[Report, ...]) -> list[list[Any]]:
-    """Return reports as ``[step, have, synced, complete, groups]``: thousands of groups publish few distinct reports."""
+    """Return reports as ``[step, have, synced, complete, attempt, groups]``, without an attempt that is 0: thousands of
+    groups publish few distinct reports."""
     alike: dict[tuple[Any, ...], list[GroupId]] = {}
-    for report in reports:
-        alike.setdefault((report.step, report.reduced_buckets, report.synced, report.complete), []).append(report.group)
-    return [[step, list(have), synced, complete, groups] for (step, have, synced, complete), groups in alike.items()]
+    for one in reports:
+        attempt = (one.attempt,) if one.attempt else ()
+        said = (one.step, one.reduced_buckets, one.synced, one.complete, *attempt)
+        alike.setdefault(said, []).append(one.group)
+    return [[step, list(have), *more, groups] for (step, have, *more), groups in alike.items()]
 
 
 def _unfold(epoch: int, raw: list[list[Any]]) -> tuple[Report, ...]:
     found = [
-        Report(epoch, group, step, tuple(have), synced, complete)
-        for step, have, synced, complete, groups in raw
+        Report(epoch, group, step, tuple(have), synced, complete, *attempt)
+        for step, have, synced, complete, *attempt, groups in raw
         for group in groups_of(groups)
     ]
     return tuple(sorted(found, key=lambda report: report.group))

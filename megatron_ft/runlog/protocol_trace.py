@@ -25,10 +25,11 @@ _NEEDED = {
     "begin": ("steps", "microbatches", "buckets"),
     "recovery": ("step", "epoch", "patched", "patched_by", "unhosted", "buckets_kept", "buckets_redone", "state_from"),
     "step": ("step", "epoch", "live", "microbatches"),
+    "discarded": ("step", "attempt"),
 }
 _MOST = 10**6
 """A limit above the groups of any run; a damaged number must not take all memory."""
-_NUMBERS = ("step", "epoch", "steps", "microbatches", "buckets", "per_shard")
+_NUMBERS = ("step", "epoch", "steps", "microbatches", "buckets", "per_shard", "attempt")
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 """The exceptions that reading a value of the wrong shape raises."""
 
@@ -64,6 +65,8 @@ class Record:
     torn: int = 0
     groups: int = 0
     first: int = 0
+    discards: frozenset[tuple[int, int]] = frozenset()
+    """Steps and attempts whose sums were discarded before the update."""
 
     @property
     def measured(self) -> dict[int, dict[GroupId, float]]:
@@ -116,6 +119,7 @@ class Record:
             torn=torn,
             groups=run.groups,
             first=by_event["resume"][0].fields["step"] if "resume" in by_event else 0,
+            discards=frozenset((f["step"], f["attempt"]) for _, f in by_event.get("discarded", ())),
         )
 
 

@@ -85,6 +85,7 @@ class _Past:
 
     def __init__(self, record: Record) -> None:
         self.measured, self._sizes = record.measured, record.sizes
+        self.discards = record.discards
         self._job = record.job
         self._known = [stragglers.Speeds()]
 
@@ -139,7 +140,7 @@ class _Machine:
         self.recoveries, self.resumed = [], False
         at, action = self.state, recovery.next_action(self.state)
         while not _resumes(at, action):
-            event = _obey(action, self.past)
+            event = _obey(action, self.past, at)
             if event is None:
                 return  # the group has to stop
             at, action = self.past.after(at, event)
@@ -150,7 +151,7 @@ class _Machine:
         """Carry out core's orders until the group has arrived; return False if it does not arrive."""
         action = recovery.next_action(self.state)
         while not arrived(self.state):
-            event = _obey(action, self.past, have(self.state))
+            event = _obey(action, self.past, self.state, have(self.state))
             if event is None:
                 return False
             if not self.resumed and _resumes(self.state, action):
@@ -170,14 +171,11 @@ class _Machine:
         buckets = tuple(range(job.buckets)) if job.policy.shrinks and report.complete else report.reduced_buckets
 
         def stands(state: GroupState) -> bool:
-            return (state.step, tuple(sorted(state.reduced_buckets)), state.synced) == (
-                report.step,
-                buckets,
-                report.synced,
-            )
+            here = (state.step, state.attempt, tuple(sorted(state.reduced_buckets)), state.synced)
+            return here == (report.step, report.attempt, buckets, report.synced)
 
         def have(state: GroupState) -> Collection | None:
-            return buckets if state.step >= report.step else None
+            return buckets if (state.step, state.attempt) >= (report.step, report.attempt) else None
 
         if not self.advance(stands, have):
             reached = f"step {self.state.step} with buckets {sorted(self.state.reduced_buckets)}, where core asks for"
@@ -186,7 +184,7 @@ class _Machine:
         if self.resumed:
             return
         at, action = self.state, recovery.next_action(self.state)
-        while stands(at) and (event := _obey(action, self.past, buckets)):  # the report does not tell its progress
+        while stands(at) and (event := _obey(action, self.past, at, buckets)):  # the report does not tell its progress
             at, action = self.past.after(at, event)
         if stands(at) and _resumes(at, action):
             self.resumed = None
@@ -214,7 +212,9 @@ class _Machine:
         return [action.view for action in actions if isinstance(action, messages.Propose)]
 
 
-def _obey(action: messages.Action, past: _Past, have: Collection | None = None) -> messages.Event | None:
+def _obey(
+    action: messages.Action, past: _Past, state: GroupState, have: Collection | None = None
+) -> messages.Event | None:
     """Carry out core's order; None if it has no result, or would lead past a report with the buckets ``have``."""
     match action:
         case messages.Compute(microbatch=microbatch):
@@ -228,6 +228,8 @@ def _obey(action: messages.Action, past: _Past, have: Collection | None = None) 
         case messages.Reduce(buckets=buckets):
             wanted = [bucket for bucket in buckets if have is None or bucket in have]
             return messages.Reduced(wanted[0]) if wanted else None
+        case messages.Update(step=step) if have is None and (step, state.attempt) in past.discards:
+            return messages.Discarded(step)
         case messages.Update(step=step) if have is None:
             return messages.Updated(step, past.measured.get(step, {}))
     return None

@@ -40,6 +40,7 @@ from megatron_ft.core.protocol.messages import (
     Computed,
     Connect,
     Connected,
+    Discarded,
     EpochAborted,
     Event,
     Finish,
@@ -270,6 +271,9 @@ def _progress(state: GroupState, event: Event) -> GroupState:
             # A shell that feeds a completion seen after the abort has a bug: the bucket could be garbage.
             assert not state.reported, f"bucket {bucket} finished after the report of epoch {state.view.epoch}"
             return changed(state, reduced_buckets=state.reduced_buckets | {bucket})
+        case Discarded(step=discarded):
+            assert discarded == state.step and state.complete, f"step {discarded} is not complete at group {state.me}"
+            return changed(state, attempt=state.attempt + 1, computed=frozenset(), reduced_buckets=frozenset())
         case Updated(step=done, measured=measured):
             assert done == state.step, f"updated step {done} while in step {state.step}"
             job = state.job
@@ -291,6 +295,7 @@ def _begin(state: GroupState, new: int) -> GroupState:
         plan_origin=origin,
         plan=state.job.plan(new, origin, state.speeds),
         next_plan_origin=None,
+        attempt=0,
         computed=frozenset(),
         reduced_buckets=frozenset(),
         # A committed microbatch cannot kill another group.
@@ -325,7 +330,7 @@ def _close(state: GroupState) -> tuple[GroupState, tuple[Action, ...]]:
         return state, ()
     # If the batch shrinks, a bucket with a lost group's part belongs to another batch than those that are reduced again.
     reduced = () if state.job.policy.shrinks else tuple(sorted(state.reduced_buckets))
-    report = Report(epoch, state.me, state.step, reduced, state.synced, state.complete)
+    report = Report(epoch, state.me, state.step, reduced, state.synced, state.complete, state.attempt)
     reports = {**state.reports, state.me: report}
     noticed = "" if reason == accused else reason
     state = changed(state, reported=True, closed_by=reason, noticed=noticed, reports=reports, looked=None, waited_s=0.0)
@@ -365,7 +370,7 @@ def _entry(state: GroupState) -> str:
     All groups end it at the boundary after the step that the request names, so none is in the middle of a reduction. A
     group that hears of the request later ends the epoch at once: the others already wait in that step.
     """
-    if state.reduced_buckets or state.finished or not _settled(state):
+    if state.reduced_buckets or state.attempt or state.finished or not _settled(state):
         return ""
     asking = sorted(state.asking.items())
     ready = [group for group, asked in asking if asked.after < state.step and admissible(state.view, asked)]
@@ -552,5 +557,9 @@ def _transferred(state: GroupState, event: Transferred) -> GroupState:
     state = changed(state, transferred=True, synced=True, speeds=state.speeds if taken is None else taken)
     if state.next_plan_origin is None:
         plan = state.plan if taken is None else state.job.plan(state.step, state.plan_origin, taken)
-        return changed(state, reduced_buckets=state.final, plan=plan)
-    return _begin(state, state.view.step)
+        if state.attempt == state.view.attempt:
+            return changed(state, reduced_buckets=state.final, plan=plan)
+        state = changed(state, computed=frozenset(), reduced_buckets=frozenset(state.view.final), plan=plan)
+    else:
+        state = _begin(state, state.view.step)
+    return changed(state, attempt=state.view.attempt)

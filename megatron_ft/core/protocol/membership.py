@@ -62,10 +62,12 @@ def next_view(
     if step is None and not any(view.incarnations.get(group, 0) == 0 for group in live):
         return _wipe_out(view, live, gone)
     step = step or 0  # a group of the first start has no state, so no group can have committed anything
-    source, behind = _state_transfer(view, told, step)
+    attempt = max((r.attempt for r in told.values() if r.synced and r.step == step), default=0)
+    source, behind = _state_transfer(view, told, step, attempt)
     holders = {group: r for group, r in told.items() if r.step == step and group not in behind}
     final, missing = _bucket_transfer(holders, behind)
-    together = not behind and not final and all(r.step == step for r in told.values() if r.synced)
+    # A group that enters has the state from which the first attempt of a step begins.
+    together = not (behind or final or attempt) and all(r.step == step for r in told.values() if r.synced)
     joined = _entering(view, live, asking or {}) if together else {}
     cause = _cause(gone) or reason
     return View(
@@ -73,6 +75,7 @@ def next_view(
         live=tuple(sorted((*live, *joined))),
         reason=cause,
         step=step,
+        attempt=attempt,
         lost=gone,
         joined=tuple(joined),
         source=source,
@@ -126,23 +129,26 @@ def follows(view: View, report: Report) -> bool:
 
 
 def _state_transfer(
-    view: View, told: Mapping[GroupId, Report], step: int
+    view: View, told: Mapping[GroupId, Report], step: int, attempt: int
 ) -> tuple[GroupId | None, tuple[GroupId, ...]]:
     """Return the group that hands over the state that ``step`` starts from, and the groups that need it.
 
     A group that has passed the gate of step s works on s+1: s is decided, and the others catch up by one step instead
     of reducing again; if they hold every bucket of s, they only have to commit it. When no group is synced yet (the run
     has just started), the state is the initial model of the lowest group. A group that follows gets the state by itself.
+    A group in an earlier attempt of ``step`` takes the state too: what an attempt was discarded for is part of it.
     """
     lowest = min((report.step for report in told.values() if report.synced), default=step)
     assert step - lowest <= 1, f"live groups are {step - lowest} steps apart: {told}"
-    synced = [group for group, report in sorted(told.items()) if report.synced and report.step == step]
+    stands = {group for group, r in told.items() if r.synced and (r.step, r.attempt) == (step, attempt)}
+    synced = sorted(stands)
     source = synced[0] if synced else min(group for group, report in told.items() if not follows(view, report))
     behind = tuple(
         group
         for group, report in sorted(told.items())
         if group != source
-        and not (report.synced and (report.step == step or report.complete))
+        and group not in stands
+        and not (report.synced and report.step < step and report.complete)
         and not follows(view, report)
     )
     return (source, behind) if behind else (None, ())

@@ -3,7 +3,7 @@
 The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.simulated_group`` in tests. An event
 states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
 
-Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Updated``,
+Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Discarded``, ``Updated``,
 ``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
 ``LeaveAnnounced``, ``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from
 claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
@@ -66,6 +66,20 @@ class Reduced:
     """
 
     bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Discarded:
+    """Every bucket is reduced, and the sums must not be used: the step is computed again, in its next attempt.
+
+    Whether an attempt is discarded is a function of its sums, so every group that has them decides the same. The next
+    attempt depends on why, so a group that lacks a bucket takes the state of a group that has begun that attempt.
+
+    Attributes:
+        step: the step whose sums are discarded; it is not committed in any group.
+    """
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -287,7 +301,7 @@ class Tick:
 
 
 Event = (
-    Computed | Connected | Transferred | Reduced | Updated | BatchResized | CaughtUp | CatchUpFailed
+    Computed | Connected | Transferred | Reduced | Discarded | Updated | BatchResized | CaughtUp | CatchUpFailed
     | GroupFailed | LeaveAnnounced | JoinRequested | RunHalted | EpochAborted | LinkDown
     | ReportsSeen | ViewSeen | Replaced | Tick
 )  # fmt: skip

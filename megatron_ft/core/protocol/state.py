@@ -104,6 +104,7 @@ class GroupState:
         plan: plan of ``step``. It is kept while ``ahead`` is set, because all groups that hold the state of the next
             step may die before they hand it over (hard case 7).
         incarnation: the start of this group.
+        attempt: how often the sums of ``step`` were discarded before its update (``Discarded``).
         next_plan_origin: plan origin of ``step + 1``, while the view says that others have decided ``step``; else None.
         computed: microbatches of ``step`` whose gradients are in the local buckets, or in those of a standby part.
         reduced_buckets: buckets of ``step`` whose reduction completed here.
@@ -139,6 +140,7 @@ class GroupState:
     plan_origin: PlanOrigin
     plan: Plan
     incarnation: int = 0
+    attempt: int = 0
     next_plan_origin: PlanOrigin | None = None
     computed: frozenset[Microbatch] = frozenset()
     reduced_buckets: frozenset[Bucket] = frozenset()
@@ -204,7 +206,8 @@ class GroupState:
     @cached_property
     def final(self) -> frozenset[Bucket]:
         """The buckets of ``step`` that this group holds finished, or that some member hands over under this view."""
-        return self.reduced_buckets | set(self.view.final if self.view.step == self.step else ())
+        here = (self.view.step, self.view.attempt) == (self.step, self.attempt)
+        return self.reduced_buckets | set(self.view.final if here else ())
 
     @cached_property
     def unfinished(self) -> tuple[Bucket, ...]:

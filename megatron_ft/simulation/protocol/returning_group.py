@@ -17,11 +17,12 @@ Donor = tuple[GroupId, int]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A committed model. ``step`` is the one to go on with."""
+    """A committed model. ``step`` is the one to go on with, ``attempt`` how often its sums were discarded."""
 
     step: int
     params: str
     speeds: Speeds
+    attempt: int = 0
 
 
 @dataclass

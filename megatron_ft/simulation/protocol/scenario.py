@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from megatron_ft.core.scheduling.policies import POLICIES, REPLICATION, SLACK, SPARE, STACKED_QUOTA
+from megatron_ft.core.scheduling.policies import DROP, POLICIES, REPLICATION, SLACK, SPARE, STACKED_QUOTA
 from megatron_ft.simulation.protocol.network import STORE
 
 DRAWN = (*POLICIES, SLACK)
@@ -54,6 +54,7 @@ class Fault:
 class Scenario:
     """``redundancy`` 0 means that every group hosts every shard; see ``core.protocol.machine.Job`` for the rest.
     ``ramp``: the script sets the number of microbatches in a shard, the second number, before the step of the first number.
+    ``discards``: steps and attempts whose sums are discarded before the update (``messages.Discarded``).
     ``policy``, ``slack``: see ``core.scheduling.policies.policy``; the copies of ``replication`` are ``redundancy``.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
     outlives everything."""
@@ -68,6 +69,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     spare_hosts: int | None = None
     ramp: tuple[int, int] = (0, 0)
+    discards: tuple[tuple[int, int], ...] = ()
     policy: str = STACKED_QUOTA
     slack: bool = False
 
@@ -160,7 +162,13 @@ def draw(seed: int) -> Scenario:
     scenario = draw_fail_over(seed) if seed % 4 == 3 else draw_fixed(seed)
     rng = random.Random(f"ramp {seed}")  # of its own: the scenarios without a ramp are those of before
     if scenario.steps > 1 and rng.random() < 0.25:
-        return replace(scenario, ramp=(rng.randrange(1, scenario.steps), rng.randint(1, 4)))
+        scenario = replace(scenario, ramp=(rng.randrange(1, scenario.steps), rng.randint(1, 4)))
+    rng = random.Random(f"discards {seed}")
+    if rng.random() < 0.3:
+        steps = rng.sample(range(scenario.steps), rng.randint(1, min(3, scenario.steps)))
+        attempts = {step: rng.choice([1, 1, 2]) for step in steps}
+        discards = tuple((step, attempt) for step in sorted(steps) for attempt in range(attempts[step]))
+        scenario = replace(scenario, discards=discards)
     return scenario
 
 
@@ -175,7 +183,8 @@ def draw_of(policy: str, seed: int) -> Scenario:
     }
     redundancy = rng.choice(able.get(policy, [0]))
     name = STACKED_QUOTA if policy == SLACK else policy
-    return replace(scenario, policy=name, slack=policy == SLACK, redundancy=redundancy)
+    discards = scenario.discards if policy != DROP else ()
+    return replace(scenario, policy=name, slack=policy == SLACK, redundancy=redundancy, discards=discards)
 
 
 def draw_fail_over(seed: int) -> Scenario:

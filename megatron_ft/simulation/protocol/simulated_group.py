@@ -49,10 +49,12 @@ class Pace:
 
 
 class Sum(NamedTuple):
-    """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0."""
+    """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0. ``attempts``:
+    the attempts of the step in which the parts were computed; there must be one."""
 
     gradient: int = 0
     seconds: Mapping[GroupId, float] = {}
+    attempts: frozenset[int] = frozenset()
 
 
 class Group(Process):
@@ -66,6 +68,8 @@ class Group(Process):
         self.state = machine.start(me, cluster.job, view)
         self.next = machine.next_action(self.state)
         self.params = f"initial model of {me}.{self.incarnation}"
+        self.attempt = 0
+        """The number of discarded attempts of the step whose reasons it knows: it saw their sums, or took the state."""
         self.reset_step()
         self.gone = False
         self.frozen_until = 0.0
@@ -380,10 +384,10 @@ class Group(Process):
         view = self.state.view
         self._contribute()
         for bucket in buckets:
-            part = Sum(self.local[bucket], {} if bucket else dict(self.seconds))
-            self._send(view.live, ("sum", view.epoch, step, bucket), part)
+            part = Sum(self.local[bucket], {} if bucket else dict(self.seconds), frozenset({self.attempt}))
+            self._send(view.live, ("sum", view.epoch, step, self.attempt, bucket), part)
         for bucket in buckets:
-            key = ("sum", view.epoch, step, bucket)
+            key = ("sum", view.epoch, step, self.attempt, bucket)
             broken = yield from self._gather(key, view.live)
             if broken:
                 return broken
@@ -395,7 +399,7 @@ class Group(Process):
         """Hand over or take what the view says: state first, then buckets in ascending order."""
         outcome = None
         if self.me == view.source:
-            self._send(view.behind, ("state", view.epoch), Outcome(self.state.step, self.params, self.state.speeds))
+            self._send(view.behind, ("state", view.epoch), self._outcome())
         elif self.me in view.behind:
             source = given(view.source)
             broken = yield from self._gather(("state", view.epoch), (source,))
@@ -418,10 +422,13 @@ class Group(Process):
         yield from self._feed(machine.Transferred(view.epoch, outcome and outcome.speeds))
         return ""
 
+    def _outcome(self) -> Outcome:
+        return Outcome(self.state.step, self.params, self.state.speeds, self.attempt)
+
     def _take(self, outcome: Outcome, view: View) -> None:
-        if outcome.step > self.state.step:
+        if (outcome.step, outcome.attempt) > (self.state.step, self.attempt):
             self.reset_step()
-        self.params = outcome.params
+        self.params, self.attempt = outcome.params, outcome.attempt
         told = {"step": outcome.step, "source": view.source, "params": outcome.params}
         self.record("state", epoch=view.epoch, **told)
 
@@ -429,6 +436,14 @@ class Group(Process):
         yield self._sleep(self.pace.update)
         parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
         sums = [part.gradient for part in parts]
+        attempts = {attempt for part in parts for attempt in part.attempts}
+        assert attempts == {self.attempt} == {self.state.attempt}, f"step {step}: sums of the attempts {attempts}"
+        if (step, self.attempt) in self.cluster.scenario.discards:
+            self.attempt += 1
+            self.reset_step()
+            yield from self._feed(machine.Discarded(step))
+            return
+        self.attempt = 0
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
         view, known = self.state.view, self.state.speeds.to_json()
         told = {"step": step, "sums": sums, "params": self.params, "speeds": known}
@@ -495,7 +510,7 @@ class Group(Process):
             self._send_state(who, following)
 
     def _send_state(self, who: Donor, following: Following) -> None:
-        me, outcome = (self.me, self.incarnation), Outcome(self.state.step, self.params, self.state.speeds)
+        me, outcome = (self.me, self.incarnation), self._outcome()
         self.cluster.network.send(self.me, who[0], lambda: following.take(me, outcome))
 
     def _follow(self, step: int) -> Body:
@@ -557,8 +572,12 @@ class Group(Process):
 
 
 def _sum(parts: Iterable[Sum]) -> Sum:
-    gradients, seconds = zip(*parts, strict=True)
-    return Sum(sum(gradients), {group: s for part in seconds for group, s in sorted(part.items())})
+    gradients, seconds, attempts = zip(*parts, strict=True)
+    return Sum(
+        sum(gradients),
+        {group: s for part in seconds for group, s in sorted(part.items())},
+        frozenset[int]().union(*attempts),
+    )
 
 
 _HEARD = "a notice has come in"
