@@ -81,6 +81,8 @@ def settings(config: RunConfig) -> dict[str, Any]:
     engine = {key: value for key, value in sorted(config.engine.items()) if key not in parallelism.WITHOUT_EFFECT}
     if section.loss_reduction != "microbatch":  # older checkpoints do not have it
         engine["fault_tolerance.loss_reduction"] = section.loss_reduction
+    if section.reduction != "fast":
+        engine |= {"fault_tolerance.reduction": section.reduction, "fault_tolerance.exact_bits": section.exact_bits}
     return {
         "train_micro_batch_size_per_gpu": config.samples_per_microbatch,
         "gradient_accumulation_steps": config.microbatches_per_group,

@@ -17,6 +17,10 @@ local gradients.
 - one live group: nothing. Its local gradients are the sum, in fp32 whatever was asked for, and ``Engine.update`` divides
   and clips them in place: it is the first to change them, and the step cannot be asked for again after it.
 
+**Exact reduction**: the buffers are fp64. They are summed in place like fp32, or as int32 with few ``exact_bits``, then as
+for bf16. Each group sends a checksum of its part with it, and the sum has to have the sum of these checksums: a bucket
+that was changed on its way ends the epoch, and is reduced again.
+
 **bf16** halves what is sent. Local gradients stay fp32; each group rounds its sum once (2^-9 of it) and gloo cuts off after
 each addition (2^-8), so with N groups an element of the sum is wrong by at most N * 2^-8 times the sum of the groups'
 absolute values. Losses and counts travel beside the gradients as fp32 and stay exact.
@@ -28,15 +32,19 @@ buffer in which an operation may still write is given up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 from megatron_ft.collectives.communicator import Broken, Communicator, Left, Work
 from megatron_ft.engines.port import Gradients, Ready
+from megatron_ft.errors import InvariantBroken
 from megatron_ft.faults.injection_points import InjectionPoints
 from megatron_ft.types import Bucket
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MOST_CHANGED = 3
+"""A step in which this many buckets were changed on their way stops the run."""
 
 
 class Reduction:
@@ -57,6 +65,7 @@ class Reduction:
         self._wires: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, list[Work]] = {}
         self._broken: tuple[str, str] | None = None
+        self._changed: tuple[int, int] = -1, 0  # step, number of buckets of it that were changed on their way
 
     def ahead(self, outer: Communicator, step: int, buckets: Sequence[Bucket]) -> Ready | None:
         """Return a function to call with each bucket that is complete in the last backward pass of ``step``; None: no
@@ -101,7 +110,7 @@ class Reduction:
                     self._start(outer, step, bucket)
             meanwhile()
             for bucket in buckets:
-                self._finish(bucket)
+                self._finish(step, bucket)
                 done(bucket)
                 self._points.reach("bucket", step, bucket)
         except Left:
@@ -133,16 +142,49 @@ class Reduction:
         """Copy this group's gradients to the tensors that will be summed in place."""
         local, reduced = self._engine.local(bucket), self._engine.reduced(bucket)
         assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
+        exact = self._engine.exact(bucket)
+        if exact is not None:
+            reduced.copy_(local)
+            exact.seal(reduced)
+            if not exact.as_int32:
+                return (reduced,)
+            wire = self._wire(bucket, torch.int32)
+            exact.pack(reduced, wire)
+            return wire, reduced[-self._engine.tail(bucket) :]
         if self._dtype == reduced.dtype:
             return (reduced.copy_(local),)
         tail = self._engine.tail(bucket)
-        if bucket not in self._wires:
-            self._wires[bucket] = torch.empty(local.numel() - tail, dtype=self._dtype, device=local.device)
         reduced[-tail:].copy_(local[-tail:])
-        return self._wires[bucket].copy_(local[:-tail]), reduced[-tail:]
+        return self._wire(bucket, self._dtype).copy_(local[:-tail]), reduced[-tail:]
 
-    def _finish(self, bucket: Bucket) -> None:
+    def _wire(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        if bucket not in self._wires:
+            local = self._engine.local(bucket)
+            size = local.numel() - self._engine.tail(bucket)
+            self._wires[bucket] = torch.empty(size, dtype=dtype, device=local.device)
+        return self._wires[bucket]
+
+    def _finish(self, step: int, bucket: Bucket) -> None:
         for work in self._started[bucket]:
             work.wait()
-        if len(self._started.pop(bucket)) > 1:
-            self._engine.reduced(bucket)[: -self._engine.tail(bucket)].copy_(self._wires[bucket])
+        works, reduced = self._started.pop(bucket), self._engine.reduced(bucket)
+        self._points.corrupt_sum(step, bucket, reduced)
+        exact = self._engine.exact(bucket) if works else None
+        if exact is not None:
+            if exact.as_int32:
+                exact.unpack(self._wires[bucket], reduced)
+            if not exact.intact(reduced):
+                self._refuse(step, bucket)
+        elif len(works) > 1:
+            reduced[: -self._engine.tail(bucket)].copy_(self._wires[bucket])
+
+    def _refuse(self, step: int, bucket: Bucket) -> NoReturn:
+        """End the epoch, in which the bucket is not final here. Raises ``InvariantBroken`` when that does not help."""
+        before = self._changed[1] if self._changed[0] == step else 0
+        self._changed = step, before + 1
+        what = f"bucket {bucket} of step {step} was changed on its way: the sum has not the checksum of its parts"
+        if before + 1 >= _MOST_CHANGED:
+            raise InvariantBroken(
+                f"{what}, for the {_MOST_CHANGED}rd time in this step; check network and memory of all hosts"
+            )
+        raise Broken(f"{what}; it is reduced again")

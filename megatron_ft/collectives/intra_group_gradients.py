@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from megatron_ft.collectives.intra_group import IntraGroup
+from megatron_ft.engines.exact_rounding import ExactBucket
 from megatron_ft.engines.port import Engine
 from megatron_ft.types import Bucket
 
@@ -36,6 +37,9 @@ class _OfGroup:
 
     def tail(self, bucket: Bucket) -> int:
         return self._engine.tail(bucket - self._first)
+
+    def exact(self, bucket: Bucket) -> ExactBucket | None:
+        return self._engine.exact(bucket - self._first)
 
     def reduced(self, bucket: Bucket) -> torch.Tensor:
         return self._engine.reduced(bucket - self._first)

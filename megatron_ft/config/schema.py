@@ -35,12 +35,14 @@ from megatron_ft.config.validators import (
     or_auto,
     whole_number,
 )
+from megatron_ft.core.exactness import grid, verification
 from megatron_ft.core.protocol.state import Job
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling import policies
 from megatron_ft.errors import ConfigError
 from megatron_ft.types import Microbatch, listed
 
+_MOST_VERIFIED = 16
 EMBEDDED, OWN_ETCD = "embedded", "etcd"
 """Values of ``store`` beside "auto" and the address of an etcd (``store_address``)."""
 
@@ -107,6 +109,14 @@ def _microbatches(name: str, value: Any) -> tuple[str, ...]:
         return tuple(str(Microbatch.parse(text)) for text in value)
     except (ValueError, AttributeError):
         raise ConfigError(f"{name} is {value!r}; {rule}") from None
+
+
+def _count_or_slack(name: str, value: Any) -> int | str:
+    if value == verification.SLACK:
+        return verification.SLACK
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f'{name} is {value!r}; it must be a whole number, 0 or more, or "{verification.SLACK}"')
+    return value
 
 
 def setting(default: Any, rule: Any) -> Any:
@@ -178,6 +188,15 @@ class RejoinConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """How much of the computation is verified. It needs ``reduction`` "exact"."""
+
+    microbatches_per_step: int | str = setting(0, _count_or_slack)
+    """Number of microbatches of a step, >= 0, that a second group computes, to compare their gradients; or "slack": those
+    that the policy's standby groups compute anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Whether, where and how often the run is saved, for failures that the groups do not survive
     (docs/checkpoints.md)."""
@@ -235,6 +254,15 @@ class FaultToleranceConfig:
     bucket_mb: float | Auto = setting(AUTO, or_auto(POSITIVE))
     """Largest size of a gradient bucket in MiB of fp32, > 0, or "auto": an eighth of the gradients, between 1 and 25. A
     bucket that was reduced before a failure is not reduced again."""
+    reduction: str = setting("fast", one_of("fast", "exact"))
+    """The way in which gradients are summed. ``fast``: in fp32; a failure changes the order of the sum, and so its last
+    bits. ``exact``: without rounding, so that a run with failures ends in the same bits as one without; it takes 16
+    bytes of memory per parameter in place of 8 (docs/exactness.md)."""
+    exact_bits: int = setting(grid.MOST_BITS, whole_number(16, grid.MOST_BITS))
+    """Bits of a sum with ``reduction`` "exact", 16 to 51. With 30 or fewer an element of a bucket takes 4 bytes on the
+    network, else 8."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """The section ``verify``: microbatches that two groups compute, to find silent corruption (docs/exactness.md)."""
     reduce_dtype: str = setting("fp32", one_of("fp32", "bf16"))
     """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
     exact in both."""
@@ -320,6 +348,17 @@ class RunConfig:
         return 2 * self.groups if asked == AUTO else asked
 
     @property
+    def exact_bits(self) -> int:
+        """Bits of a sum (``core.exactness.grid``); 0: sums are rounded."""
+        settings = self.fault_tolerance
+        return settings.exact_bits if settings.reduction == "exact" else 0
+
+    @property
+    def digests(self) -> int:
+        """The number of digests that each group can send in a step."""
+        return verification.slots(self.fault_tolerance.verify.microbatches_per_step, self.groups)
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages of a group, ``pipeline.stages`` of the config."""
         return parallelism.stages(self.engine)
@@ -345,6 +384,7 @@ class RunConfig:
         section["detector"] = DetectorConfig(**section["detector"])
         section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
         section["checkpoint"] = CheckpointConfig(**section.get("checkpoint", {}))
+        section["verify"] = VerifyConfig(**section.get("verify", {}))
         section["failure_domains"] = _domains_or_auto("fault_tolerance.failure_domains", section["failure_domains"])
         section["skip_microbatches"] = tuple(section.get("skip_microbatches", ()))
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
@@ -433,6 +473,7 @@ def resolve(
             f'fault_tolerance.standby is "{section.standby}" but policy is "{section.policy}", which has standby work of '
             f'its own or none; leave standby out, or use policy "{policies.STACKED_QUOTA}"'
         )
+    _check_exact(section, groups)
     if not policies.policy(section.policy).balances:  # a slow group keeps its load
         section = replace(section, detector=replace(section.detector, straggler_factor=0.0))
     parallelism.check(raw, section.model)
@@ -470,6 +511,44 @@ def _check_skipped(run: RunConfig) -> None:
     for step, count in Counter(microbatch.step for microbatch in microbatches).items():
         if count >= run.microbatches:
             raise ConfigError(f"{name} leaves out all {count} microbatches of step {step}; at least one must be left")
+
+
+def _check_exact(section: FaultToleranceConfig, groups: int) -> None:
+    """Raise ``ConfigError`` for settings that exact reduction or verification cannot have."""
+    count = section.verify.microbatches_per_step
+    if section.reduction != "exact":
+        if count:
+            raise ConfigError(
+                f"fault_tolerance.verify.microbatches_per_step is {count!r} but reduction is "
+                f'"{section.reduction}", whose gradients have no digest to compare: set reduction to "exact"'
+            )
+        return
+    if section.reduce_dtype != "fp32":
+        raise ConfigError(
+            f'fault_tolerance.reduce_dtype is "{section.reduce_dtype}" but reduction is "exact", which must not round what '
+            f"it sends: leave reduce_dtype out, and choose exact_bits instead"
+        )
+    if section.policy == policies.DROP:
+        raise ConfigError(
+            'fault_tolerance.policy is "drop" but reduction is "exact": a batch that shrinks with each loss is another '
+            "result; use another policy"
+        )
+    standby = section.standby != "none" or section.policy in (policies.SPARE, policies.RECOVER, policies.REPLICATION)
+    if count == verification.SLACK and not standby:
+        raise ConfigError(
+            f'fault_tolerance.verify.microbatches_per_step is "slack" but no group has standby work: set standby to '
+            f'"{policies.SLACK}", use a policy that has some, or give a number'
+        )
+    if count != verification.SLACK and int(count) > groups * _MOST_VERIFIED:
+        raise ConfigError(
+            f"fault_tolerance.verify.microbatches_per_step is {count} with {groups} groups; at most {_MOST_VERIFIED} for "
+            f"each group make sense: lower it"
+        )
+    if count and groups < 2:
+        raise ConfigError(
+            f"fault_tolerance.verify.microbatches_per_step is {count!r} with one group, which no other can verify; start "
+            f"with more --groups"
+        )
 
 
 def _restart(section: FaultToleranceConfig) -> FaultToleranceConfig:
@@ -526,8 +605,9 @@ def placement_of(run: RunConfig) -> replication.Placement:
     return replication.full(run.shards)
 
 
-def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, steps: int) -> Job:
-    """Return the settings of the step protocol for a run; its groups and the replay of its record use this function."""
+def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, steps: int, first: int = -1) -> Job:
+    """Return the settings of the step protocol for a run; its groups and the replay of its record use this function.
+    ``first``: see ``Job``."""
     settings = run.fault_tolerance
     return Job(
         shards=run.shards,
@@ -541,6 +621,9 @@ def job_of(run: RunConfig, placement: replication.Placement, *, buckets: int, st
         placement=placement,
         policy=policy_of(run),
         skip=frozenset(map(Microbatch.parse, settings.skip_microbatches)),
+        verify=settings.verify.microbatches_per_step,
+        digests=run.digests,
+        first=first,
     )
 
 

@@ -37,9 +37,11 @@ TRUE_OR_FALSE = Rule("true or false", lambda value: isinstance(value, bool))
 STRING = Rule("a string", lambda value: isinstance(value, str))
 
 
-def whole_number(least: int) -> Rule:
-    """Accept whole numbers that are not below ``least``."""
-    return Rule(f"a whole number >= {least}", lambda value: type(value) is int and value >= least)
+def whole_number(least: int, most: int | None = None) -> Rule:
+    """Accept whole numbers from ``least`` to ``most``; None: without a limit."""
+    if most is None:
+        return Rule(f"a whole number >= {least}", lambda value: type(value) is int and value >= least)
+    return Rule(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
 
 
 def is_number(value: Any) -> bool:

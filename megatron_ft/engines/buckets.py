@@ -1,9 +1,10 @@
 """The gradients of one rank in flat buckets: the part that all engines have in common.
 
-A bucket has a local and a reduced tensor, both fp32, one more for each standby part, and views of them shaped like its
-parameters. The tensors hold the
-gradients, then in bucket 0 the riders (other numbers to which each microbatch adds: tokens, changes of buffers) and the
-session's slots, then the tail: [elements + riders + slots + TAIL] (``engines.port``).
+A bucket has a local and a reduced tensor, one more for each standby part, and views of them shaped like its parameters.
+The tensors hold the gradients, then with exact reduction the statistics of ``engines.exact_rounding``, then in bucket 0
+the riders (other numbers to which each microbatch adds: tokens, changes of buffers) and the session's slots, then the
+tail: [elements + statistics + riders + slots + TAIL] (``engines.port``). They are fp32; with exact reduction fp64, and
+autograd leaves each microbatch's gradients in ``.grad``, where :meth:`Bucketed.collect` takes them.
 
 Failures it assumes: none. A reduced tensor into which an abandoned reduction may still write is replaced.
 """
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from math import isfinite, nan
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import isfinite, nan, sqrt
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_ft.data.order import step_seed
+from megatron_ft.engines import exact_rounding, tensor_checksum
 from megatron_ft.engines.buffers import Buffers
-from megatron_ft.engines.port import OWN, TAIL, Miscount, Progress, StepResult, manual_seed
+from megatron_ft.engines.exact_rounding import ExactBucket, Rounding, square_norm
+from megatron_ft.engines.port import DIGEST, OWN, TAIL, Miscount, Progress, StepResult, manual_seed
 from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
@@ -46,10 +50,14 @@ class Bucket:
     ``adds_to``: the local gradient, or that of the standby part to which microbatches are added now.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], extra: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], extra: int, units: int = 0) -> None:
         self.parameters = parameters
-        self.elements = sum(parameter.numel() for parameter in parameters)
-        self.tail = extra + TAIL
+        ends = list(accumulate(parameter.numel() for parameter in parameters))
+        self.spans = list(zip([0, *ends], ends, strict=False))
+        """First and last element of each parameter's gradient."""
+        self.elements = ends[-1]
+        self.statistics = exact_rounding.statistics(units) if units else 0
+        self.tail = self.statistics + extra + TAIL
         self.own = self.adds_to = self._addend()
         self.local, self.local_views = self.own.flat, self.own.views
         self.parts: dict[int, Addend] = {}
@@ -57,7 +65,8 @@ class Bucket:
         self.replace_reduced()
 
     def _addend(self) -> Addend:
-        flat = torch.zeros(self.elements + self.tail, dtype=torch.float32, device=self.parameters[0].device)
+        dtype = torch.float64 if self.statistics else torch.float32
+        flat = torch.zeros(self.elements + self.tail, dtype=dtype, device=self.parameters[0].device)
         return Addend(flat, self._views(flat))
 
     def part(self, part: int) -> Addend:
@@ -69,11 +78,7 @@ class Bucket:
         return self.parts[part] if part != OWN else self.own
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        views, offset = [], 0
-        for parameter in self.parameters:
-            views.append(flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
-        return views
+        return [flat[a:b].view_as(parameter) for (a, b), parameter in zip(self.spans, self.parameters, strict=True)]
 
     def begin_step(self) -> None:
         self.local.zero_()
@@ -89,9 +94,24 @@ class Bucket:
         self.reduced_views = self._views(self.reduced)
         self.sum, self.sum_views = self.reduced, self.reduced_views
 
+    def aim(self) -> None:
+        """Let autograd add the next gradients to the right place."""
+        if self.statistics:
+            self.clear_gradients()  # autograd leaves them in ``.grad``, and they are rounded when they are taken
+        else:
+            self.point_gradients_at(self.adds_to.views)
+
+    def give(self) -> None:
+        """Put the step's sum where an optimizer looks for gradients."""
+        self.point_gradients_at([view.float() for view in self.sum_views] if self.statistics else self.sum_views)
+
     def point_gradients_at(self, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view
+
+    def clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class Buckets(Sequence[Bucket]):
@@ -104,18 +124,30 @@ class Buckets(Sequence[Bucket]):
             faster.
         slots: number of elements of bucket 0 between its riders and its tail, for the session.
         riders: number of elements of bucket 0 after its gradients; each microbatch adds to them as to a gradient.
+        exact_bits: see ``core.exactness.grid.lowest``; 0: sums are rounded.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], bucket_mb: float | None, slots: int, riders: int = 0
+        self,
+        parameters: Sequence[nn.Parameter],
+        bucket_mb: float | None,
+        slots: int,
+        riders: int = 0,
+        exact_bits: int = 0,
     ) -> None:
         self.slots, self._riders = slots, riders
-        filled = _fill(parameters, bucket_mb)
-        self._buckets = [Bucket(group, riders + slots if number == 0 else 0) for number, group in enumerate(filled)]
+        self._buckets: list[Bucket] = []
+        for group in _fill(parameters, bucket_mb):
+            first = not self._buckets
+            units = len(group) + (2 if first else 0) if exact_bits else 0  # the loss and the changes are units, too
+            self._buckets.append(Bucket(group, riders + slots if first else 0, units))
+        self.rounding = Rounding(self._buckets, exact_bits) if exact_bits else None
+        self.muted = False
+        """True while microbatches are computed only for their digest."""
         self.riders_to = self._riders_of(self._buckets[0].local)
 
     def _riders_of(self, flat: torch.Tensor) -> torch.Tensor:
-        first = self._buckets[0].elements
+        first = self._buckets[0].elements + self._buckets[0].statistics
         return flat[first : first + self._riders]
 
     @property
@@ -124,7 +156,11 @@ class Buckets(Sequence[Bucket]):
         return self._riders_of(self._buckets[0].sum)
 
     def add_to(self, part: int) -> None:
-        """Add the next microbatches to a standby part, or with ``OWN`` to the local gradients."""
+        """Add the next microbatches to a standby part, with ``OWN`` to the local gradients, with ``DIGEST`` to none."""
+        self.muted = part == DIGEST
+        if self.muted:
+            self.riders_to = torch.zeros_like(self.riders_to)
+            return
         for bucket in self._buckets:
             bucket.adds_to = bucket.part(part)
         self.riders_to = self._riders_of(self._buckets[0].adds_to.flat)
@@ -154,10 +190,14 @@ class Buckets(Sequence[Bucket]):
     ) -> None:
         """Add ``microbatches`` to every bucket's count, even before backward, and ``loss``, their sum, if known."""
         value = None if loss is None else loss.detach()
+        if self.muted:
+            return
         for bucket in self._buckets:
-            if value is not None:
+            if value is not None and self.rounding is None:
                 bucket.adds_to.loss.add_(value)
             bucket.adds_to.count.add_(microbatches)
+        if value is not None and self.rounding is not None:
+            self.rounding.add_loss(value)
 
     def check(self, step: int, microbatches: int) -> float:
         """Return the sum of the losses. Raises ``Miscount`` unless every bucket holds ``microbatches`` microbatches."""
@@ -198,6 +238,7 @@ class Bucketed:
             the number of its tokens.
         seed: seed of the random numbers that the optimizer may draw, together with the number of the step.
         in_flight: see :class:`~megatron_ft.engines.buffers.Buffers`.
+        exact_bits: see :class:`Buckets`.
     """
 
     def __init__(
@@ -211,14 +252,18 @@ class Bucketed:
         loss_reduction: str = "microbatch",
         seed: int = 0,
         in_flight: bool = False,
+        exact_bits: int = 0,
     ) -> None:
-        self._parameters = parameters
+        self._parameters, self._model = parameters, model
         self._clipping, self._seed = gradient_clipping, seed
         self._per_token = loss_reduction == "token"
         self._first_change = _TOKENS if self._per_token else 0
         self._buffers = Buffers(model, in_flight=in_flight)
-        self._buckets = Buckets(parameters, bucket_mb, slots, self._first_change + self._buffers.elements)
+        riders = self._first_change + self._buffers.elements
+        self._buckets = Buckets(parameters, bucket_mb, slots, riders, exact_bits)
+        self._rounding = self._buckets.rounding
         self._part = OWN
+        self._taken: set[int] = set()  # buckets whose gradients of the present microbatch were added before its end
 
     @property
     def slots(self) -> int:
@@ -230,6 +275,9 @@ class Bucketed:
 
     def tail(self, bucket: int) -> int:
         return self._buckets[bucket].tail
+
+    def exact(self, bucket: int) -> ExactBucket | None:
+        return None if self._rounding is None else self._rounding.buckets[bucket]
 
     def local(self, bucket: int) -> torch.Tensor:
         return self._buckets[bucket].local
@@ -243,7 +291,9 @@ class Bucketed:
     def replace_reduced(self, bucket: int) -> None:
         self._buckets[bucket].replace_reduced()
 
-    def begin_step(self) -> None:
+    def begin_step(self, microbatches: int = 1) -> None:
+        if self._rounding is not None:
+            self._rounding.begin(microbatches)
         for bucket in self._buckets:
             bucket.begin_step()
         self._aim(OWN)
@@ -296,7 +346,50 @@ class Bucketed:
 
     def _take_changes(self) -> None:
         """After a forward pass: add the changes that it has made to buffers to the step."""
-        self._buffers.take(self._buckets.riders_to[self._first_change :])
+        add = None if self._rounding is None or self._buckets.muted else self._rounding.add_changes
+        self._buffers.take(self._buckets.riders_to[self._first_change :], add)
+
+    def collect(self, digest: bool = False) -> int:
+        if self._rounding is None:
+            return 0
+        found = [self._gradients_of(bucket) for bucket in self._buckets]
+        known = (one for gradients in found for one in gradients if one is not None)
+        said = tensor_checksum.checksum(("", one) for one in known) if digest else 0
+        for number, gradients in enumerate(found):
+            if number not in self._taken:
+                self._take(number, gradients)
+        self._taken.clear()
+        self._forget_gradients()
+        return said
+
+    def _take(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of the present microbatch in one bucket."""
+        assert self._rounding is not None
+        if not self._buckets.muted:
+            self._rounding.buckets[number].add(gradients)
+
+    def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the present microbatch, where autograd or the engine has left them."""
+        return [parameter.grad for parameter in bucket.parameters]
+
+    def _forget_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.clear_gradients()
+
+    def must_discard(self, microbatches: int) -> bool:
+        return self._rounding is not None and self._rounding.judge(microbatches)
+
+    def discard(self, microbatches: int) -> None:
+        if self._rounding is not None:
+            self._rounding.advance(microbatches)
+
+    def _grid(self) -> dict[str, Any]:
+        """Return the part of the state that exact reduction adds."""
+        return {} if self._rounding is None else {"grid": self._rounding.state()}
+
+    def _load_grid(self, state: Mapping[str, Any]) -> None:
+        if self._rounding is not None:
+            self._rounding.load(state.get("grid"))
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)
@@ -314,7 +407,8 @@ class Bucketed:
     def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
         """Return loss, norm of the gradients and tokens of the step's sums; the same at all ranks of the group."""
         views = [view for bucket in self._buckets for view in bucket.sum_views]
-        return loss, float(torch.nn.utils.get_total_norm(views)) + self._flaw(), tokens
+        norm = float(torch.nn.utils.get_total_norm(views)) if self._rounding is None else sqrt(square_norm(views))
+        return loss, norm + self._flaw(), tokens
 
     def _flaw(self) -> float:
         """Return 0, or nan if a buffer would become inf or nan, which skips the update as such a gradient does."""
@@ -326,6 +420,8 @@ class Bucketed:
             self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches)
             manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
             self._optimize()
+        if self._rounding is not None:
+            self._rounding.advance(result.microbatches)
 
     @abstractmethod
     def _torch_optimizer(self) -> torch.optim.Optimizer:
@@ -342,9 +438,15 @@ class Bucketed:
         return all(bool(torch.isfinite(bucket.local).all()) for bucket in self._buckets)
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return the flat local gradient of each bucket, as views. Fault injection changes them
-        (``faults.injection_points``)."""
+        """Return the flat local gradient of each bucket, as views; with exact reduction that of each parameter in the
+        microbatch that was computed last. Fault injection changes them (``faults.injection_points``)."""
+        if self._rounding is not None:
+            found = [one for bucket in self._buckets for one in self._gradients_of(bucket)]
+            return [one.view(-1) for one in found if one is not None]
         return [bucket.local[: bucket.elements] for bucket in self._buckets]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self._model.named_modules()
 
     def local_losses(self) -> list[torch.Tensor]:
         """Return the sum of losses in each bucket, as views of one element."""

@@ -141,9 +141,9 @@ class Flow:
 
 
 def _words(listed: Listed) -> tuple[int, ...]:
-    return listed.patch, listed.part, *listed.microbatch
+    return listed.patch + 2 * listed.digest, listed.part, *listed.microbatch
 
 
 def _parse(words: Sequence[int]) -> Listed:
-    patch, part, *microbatch = words[:5]
-    return Listed(Microbatch(*microbatch), bool(patch), part)
+    flags, part, *microbatch = words[:5]
+    return Listed(Microbatch(*microbatch), bool(flags % 2), part, flags >= 2)

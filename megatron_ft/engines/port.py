@@ -4,7 +4,8 @@ An engine owns the model, the optimizer and two gradient buffers per bucket. The
 microbatch that this group computes and contributes, and only :meth:`Engine.begin_step` clears it. The *reduced* buffer
 holds the sum over the live groups. A reduction can be repeated because the local gradient is kept. Standby work is kept
 apart: each *part* has buffers of its own, like the local ones, until :meth:`Engine.contribute` adds them. All are flat,
-fp32, ``[elements + TAIL]``; ``collectives.bucket_allreduce`` fills the reduced buffer from the local one.
+``[elements + TAIL]``, fp32 or with exact reduction fp64; ``collectives.bucket_allreduce`` fills the reduced buffer from
+the local one.
 
 Failures it assumes: none of its own. A reduction may fail at any time and write garbage into the reduced buffer, also
 later. An exception that an engine raises ends its group, and the other groups take over its microbatches.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron_ft.engines.exact_rounding import ExactBucket
 from megatron_ft.types import Bucket, Microbatch
 
 TAIL = 2
@@ -36,8 +38,9 @@ Ready = Callable[[Bucket], None]
 calling thread may be autograd's; the training thread waits for it."""
 
 
-OWN = 0
-"""The number of the local buffers among those that gradients are added to; others are numbers of standby parts."""
+OWN, DIGEST = 0, -1
+"""The number of the local buffers among those that gradients are added to; others are numbers of standby parts. With
+``DIGEST`` a microbatch is computed for its digest alone, and added to nothing."""
 
 
 def manual_seed(seed: int) -> None:
@@ -94,6 +97,9 @@ class Gradients(Protocol):
     def tail(self, bucket: Bucket) -> int:
         """Return how many elements at the end of a bucket are not gradients. They are never rounded on the wire."""
 
+    def exact(self, bucket: Bucket) -> ExactBucket | None:
+        """Return the grid of a bucket, with exact reduction; None without."""
+
     def local(self, bucket: Bucket) -> torch.Tensor:
         """Return the local buffer; the caller must not write to it."""
 
@@ -126,12 +132,14 @@ class Engine(Gradients, Protocol):
     def slots(self) -> int:
         """The number of elements that bucket 0 has between its gradients and its tail."""
 
-    def begin_step(self) -> None:
-        """Clear the local buffers at the beginning of a step."""
+    def begin_step(self, microbatches: int = 1) -> None:
+        """Clear the local buffers at the beginning of a step, or of another attempt of it.
+
+        ``microbatches``: the largest number of microbatches that the groups contribute to the step together."""
 
     def add_to(self, part: int) -> None:
-        """Add gradient, loss and count of the next microbatches to this standby part, or with :data:`OWN` to the local
-        buffers. A step begins with :data:`OWN`."""
+        """Add gradient, loss and count of the next microbatches to this standby part, with :data:`OWN` to the local
+        buffers, with :data:`DIGEST` to nothing. A step begins with :data:`OWN`."""
 
     def contribute(self, part: int) -> None:
         """Add a standby part to the local buffers. Nothing is added to the part after that. A part to which nothing was
@@ -140,7 +148,8 @@ class Engine(Gradients, Protocol):
     def compute(
         self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
     ) -> None:
-        """Run forward and backward of one microbatch; add gradient, loss and count where :meth:`add_to` says.
+        """Run forward and backward of one microbatch; add gradient, loss and count where :meth:`add_to` says. With exact
+        reduction the gradient is added by :meth:`collect`.
 
         Args:
             microbatch: id of the microbatch.
@@ -150,6 +159,17 @@ class Engine(Gradients, Protocol):
             ready: called with each bucket that is complete before backward ends, at most once per bucket, in any order.
                 An engine may omit buckets, e.g. one with a parameter that gets no gradient. Default: no calls.
         """
+
+    def collect(self, digest: bool = False) -> int:
+        """With exact reduction, after the backward pass of each microbatch: add its gradient where :meth:`add_to` says.
+        Return the digest of the gradient's bits at this rank if ``digest``, else 0."""
+
+    def must_discard(self, microbatches: int) -> bool:
+        """Return whether the reduced sums must not be used, because a gradient was too large for the grid; the same in
+        all groups. Always False without exact reduction."""
+
+    def discard(self, microbatches: int) -> None:
+        """Prepare another attempt after sums that must not be used: choose a grid that holds their microbatches."""
 
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         """Divide the reduced sums, clip the means to the global norm and take the optimizer's step.
@@ -201,11 +221,13 @@ class Control(Protocol):
 
 
 class Listed(NamedTuple):
-    """A microbatch to compute; ``patch`` is True if another group had it before; ``part``: see :meth:`Engine.add_to`."""
+    """A microbatch to compute; ``patch`` is True if another group had it before; ``part``: see :meth:`Engine.add_to`;
+    ``digest``: the digest of its gradient is asked for."""
 
     microbatch: Microbatch
     patch: bool
     part: int = OWN
+    digest: bool = False
 
 
 class Work(Protocol):
@@ -224,8 +246,8 @@ class Work(Protocol):
     def span(self, kind: str, listed: Listed) -> AbstractContextManager[None]:
         """Return the context of one pass, ``forward`` or ``backward``, for the timeline and for fault injection."""
 
-    def computed(self, microbatch: Microbatch) -> None:
-        """Report that the backward pass of ``microbatch`` has ended at this rank."""
+    def computed(self, listed: Listed) -> None:
+        """Report that the backward pass of a microbatch has ended at this rank."""
 
 
 class JointEngine(Engine, Protocol):

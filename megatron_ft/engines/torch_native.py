@@ -70,7 +70,7 @@ class _Arrivals:
         if not self._watching:
             return
         bucket, arrived = self._buckets[number], self._arrived[number]
-        if parameter.grad is not bucket.adds_to.views[index]:
+        if not bucket.statistics and parameter.grad is not bucket.adds_to.views[index]:
             raise EngineError(_REPLACED)
         if number in self._told:
             raise EngineError(
@@ -118,7 +118,7 @@ class TorchNativeEngine(Bucketed):
     def _aim(self, part: int) -> None:
         super()._aim(part)
         for bucket in self._buckets:
-            bucket.point_gradients_at(bucket.adds_to.views)
+            bucket.aim()
 
     def compute(
         self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
@@ -130,15 +130,24 @@ class TorchNativeEngine(Bucketed):
         self._count_tokens(tokens)
         self._take_changes()
         progress("backward")
-        with self._arrivals.watch(ready):
+        with self._arrivals.watch(ready and partial(self._complete, ready)):
             loss.backward()
-        if any(bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets):
+        if self._rounding is None and any(
+            bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets
+        ):
             raise EngineError(_REPLACED)
         self._buffers.restore()  # after backward: autograd may have kept them
 
+    def _complete(self, ready: Ready, number: Bucket) -> None:
+        """Within backward: a bucket has all gradients of the microbatch."""
+        if self._rounding is not None:
+            self._take(number, self._gradients_of(self._buckets[number]))
+            self._taken.add(number)
+        ready(number)
+
     def repeat(self, result: StepResult) -> None:
         for bucket in self._buckets:
-            bucket.point_gradients_at(bucket.sum_views)
+            bucket.give()
         super().repeat(result)
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
@@ -152,9 +161,11 @@ class TorchNativeEngine(Bucketed):
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
+        state |= self._grid()
         return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        self._load_grid(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:

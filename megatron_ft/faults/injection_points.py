@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.runlog import history
@@ -58,7 +58,9 @@ STATE = ("parameter", "moment", "buffer")
 """Tensors besides gradients in which a bit can be flipped; ``_NAMED`` has the prefixes of their names
 (``engines.state_tensors``)."""
 _NAMED = {"parameter": "parameter ", "moment": "optimizer exp_avg", "buffer": "buffer "}
-CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", *STATE)}
+ON_THE_WAY = ("activation", "sum")
+"""What is corrupted where it is made: the output of a module, a reduced bucket."""
+CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", *ON_THE_WAY, *STATE)}
 CORRUPTIBLE = tuple(dict.fromkeys(what for some in CORRUPTIBLE_BY.values() for what in some))
 _LOOKS = ("begin", "finish")
 """Points at which the mailbox is read."""
@@ -105,7 +107,8 @@ class FaultCommand:
     ``faults.schedule.IN_PROCESS``. point: one of ``POINTS``. step: step number; None: any step. bucket: bucket number;
     None: any bucket, and for a corruption one that ``seed`` draws. duration_s: duration of ``gil``. factor: slowdown of
     ``slow``. steps: number of slow steps. what: tensor to corrupt: ``gradient`` or ``loss`` for ``nan``; ``gradient``,
-    ``parameter``, ``moment`` or ``buffer`` for ``bitflip``. bit: bit to flip, 0 for the lowest; None: drawn. seed: seed
+    ``activation`` (an output of a module), ``sum`` (a reduced bucket), ``parameter``, ``moment`` or ``buffer`` for
+    ``bitflip``. bit: bit to flip, 0 for the lowest; None: drawn. seed: seed
     of drawn values. after: number of times that the rank passes the point of this step before.
     """
 
@@ -134,6 +137,9 @@ class Corruptible(Protocol):
 
     def state_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Returns the named tensors of the model and the optimizer."""
+
+    def modules(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """Returns the named modules of the model."""
 
 
 class InjectedError(RuntimeError):
@@ -213,7 +219,7 @@ class InjectionPoints:
 
     def corrupts(self, step: int) -> bool:
         """Returns True when a gradient of that step will be corrupted; its bucket must not be sent before."""
-        return self._armed and any(o.action in _CORRUPTIONS and _fits(o, step, None) for o in self._orders)
+        return self._armed and any(_after_backward(o) and _fits(o, step, None) for o in self._orders)
 
     def corrupt(self, step: int, engine: Corruptible) -> None:
         """Called after each computed microbatch. Corrupts local gradients when an order demands it."""
@@ -221,12 +227,35 @@ class InjectionPoints:
             return
         if self._slow is not None:
             self._slow = self._slow.pace(step, computes=False)
-        for order in [order for order in self._orders if order.action in _CORRUPTIONS and _fits(order, step, None)]:
+        for order in [order for order in self._orders if _after_backward(order) and _fits(order, step, None)]:
             if self._still_stands(order):
                 gradients = engine.local_gradients()
-                change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, engine)
+                change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, _named(order, engine))
                 if self._record(order, f"{change}, step {step}"):
                     change.make(engine.local_losses())
+        self._armed = bool(self._orders) or self._slow is not None
+
+    def corrupt_activation(self, step: int, engine: Corruptible) -> None:
+        """Called before each forward pass. Makes the output of a module wrong in it when an order demands it."""
+        if not self._armed:
+            return
+        for order in [order for order in self._orders if order.what == "activation" and order.step in (None, step)]:
+            if self._still_stands(order):
+                leaves = [(name, module) for name, module in engine.modules() if not list(module.children())]
+                name, module = random.Random(order.seed).choice(leaves)
+                if self._record(order, f"the output of {name}, step {step}"):
+                    _flip_output(order, name, module)
+        self._armed = bool(self._orders) or self._slow is not None
+
+    def corrupt_sum(self, step: int, bucket: int, reduced: torch.Tensor) -> None:
+        """Called with each reduced bucket. Flips a bit in it when an order demands it."""
+        if not self._armed:
+            return
+        for order in [order for order in self._orders if order.what == "sum" and order.step in (None, step)]:
+            if order.bucket in (None, bucket) and self._still_stands(order):
+                flip = _Bitflip(order, [(f"the reduced bucket {bucket}", reduced)])
+                if self._record(order, f"{flip}, step {step}"):
+                    flip.make(())
         self._armed = bool(self._orders) or self._slow is not None
 
     def _poll(self) -> None:
@@ -383,16 +412,10 @@ class _NaN:
 
 
 class _Bitflip:
-    """Flips a bit of a gradient or of the state. Raises ``InjectedError`` when there is no such tensor."""
+    """Flips a bit of one of the ``named`` flat tensors. Raises ``InjectedError`` when there is none."""
 
-    def __init__(self, order: FaultCommand, engine: Corruptible) -> None:
+    def __init__(self, order: FaultCommand, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         rng = random.Random(order.seed)
-        begins = _NAMED.get(order.what)
-        # Of ``data`` torch counts no writes: memory that fails gives no sign.
-        if begins is None:
-            named = [(f"bucket {number}", gradient) for number, gradient in enumerate(engine.local_gradients())]
-        else:
-            named = [(name, tensor.data.view(-1)) for name, tensor in engine.state_tensors() if name.startswith(begins)]
         if not named:
             raise InjectedError(f"injected fault {order.fault}: the engine has no {order.what} in which to flip a bit")
         which, self._element = _draw(order, [tensor for _, tensor in named], rng)
@@ -412,6 +435,30 @@ class _Bitflip:
         if self._bit == self._bits - 1 and self._bits > 8:
             value -= 1 << self._bits  # the sign bit in this signed type
         self._tensor.view(kind)[self._element] ^= value
+
+
+def _named(order: FaultCommand, engine: Corruptible) -> list[tuple[str, torch.Tensor]]:
+    """Returns the tensors in which an order may flip a bit. Of ``data`` torch counts no writes: memory that fails gives no
+    sign."""
+    begins = _NAMED.get(order.what)
+    if begins is None:
+        return [(f"bucket {number}", gradient) for number, gradient in enumerate(engine.local_gradients())]
+    return [(name, tensor.data.view(-1)) for name, tensor in engine.state_tensors() if name.startswith(begins)]
+
+
+def _flip_output(order: FaultCommand, name: str, module: torch.nn.Module) -> None:
+    """Flips a bit in the first tensor of the module's next output."""
+
+    def flip(_module: object, _inputs: object, output: Any) -> None:
+        handle.remove()
+        first = output[0] if isinstance(output, tuple | list) else output
+        _Bitflip(order, [(f"the output of {name}", first.data.view(-1))]).make(())
+
+    handle = module.register_forward_hook(flip)
+
+
+def _after_backward(order: FaultCommand) -> bool:
+    return order.action in _CORRUPTIONS and order.what not in ON_THE_WAY
 
 
 def _draw(order: FaultCommand, gradients: Sequence[torch.Tensor], rng: random.Random) -> tuple[int, int]:

@@ -110,15 +110,16 @@ class Record:
         for event, needed in _NEEDED.items():
             for line in by_event.get(event, ()):
                 _check(line, needed, path)
+        first = by_event["resume"][0].fields["step"] if "resume" in by_event else 0
         return cls(
-            job=_job(run, by_event.get("begin"), path),
+            job=_job(run, by_event.get("begin"), first, path),
             views=_views(by_event.get("view", ()), path),
             recoveries=tuple(by_event.get("recovery", ())),
             steps=tuple(by_event.get("step", ())),
             ended="end" in by_event,
             torn=torn,
             groups=run.groups,
-            first=by_event["resume"][0].fields["step"] if "resume" in by_event else 0,
+            first=first,
             discards=frozenset((f["step"], f["attempt"]) for _, f in by_event.get("discarded", ())),
         )
 
@@ -182,7 +183,7 @@ def _measured(fields: Mapping[str, Any]) -> dict[GroupId, float]:
     return stragglers.whole(named, fields.get("measured_rest", ()))
 
 
-def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
+def _job(run: RunConfig, begins: list[Line] | None, first: int, path: str) -> Job:
     """Return the job as the groups of the run had it."""
     if not begins:
         raise RecordError(f"{path} has no 'begin' line: the run ended before its first step, nothing was decided")
@@ -192,7 +193,7 @@ def _job(run: RunConfig, begins: list[Line] | None, path: str) -> Job:
             f"{path} line {begins[0].number} says {begin['microbatches']} microbatches in every step, config.json "
             f"{run.microbatches}; put the two files of one run together"
         )
-    return job_of(run, placement_of(run), buckets=begin["buckets"], steps=begin["steps"])
+    return job_of(run, placement_of(run), buckets=begin["buckets"], steps=begin["steps"], first=first)
 
 
 def _views(lines: Iterable[Line], path: str) -> tuple[ViewLine, ...]:

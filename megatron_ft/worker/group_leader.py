@@ -23,6 +23,7 @@ from megatron_ft.config.schema import RunConfig, job_of
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.coordination.store import Fenced
 from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.exactness import verification
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import machine, signals
@@ -30,7 +31,7 @@ from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling import pipeline_order
 from megatron_ft.core.scheduling.pipeline_order import Waiting
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.port import Listed, StepResult
+from megatron_ft.engines.port import DIGEST, Listed, StepResult
 from megatron_ft.errors import DataError, GroupLeft, InvariantBroken, RunStopped, StartOver, WipedOut
 from megatron_ft.runlog.history import History
 from megatron_ft.types import GroupId, Microbatch, View, given
@@ -39,7 +40,7 @@ from megatron_ft.worker.checkpointing.coordinator import CheckpointCoordinator
 from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.group_executor import GroupExecutor
 from megatron_ft.worker.orders import Needs
-from megatron_ft.worker.rank_executor import RankExecutor
+from megatron_ft.worker.rank_executor import Discard, RankExecutor
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordinator
 from megatron_ft.worker.step_record import StepRecord
@@ -97,7 +98,9 @@ class GroupLeader:
         """Begin the first step of ``total``, or return to the run as a group that comes back.
 
         The engine is attached, and has the state of ``origin``, if there is one."""
-        job = job_of(self._config, self._placement, buckets=self._rank.num_buckets, steps=total)
+        begins_at = -1 if comes_back else given(self._first_view).step
+        buckets = self._rank.num_buckets
+        job = job_of(self._config, self._placement, buckets=buckets, steps=total, first=begins_at)
         if comes_back:
             self._come_back(job)
             return
@@ -363,7 +366,8 @@ class GroupLeader:
             case machine.Reduce(step=step, buckets=buckets):
                 self._recovery_metrics.resumed(self._state)
                 reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
-                self._attempt(lambda: self._executor.carry_out(orders.Reduce(step, buckets, self._promoted(), reduced)))
+                order = orders.Reduce(step, buckets, self._promoted(), self._digests(), reduced)
+                self._attempt(lambda: self._executor.carry_out(order))
                 self._timer.collected(self._rank.collected)
             case machine.Update(step=step):
                 if (
@@ -419,6 +423,15 @@ class GroupLeader:
         """Return the standby parts that this group contributes."""
         return self._state.plan.promoted(self.group)
 
+    def _digests(self) -> tuple[Microbatch, ...]:
+        """Return the microbatches whose digests this group sends."""
+        return verification.mine(self._state.checks, self.group)
+
+    def _part(self, microbatch: Microbatch) -> int:
+        """Return where a microbatch is added to (``Engine.add_to``)."""
+        state = self._state
+        return DIGEST if microbatch in state.digest_only else state.plan.part(self.group, microbatch)
+
     def _compute(self) -> None:
         """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
         if self._rank.joint:
@@ -427,12 +440,13 @@ class GroupLeader:
         state = self._state
         microbatches = state.todo[: self._executor.width]
         patched = [microbatch in state.plan.patched for microbatch in microbatches]
-        parts = [state.plan.part(self.group, microbatch) for microbatch in microbatches]
+        parts, asked = list(map(self._part, microbatches)), self._digests()
+        digests = [microbatch in asked for microbatch in microbatches]
         ahead = None
         last = not state.reported and state.connected and state.todo == microbatches
-        if last and not any(parts) and not self._promoted():  # the local gradients will be complete
-            ahead = self._rank.ahead(state.step, state.unfinished)
-        order = orders.Compute(microbatches, patched, parts, state.view.epoch, ahead)
+        if last and not any(parts) and not any(digests) and not self._promoted():  # local gradients will be complete
+            ahead = self._rank.ahead(state.step, state.unfinished, asked)
+        order = orders.Compute(microbatches, patched, parts, digests, state.view.epoch, ahead)
         prefetched, seconds = self._executor.carry_out(order)
         self._recovery_metrics.computed(microbatches[0], patched[0], prefetched, seconds)
         self._timer.computed(len(microbatches), seconds)
@@ -463,7 +477,7 @@ class GroupLeader:
             self._drain_verdicts()
             self._glance()
             counted = time.monotonic()
-            plan, standby = self._state.plan, self._state.standby
+            plan, standby, asked = self._state.plan, self._state.standby, self._digests()
             if new := [one for one in self._state.todo if one not in listing]:
                 listing.update(dict.fromkeys(new))
                 self._rank.want([one for one in new if one in plan.patched])
@@ -471,7 +485,8 @@ class GroupLeader:
             order = pipeline_order.reorder([Waiting(one in standby, one in held) for one in listing])
             ordered = list(listing)
             return [
-                Listed(one, one in plan.patched, plan.part(self.group, one)) for one in map(ordered.__getitem__, order)
+                Listed(one, one in plan.patched, self._part(one), one in asked)
+                for one in map(ordered.__getitem__, order)
             ]
 
         self._executor.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
@@ -482,12 +497,23 @@ class GroupLeader:
         speeds, measured = self._state.speeds, self._rank.measured()
         before = speeds.slow
         self._record.measure(measured, speeds, self._state.job.straggler_factor)
-        self._executor.carry_out(orders.Update(step, self._state.microbatches))
+        done = self._executor.carry_out(orders.Update(step, self._state.microbatches, self._state.checks))
+        if isinstance(done, Discard):
+            self._discard(step, done)
+            return
         self._record.view = self._state.view
         self._feed(machine.Updated(step, measured))
         slow = self._state.speeds.slow
         if slow != before:
             self._history.record("stragglers", step=step, slow={str(group): round(f, 2) for group, f in slow.items()})
+
+    def _discard(self, step: int, discard: Discard) -> None:
+        """Record that the step's sums were discarded, and begin its next attempt."""
+        view, guilty = self._state.view, {str(group): microbatch for group, microbatch in discard.guilty.items()}
+        starts = {str(group): view.incarnations.get(group, 0) for group in discard.guilty}
+        what: dict[str, Any] = {"step": step, "attempt": self._state.attempt, "epoch": view.epoch, "why": discard.why}
+        self._history.record("discarded", **what, guilty=guilty, starts=starts, doubtful=list(discard.doubtful))
+        self._feed(machine.Discarded(step))
 
     def _connect(self, view: View) -> None:
         interrupted = lambda: not self._verdicts.empty()  # noqa: E731

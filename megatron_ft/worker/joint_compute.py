@@ -45,18 +45,22 @@ class JointWork:
 
     @contextmanager
     def span(self, kind: str, listed: Listed) -> Iterator[None]:
-        rank, (microbatch, patch, _) = self._rank, listed
+        rank, (microbatch, patch, *_) = self._rank, listed
         if patch and kind == "forward":
             rank.points.reach("patch", microbatch.step)
         rank.points.reach(kind, microbatch.step)
+        if kind == "forward":
+            rank.points.corrupt_activation(microbatch.step, cast(Corruptible, rank.engine))
         rank.progress.enter("working")
         with rank.timeline.span(f"patch_{kind}" if patch else kind), rank.blame(microbatch):
             yield
         rank.progress.advance()
         rank.progress.enter("waiting")  # for the stages before and after this one
 
-    def computed(self, microbatch: Microbatch) -> None:
+    def computed(self, listed: Listed) -> None:
+        microbatch = listed.microbatch
         self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
+        self._rank.collect(microbatch, listed.digest)
         self._finished(microbatch, self._prefetched.pop(microbatch, False))
 
 

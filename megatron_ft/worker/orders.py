@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, c
 
 from megatron_ft import errors
 from megatron_ft.collectives.communicator import Broken
+from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
@@ -25,7 +26,7 @@ from megatron_ft.worker.evaluation import Sums
 from megatron_ft.worker.recovery_metrics import note_patch
 
 if TYPE_CHECKING:
-    from megatron_ft.worker.rank_executor import RankExecutor
+    from megatron_ft.worker.rank_executor import Discard, RankExecutor
 
 _BUILT, _INTERRUPTED, _BROKEN = 2, 1, 0
 """A rank's answers to the order to connect; the worst answer counts."""
@@ -99,12 +100,13 @@ class Compute(Order[tuple[bool, float]]):
     memory, and the seconds it took. Does not wait for the other ranks: the reduction collects their results.
 
     ``patched``: for each whether it is taken over from a lost group; ``parts``: for each the standby part that it is added
-    to, or 0; ``epoch`` is recorded.
+    to, or 0; ``digests``: for each whether its digest is asked for; ``epoch`` is recorded.
     """
 
     microbatches: Sequence[Microbatch]
     patched: Sequence[bool]
     parts: Sequence[int]
+    digests: Sequence[bool]
     epoch: int
     ahead: Ready | None = leaders(None)
 
@@ -114,7 +116,7 @@ class Compute(Order[tuple[bool, float]]):
         at = rank.position
         microbatch, patch = self.microbatches[at], self.patched[at]
         rank.progress.enter("working")
-        prefetched, seconds = rank.compute(microbatch, patch, self.parts[at], self.ahead)
+        prefetched, seconds = rank.compute(microbatch, patch, self.parts[at], self.digests[at], self.ahead)
         if patch and rank.position:  # the leader records its own together with the recovery's times
             who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
             note_patch(rank.history, {microbatch: prefetched}, step=microbatch.step, **who)
@@ -184,28 +186,44 @@ class Transfer(Order[None]):
 
 @dataclass(frozen=True)
 class Reduce(Order[None]):
-    """Reduce buckets, with the standby ``parts`` that the group contributes; ``done`` is called with each final bucket."""
+    """Reduce buckets, with the standby ``parts`` that the group contributes; ``digests``: the microbatches whose digests it
+    sends; ``done`` is called with each final bucket."""
 
     between_groups = True
     step: int
     buckets: Sequence[Bucket]
     parts: Sequence[int] = ()
+    digests: Sequence[Microbatch] = ()
     done: Callable[[Bucket], None] = leaders(lambda bucket: None)
 
     def run(self, rank: RankExecutor) -> None:
-        rank.reduce(self.step, self.buckets, self.parts, self.done)
+        rank.reduce(self.step, self.buckets, self.parts, self.digests, self.done)
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Reduce:
+        return cls(**{**raw, "digests": [Microbatch(*one) for one in raw["digests"]]})
 
 
 @dataclass(frozen=True)
-class Update(Order[StepResult]):
-    """Update, only after every bucket is final at all ranks: no peer may need the old parameters any more."""
+class Update(Order["StepResult | Discard"]):
+    """Update, only after every bucket is final at all ranks: no peer may need the old parameters any more. Returns why the
+    sums were discarded instead, if they were. ``checks``: microbatches whose digests are compared, with their groups."""
 
     step: int
     microbatches: int
+    checks: Sequence[Check] = ()
 
-    def run(self, rank: RankExecutor) -> StepResult:
+    def run(self, rank: RankExecutor) -> StepResult | Discard:
         rank.progress.enter("working")
-        return rank.update(self.step, self.microbatches)
+        return rank.update(self.step, self.microbatches, self.checks)
+
+    def wire(self) -> dict[str, Any]:
+        return {**super().wire(), "checks": [[one.microbatch, one.groups] for one in self.checks]}
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any]) -> Update:
+        checks = [Check(Microbatch(*microbatch), tuple(groups)) for microbatch, groups in raw["checks"]]
+        return cls(raw["step"], raw["microbatches"], checks)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -30,11 +30,14 @@ from megatron_ft.collectives.p2p_channel import P2PChannels
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import check_standby_memory
 from megatron_ft.coordination.client import CoordinationClient
+from megatron_ft.core.detection import state_divergence
+from megatron_ft.core.exactness import verification
+from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule, microbatch_seed
 from megatron_ft.data.prefetch import Dataset, Prefetcher
 from megatron_ft.engines.port import OWN, Engine, Gradients, JointEngine, Listed, Miscount, Ready, StepResult
-from megatron_ft.errors import ConfigError, EngineError, FTError, StartOver
+from megatron_ft.errors import ConfigError, EngineError, FTError, InvariantBroken, StartOver
 from megatron_ft.faults.injection_points import Corruptible, InjectionPoints
 from megatron_ft.runlog.history import History
 from megatron_ft.runlog.timeline import Timeline
@@ -66,6 +69,16 @@ such a step more than they are worth."""
 _STATE_DIGITS = 16
 
 T = TypeVar("T")
+
+
+class Discard(NamedTuple):
+    """Why the sums of a step must not be used: a gradient was too large for the ``grid``, ``digests`` differ, or there was
+    a ``corruption``. ``guilty``: group -> the microbatch that it computed wrongly, None if only another rank of this group
+    knows it; ``doubtful``: microbatches whose digests differ."""
+
+    why: str
+    guilty: Mapping[int, str | None]
+    doubtful: tuple[str, ...]
 
 
 class RankExecutor:
@@ -115,6 +128,8 @@ class RankExecutor:
         self._updated: StepResult | None = None
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
         self._contributed: set[int] = set()  # standby parts of the present step
+        self._digests: dict[Microbatch, int] = {}  # of gradients of this step
+        self._earlier: dict[Microbatch, int] = {}  # of the attempt before
         self._swept = False  # whether the last sweep destroyed a process group
 
     def resize(self, step: int, per_shard: int) -> None:
@@ -134,7 +149,8 @@ class RankExecutor:
         self.joint = hasattr(engine, "flush")
         settings = self._settings
         check_standby_memory(self._config, engine.gradient_bytes)
-        self._slots = Slots(engine, self.group, self.position, 1 if self.joint else self.size)
+        positions = 1 if self.joint else self.size
+        self._slots = Slots(engine, self.group, self.position, positions, self._config.digests)
         self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
         self.guard = StateGuard(self._env, self._slots, self.states, self.nonfinite, self.agreement, self.history)
         self._guarded = True
@@ -208,9 +224,7 @@ class RankExecutor:
         self.link.begin_step(step)
         if self._sender is not None:
             self._sender.boundary(step, self._updated, self.carry)
-        self.engine.begin_step()
-        self._contributed.clear()
-        self.guard.say(self._step)
+        self._clear()
         if short:
             self._prefetcher.rest(dataset, step)
         else:
@@ -221,8 +235,13 @@ class RankExecutor:
         """Enter the step that has begun, after following other groups: clear the gradients again."""
         self.following.end()
         self._prefetcher.drop()  # the state may have brought another size of the batch
-        self.engine.begin_step()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Clear all that was computed in the present step."""
+        self.engine.begin_step(self._config.shards * self.registered.sizes.at(self._step))
         self._contributed.clear()
+        self._digests, self._earlier = {}, {}
         self.guard.say(self._step)
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
@@ -257,11 +276,11 @@ class RankExecutor:
             return operation()
 
     def compute(
-        self, microbatch: Microbatch, patch: bool, part: int = OWN, ahead: Ready | None = None
+        self, microbatch: Microbatch, patch: bool, part: int = OWN, digest: bool = False, ahead: Ready | None = None
     ) -> tuple[bool, float]:
         """Run forward and backward of one. Return True if its samples were in memory, and the seconds it took.
 
-        ``part``: the standby part that it is added to."""
+        ``part``: the standby part that it is added to; ``digest``: the digest of its gradient is asked for."""
         step = microbatch.step
         if patch:
             self.points.reach("patch", step)
@@ -271,20 +290,34 @@ class RankExecutor:
             batch, prefetched = self._prefetcher.get(microbatch)
             seed = microbatch_seed(self._settings.seed, microbatch)
             self.engine.add_to(part)
+            self.points.corrupt_activation(step, cast(Corruptible, self.engine))
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead)
             self.points.corrupt(step, cast(Corruptible, self.engine))
+            self.collect(microbatch, digest)
             self.nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
         self.progress.advance()
         return prefetched, time.monotonic() - started
+
+    def collect(self, microbatch: Microbatch, digest: bool) -> None:
+        """Take the gradient of a microbatch after its backward pass, and keep its digest if that is asked for."""
+        found = self.engine.collect(digest)
+        if digest:
+            self._digests[microbatch] = found
 
     def _members(self) -> int:
         """Return the number of groups in the present view."""
         return len(self.link.view.live) if self.link.view is not None else self._config.groups
 
-    def ahead(self, step: int, buckets: Sequence[Bucket]) -> Ready | None:
+    def ahead(self, step: int, buckets: Sequence[Bucket], digests: Sequence[Microbatch]) -> Ready | None:
         """Return the function to call with each bucket that is complete before the last microbatch is, or None."""
         self._settle(state=False)
+        self._say_digests(digests)
         return None if self.points.corrupts(step) else self._reduction.ahead(given(self.link.outer), step, buckets)
+
+    def _say_digests(self, digests: Sequence[Microbatch]) -> None:
+        if digests:
+            now, before = ([known.get(one, 0) for one in digests] for known in (self._digests, self._earlier))
+            self._slots.say_digests(now, before)
 
     def say_seconds(self, seconds: float) -> None:
         """After :meth:`begin`: send all groups this group's seconds per microbatch in the step before."""
@@ -317,16 +350,23 @@ class RankExecutor:
             self._reduction.drop()
 
     def reduce(
-        self, step: int, buckets: Sequence[Bucket], parts: Sequence[int], done: Callable[[Bucket], None]
+        self,
+        step: int,
+        buckets: Sequence[Bucket],
+        parts: Sequence[int],
+        digests: Sequence[Microbatch],
+        done: Callable[[Bucket], None],
     ) -> None:
         """Sum ``buckets`` over the members of the epoch; ``done`` is called with each summed bucket, in order.
 
         ``parts``: the standby parts that the group contributes; each is added to the local gradients once in a step.
+        ``digests``: the microbatches whose digests the group sends, in order.
         Raises ``Broken``; in a group of several ranks only after all of them have ended their operations.
         """
         outer = given(self.link.outer)
         self.timeline.assign(step, outer.epoch)
         self._settle(state=False)
+        self._say_digests(digests)
         for part in (part for part in parts if part not in self._contributed):
             self.engine.contribute(part)
             self._contributed.add(part)
@@ -437,16 +477,22 @@ class RankExecutor:
         self.carried = state["carried"]
         self._updated = None  # followers of this group have to see the gradients of every step
         if self._step >= 0:
-            self.guard.say(self._step)
+            self._clear()
         if state["result"] is not None:
             self.result = StepResult.from_json(state["result"])
 
     # --- the step's end -----------------------------------------------------------------------------------------------
 
-    def update(self, step: int, microbatches: int) -> StepResult:
-        """Commit the step here; it must contain exactly ``microbatches``."""
+    def update(self, step: int, microbatches: int, checks: Sequence[Check]) -> StepResult | Discard:
+        """Commit the step here; it must contain exactly ``microbatches``. With exact reduction its sums may have to be
+        discarded, in all groups alike; the step is then begun again.
+
+        ``checks``: the microbatches whose digests are compared. Raises ``StartOver`` where this group's gradient was wrong,
+        ``InvariantBroken`` where it is unknown whose was."""
         self._settle(state=True)
         self.guard.compare(step, given(self.link.view).live)
+        if self._config.exact_bits and (discard := self._judge(step, microbatches, checks)):
+            return discard
         with self.timeline.span("update"):
             try:
                 result = self._inside(
@@ -457,6 +503,47 @@ class RankExecutor:
         self.result = self._updated = result
         self.progress.advance()
         return result
+
+    def _judge(self, step: int, microbatches: int, checks: Sequence[Check]) -> Discard | None:
+        """Return why the sums must not be used; None: they can be used. All ranks of the group decide the same."""
+        try:
+            too_large = self.engine.must_discard(microbatches)
+        except InvariantBroken as error:
+            self.guard.halt(step, f"step {step}: {error}")
+        found = verification.verdict(checks, *self._slots.digests()) if checks else verification.Verdict({})
+        said = torch.zeros(3 + self._config.max_groups, dtype=torch.int64)
+        said[0], said[1], said[2] = too_large, bool(found.doubtful), found.tied is not None
+        said[[3 + group for group in found.guilty]] = 1
+        if self.inner is not None:
+            self.inner.sum(said)
+        large, doubtful, tied, *guilty = said.tolist()
+        accused = [group for group, flag in enumerate(guilty) if flag]
+        if tied:
+            which = "" if found.tied is None else f" {found.tied[0]} on {state_divergence.words(found.tied[1])}"
+            self.guard.halt(
+                step,
+                f"the gradients of microbatch{which} differ in step {step}, and most groups agree with none: do all hosts "
+                f"have the same hardware and libraries, and is the model deterministic (docs/exactness.md)?",
+            )
+        if self.group in accused:
+            microbatch = found.guilty.get(self.group)
+            which = "a microbatch" if microbatch is None else f"microbatch {microbatch}"
+            raise StartOver(
+                f"group {self.group} leaves: its gradient of {which} in step {step} is not that of the other groups. It "
+                f"takes their state; if this happens again, take the host out (docs/exactness.md)"
+            )
+        if not (large or doubtful or accused):
+            return None
+        if doubtful or accused:
+            earlier = self._digests
+            self._clear()
+            self._earlier = earlier
+        else:
+            self.engine.discard(microbatches)
+            self._clear()
+        why = "corruption" if accused else "digests" if doubtful else "grid"
+        blamed = {group: None if group not in found.guilty else str(found.guilty[group]) for group in accused}
+        return Discard(why, blamed, tuple(map(str, found.doubtful)))
 
     def _settle(self, state: bool) -> None:
         """Copy unsent data of followers that is about to change."""

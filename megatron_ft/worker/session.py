@@ -386,6 +386,7 @@ class Session:
             slots=self._slots(shared=True),
             loss_reduction=self._settings.loss_reduction,
             seed=self._settings.seed,
+            exact_bits=self.config.exact_bits,
         )
         return self._engine
 
@@ -567,7 +568,7 @@ class Session:
 
     def _slots(self, shared: bool) -> int:
         """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
-        return self.config.max_groups * slots_of_group(self._rank.size if shared else 1)
+        return self.config.max_groups * slots_of_group(self._rank.size if shared else 1, self.config.digests)
 
     def _identify(self, dataset: Dataset | None) -> None:
         """Check that all ranks train with the same data; ``dataset`` is None before the first step."""

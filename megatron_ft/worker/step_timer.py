@@ -60,17 +60,19 @@ class StepTimer:
 class Slots:
     """The numbers that travel with bucket 0: one row per group, to which only that group adds, so their sum over the
     groups contains the row of each. They are whole numbers below 2^24 except for the seconds, so fp32 holds them
-    exactly.
+    exactly. Digests are below 2^48; they are sent with exact reduction only, whose buckets are fp64.
 
     Args:
         engine: the engine of bucket 0.
         group, position: those of this rank.
         positions: number of ranks of a group that are summed into one bucket 0: all that share microbatches, else 1.
+        digests: number of digests that each group can send (``core.exactness.verification``).
     """
 
-    def __init__(self, engine: Engine, group: int, position: int = 0, positions: int = 1) -> None:
-        self._engine, self._group = engine, group
-        self._width = slots_of_group(positions)
+    def __init__(self, engine: Engine, group: int, position: int = 0, positions: int = 1, digests: int = 0) -> None:
+        self._engine, self._group, self._digests = engine, group, digests
+        self._states = 2 + 2 * positions
+        self._width = slots_of_group(positions, digests)
         self._position = position if positions > 1 else 0
         self._own = self._all = torch.empty(0)
 
@@ -86,6 +88,12 @@ class Slots:
         """Set the checksum of the state from which this rank begins the step."""
         row, at = self._row(), 2 + 2 * self._position
         row[at], row[at + 1] = float(checksum & _HALF), float(checksum >> _HALF_BITS)
+
+    def say_digests(self, now: Sequence[int], before: Sequence[int]) -> None:
+        """Set the digests that this rank has computed, and those of the attempt before; 0: it has none."""
+        row = self._row()
+        for at, found in ((self._states, now), (self._states + self._digests, before)):
+            row[at : at + len(found)] = torch.tensor(found, dtype=row.dtype)
 
     def _row(self) -> torch.Tensor:
         """Return this group's row. Views are kept: making one takes longer than using it."""
@@ -107,13 +115,19 @@ class Slots:
     def states(self) -> dict[int, tuple[int, ...]]:
         """Return the checksums of every group that has sent one, for each of its ranks that share the bucket."""
         said = {}
-        for group, row in enumerate(self._rows()[:, 2:].tolist()):
+        for group, row in enumerate(self._rows()[:, 2 : self._states].tolist()):
             values = tuple(
                 _whole(low) | _whole(high) << _HALF_BITS for low, high in zip(row[::2], row[1::2], strict=True)
             )
             if any(values):
                 said[group] = values
         return said
+
+    def digests(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Return the digests of every group, and those of the attempt before."""
+        rows = [[_whole(number) for number in row[self._states :]] for row in self._rows().tolist()]
+        now = {group: row[: self._digests] for group, row in enumerate(rows)}
+        return now, {group: row[self._digests :] for group, row in enumerate(rows)}
 
     def differing(self, states: Sequence[int], others: Sequence[int]) -> tuple[frozenset[int], bool]:
         """Return which of the ranks that share the bucket have other checksums in one group than in another one, and
@@ -132,6 +146,6 @@ def _whole(number: float) -> int:
     return int(number) if isfinite(number) else 0
 
 
-def slots_of_group(positions: int) -> int:
-    """Return how many numbers each group sends; ``positions``: see :class:`Slots`."""
-    return 2 + 2 * positions
+def slots_of_group(positions: int, digests: int = 0) -> int:
+    """Return how many numbers each group sends; arguments as for :class:`Slots`."""
+    return 2 + 2 * positions + 2 * digests

@@ -13,10 +13,10 @@ from torch import nn
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.protocol.messages import RunHalted
 from megatron_ft.core.protocol.signals import ChecksumsRequested, StateDiverged
+from megatron_ft.engines import tensor_checksum
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import View
-from megatron_ft.worker import state_checksum
 from megatron_ft.worker.state_checksum import StateCheck, differing
 from megatron_ft.worker.state_guard import StateGuard
 from megatron_ft.worker.step_timer import Slots, slots_of_group
@@ -123,8 +123,8 @@ def test_changes_of_two_words_do_not_cancel(more, one, change, opposite):
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1))
 def test_words_are_hashed_alike_one_by_one_and_together(words):
-    together = [word & 2**64 - 1 for word in state_checksum._mixed_words(torch.tensor(words)).tolist()]
-    assert together == [state_checksum._mixed(word & 2**64 - 1) for word in words]
+    together = [word & 2**64 - 1 for word in tensor_checksum._mixed_words(torch.tensor(words)).tolist()]
+    assert together == [tensor_checksum._mixed(word & 2**64 - 1) for word in words]
 
 
 def test_a_learning_rate_that_differs_is_a_state_that_differs():

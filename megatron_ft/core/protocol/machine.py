@@ -253,7 +253,7 @@ def _progress(state: GroupState, event: Event) -> GroupState:
     match event:
         case Computed(microbatch=microbatch):
             mine = microbatch in state.plan.of(state.me) or state.plan.part(state.me, microbatch)
-            assert mine, f"{microbatch} is not group {state.me}'s"
+            assert mine or microbatch in state.digest_only, f"{microbatch} is not group {state.me}'s"
             assert microbatch not in state.computed, f"{microbatch} was computed twice"
             return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):

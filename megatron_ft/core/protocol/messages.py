@@ -3,8 +3,8 @@
 The shell is ``worker.group_leader`` in a real run, and ``simulation.protocol.simulated_group`` in tests. An event
 states what has happened, an action what the shell must do. Detailed reasons are in views and reports (``types``).
 
-Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Discarded``, ``Updated``,
-``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
+Senders of events: the training thread (``Computed``, ``Connected``, ``Transferred``, ``Reduced``, ``Discarded``,
+``Updated``, ``BatchResized``, ``CaughtUp``, ``CatchUpFailed``), notices through ``signals.classify`` (``GroupFailed``,
 ``LeaveAnnounced``, ``JoinRequested``, ``EpochAborted``, ``LinkDown``, ``RunHalted``; ``GroupFailed`` also from
 claims, ``store_failover.verdicts``), and looks at the control store (``ReportsSeen``, ``ViewSeen``, ``Replaced``, ``Tick``).
 Receivers of actions: the communicators (``Abort``), the control store (``Publish``, ``Propose``), the notice log

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_ft.core.detection import link_detector, stragglers
 from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.exactness import verification
+from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.protocol.messages import EpochAborted, JoinRequested, LeaveAnnounced, LinkDown
 from megatron_ft.core.replication.placement import Placement
 from megatron_ft.core.scheduling.policies import Batch, Policy
@@ -41,6 +43,9 @@ class Job:
         straggler_steps: number of slow steps in a row after which a group computes less.
         policy: which group computes and contributes which microbatches (``core.scheduling.policies``).
         skip: microbatches that no group computes: they are no part of their step.
+        verify: number of microbatches of a step that are verified, or ``verification.SLACK`` (``core.exactness``).
+        digests: number of digests that each group can send in a step; 0: nothing is verified.
+        first: the first step of the run since its start, which all groups of that start know; else -1.
         collectors: number of groups at a time that read all reports of an ending epoch and propose the next view. If
             thousands of groups did, they would overload the store.
     """
@@ -57,6 +62,9 @@ class Job:
     straggler_steps: int = 3
     policy: Policy = StackedQuota()
     skip: frozenset[Microbatch] = frozenset()
+    verify: int | str = 0
+    digests: int = 0
+    first: int = -1
     collectors: int = 4
 
     @property
@@ -247,6 +255,23 @@ class GroupState:
         return frozenset(self.plan.standby_of(self.me))
 
     @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """The microbatches of the step that several groups compute, to compare their gradients."""
+        if not self.job.digests or self.finished:
+            return ()
+        lost = {group for groups, _ in self.plan_origin.changes for group in groups}
+        begun = self.job.plan(self.step, replace(self.plan_origin, changes=()), self.speeds)
+        alive = [group for group in self.plan_origin.live if group not in lost]
+        everyone = self.step == self.job.first and not self.attempt
+        return verification.checks(begun, alive, self.attempt, self.job.verify, self.job.digests, everyone)
+
+    @cached_property
+    def digest_only(self) -> tuple[Microbatch, ...]:
+        """The microbatches that this group computes for their digest alone: others contribute them."""
+        asked = verification.mine(self.checks, self.me)
+        return tuple(m for m in asked if m not in self.plan.of(self.me) and m not in self.standby)
+
+    @cached_property
     def todo(self) -> tuple[Microbatch, ...]:
         """The microbatches that this group still has to compute; empty once all buckets are final (hard case 5).
 
@@ -255,7 +280,10 @@ class GroupState:
         """
         if not self.unfinished:
             return ()
-        own, standby = self.plan.of(self.me), self.plan.standby_of(self.me)
+        own, standby = self.plan.of(self.me), self.plan.standby_of(self.me) + self.digest_only
+        if self.checks:  # the digest of the last microbatch would be known after its first bucket is sent
+            checked = verification.mine(self.checks, self.me)
+            own = tuple(sorted(own, key=lambda microbatch: microbatch not in checked))
         if self.reported:
             standby = ()
         order = own + standby if self.plan_origin.changes else standby + own

@@ -60,6 +60,7 @@ def build(
         "slots": slots(not isinstance(model, PipelineModule)),
         "loss_reduction": run.fault_tolerance.loss_reduction,
         "seed": run.fault_tolerance.seed,
+        "exact_bits": run.exact_bits,
     }
     given = {
         "args": None,

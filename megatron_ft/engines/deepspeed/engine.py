@@ -27,9 +27,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from megatron_ft.engines.buckets import Bucketed
+from megatron_ft.engines.buckets import Bucket, Bucketed
 from megatron_ft.engines.deepspeed.optimizers import adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
+from megatron_ft.engines.exact_rounding import square_norm
 from megatron_ft.engines.port import Control, Progress, Ready, Work, manual_seed
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
@@ -64,14 +65,25 @@ class _Adapter(Bucketed, ABC):
     replicated = False
     """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
 
-    def begin_step(self) -> None:
-        super().begin_step()
+    def begin_step(self, microbatches: int = 1) -> None:
+        super().begin_step(microbatches)
         self._optimizer.begin_step()
 
     def add_to(self, part: int) -> None:
         if part != self._part:
-            self._optimizer.collect()
+            self._collect_sum()
         super().add_to(part)
+
+    def _collect_sum(self) -> None:
+        """Take what the wrapper has accumulated over several microbatches; exact reduction takes each one alone."""
+        if self._rounding is None:
+            self._optimizer.collect()
+
+    def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        return self._optimizer.gradients(bucket)
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.forget()
 
     def _aim(self, part: int) -> None:
         super()._aim(part)
@@ -94,10 +106,12 @@ class _Adapter(Bucketed, ABC):
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
         state |= {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
+        state |= self._grid()
         state |= {"sharding": sharding} if (sharding := _sharding(self.engine.module)) else {}
         return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        self._load_grid(state)
         own = nn.Module.state_dict(self.engine.module)
         with torch.no_grad():  # in place: DeepSpeed's flat buffers are the same memory
             for name, value in state["module"].items():
@@ -141,7 +155,7 @@ class DeepSpeedPipeline(_Adapter):
 
     def flush(self, control: Control, work: Work) -> None:
         self.engine.flush(control, work)
-        self._optimizer.collect()
+        self._collect_sum()
         self._buffers.restore()
 
     def _passed(self) -> None:
@@ -171,7 +185,11 @@ class DeepSpeedPipeline(_Adapter):
         told = torch.zeros(3, dtype=torch.float64, device=self.engine.device)
         if self.engine.layout.slice == 0:  # only the last stage has any
             told[0], told[2] = loss, tokens
-        told[1] = sum(norm.double().square() for norm in torch._foreach_norm(self._views(self._counted))) + self._flaw()
+        if self._rounding is not None:
+            told[1] = square_norm(self._views(self._counted)) + self._flaw()
+        else:
+            norms = torch._foreach_norm(self._views(self._counted))
+            told[1] = sum(norm.double().square() for norm in norms) + self._flaw()
         dist.all_reduce(told)
         return float(told[0]), sqrt(float(told[1])), int(told[2])
 
@@ -219,5 +237,5 @@ class DeepSpeedData(_Adapter):
         self.engine.backward(loss)
         self._buckets.count(loss)
         self._count_tokens(tokens)
-        self._optimizer.collect()
+        self._collect_sum()
         self._buffers.restore()

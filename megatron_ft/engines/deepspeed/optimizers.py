@@ -9,14 +9,14 @@ Failures it assumes: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron_ft.engines.buckets import Buckets
+from megatron_ft.engines.buckets import Bucket, Buckets
 from megatron_ft.errors import EngineError
 
 
@@ -37,15 +37,24 @@ class InPlace:
     def aim(self) -> None:
         """Take the next gradients to ``Bucket.adds_to``."""
         for bucket in self.buckets:
-            bucket.point_gradients_at(bucket.adds_to.views)
+            bucket.aim()
 
     def collect(self) -> None:
         """Move the gradients that the wrapper has accumulated to ``Bucket.adds_to``."""
 
+    def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        """Return what the wrapper has accumulated for each parameter of a bucket."""
+        return [parameter.grad for parameter in bucket.parameters]
+
+    def forget(self) -> None:
+        """Clear what the wrapper has accumulated."""
+        for bucket in self.buckets:
+            bucket.clear_gradients()
+
     def give(self) -> None:
         """Put the gradients of ``Bucket.sum`` where the optimizer's step takes them."""
         for bucket in self.buckets:
-            bucket.point_gradients_at(bucket.sum_views)
+            bucket.give()
 
     def masters(self) -> list[torch.Tensor]:
         """Return the tensors that are kept between steps beside the parameters and the torch optimizer's state."""
@@ -114,10 +123,20 @@ class Bf16(InPlace):
 
     def collect(self) -> None:
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
-                number, index = self._places[parameter]
-                if self.optimizer.fp32_groups_has_gradients[number][index]:
-                    view.add_(self.optimizer.fp32_groups_gradients[number][index].view_as(view))
+            for view, gradient in zip(bucket.adds_to.views, self.gradients(bucket), strict=True):
+                if gradient is not None:
+                    view.add_(gradient)
+        self.optimizer.clear_hp_grads()
+
+    def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        zero, found = self.optimizer, list[torch.Tensor | None]()
+        for parameter in bucket.parameters:
+            number, index = self._places[parameter]
+            has = zero.fp32_groups_has_gradients[number][index]
+            found.append(zero.fp32_groups_gradients[number][index].view_as(parameter) if has else None)
+        return found
+
+    def forget(self) -> None:
         self.optimizer.clear_hp_grads()
 
     def give(self) -> None:

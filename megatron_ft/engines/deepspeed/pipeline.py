@@ -76,7 +76,7 @@ class FlushSchedule(schedule.PipeSchedule):
                     yield [AddTo(turn.listed.part), schedule.BackwardPass(buffer)]
                 if not self.is_first_stage:
                     yield [schedule.SendGrad(buffer)]
-                self._work.computed(turn.listed.microbatch)
+                self._work.computed(turn.listed)
 
 
 class Neighbours:
