@@ -47,6 +47,14 @@ _MOST_CHANGED = 3
 """A step in which this many buckets were changed on their way stops the run."""
 
 
+class Changed(Broken):
+    """A bucket was changed on its way: its sum has not the checksum of its parts."""
+
+    def __init__(self, step: int, bucket: Bucket) -> None:
+        super().__init__(f"bucket {bucket} of step {step} was changed on its way; it is reduced again")
+        self.bucket = bucket
+
+
 class Reduction:
     """One rank's side of summing the buckets of an engine over the live groups.
 
@@ -182,9 +190,9 @@ class Reduction:
         """End the epoch, in which the bucket is not final here. Raises ``InvariantBroken`` when that does not help."""
         before = self._changed[1] if self._changed[0] == step else 0
         self._changed = step, before + 1
-        what = f"bucket {bucket} of step {step} was changed on its way: the sum has not the checksum of its parts"
         if before + 1 >= _MOST_CHANGED:
             raise InvariantBroken(
-                f"{what}, for the {_MOST_CHANGED}rd time in this step; check network and memory of all hosts"
+                f"{_MOST_CHANGED} buckets of step {step} were changed on their way, the last of them bucket {bucket}; look "
+                f"at the network and the memory of this host"
             )
-        raise Broken(f"{what}; it is reduced again")
+        raise Changed(step, bucket)

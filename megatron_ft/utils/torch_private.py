@@ -15,8 +15,10 @@ NAMES = (
     "torch.distributed.ProcessGroup._get_backend",
     "torch.nn.modules.batchnorm._NormBase",
     "torch.Tensor._version",
+    "torch._foreach_add_",
     "torch._foreach_copy_",
     "torch._foreach_norm",
+    "torch._foreach_sub_",
 )
 """All of them, but those of the debug server, whose absence costs only the flight recorder's lines."""
 

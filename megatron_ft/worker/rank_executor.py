@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from megatron_ft.collectives import state_transfer
-from megatron_ft.collectives.bucket_allreduce import Reduction
+from megatron_ft.collectives.bucket_allreduce import Changed, Reduction
 from megatron_ft.collectives.communicator import Broken, Communicator, sweep
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
@@ -372,9 +372,22 @@ class RankExecutor:
             self._contributed.add(part)
         with self.timeline.span("reduce"):
             if self._shared is None:
-                self._reduction.reduce(outer, step, buckets, done, self._meanwhile)
+                self._reduce(outer, step, buckets, done)
             else:
                 self._reduce_together(self._shared, outer, step, buckets, done)
+
+    def _reduce(
+        self, outer: Communicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
+    ) -> None:
+        try:
+            self._reduction.reduce(outer, step, buckets, done, self._meanwhile)
+        except Changed as error:
+            self.history.note(
+                "bucket_changed", group=self.group, position=self.position, step=step, bucket=error.bucket
+            )
+            raise
+        except InvariantBroken as error:
+            self.guard.halt(step, f"group {self.group}, rank {self.position}: {error}")
 
     def _reduce_together(
         self,
@@ -389,7 +402,7 @@ class RankExecutor:
         self.collected = time.monotonic()
         final: set[Bucket] = set()
         try:
-            self._reduction.reduce(outer, step, shared.mine(buckets), final.add, self._meanwhile)
+            self._reduce(outer, step, shared.mine(buckets), final.add)
         except Broken as error:
             self._say_broken(error)
         flags = torch.tensor([bucket in final for bucket in buckets], dtype=torch.int64)
