@@ -165,6 +165,13 @@ def end_from(number: int) -> None:
             process.kill()
 
 
+def outcome(run: Run) -> tuple[list[float], str]:
+    """Return the losses of all steps and the digest of the parameters."""
+    (end,) = run.events("end")
+    losses = {line["step"]: line["loss"] for line in run.events("step")}
+    return [losses[step] for step in sorted(losses)], end["params_sha256"]
+
+
 def disagreements(record: RunRecord) -> list[str]:
     """Return where the timeline's picture contradicts the ``step`` lines. A group that two steps of one view name was
     a member when the first of them was committed; a group that a step does not name was none."""

@@ -152,8 +152,7 @@ class Reduction:
         assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
         exact = self._engine.exact(bucket)
         if exact is not None:
-            reduced.copy_(local)
-            exact.seal(reduced)
+            exact.load(local, reduced)
             if not exact.as_int32:
                 return (reduced,)
             wire = self._wire(bucket, torch.int32)

@@ -102,8 +102,14 @@ class Bucket:
             self.point_gradients_at(self.adds_to.views)
 
     def give(self) -> None:
-        """Put the step's sum where an optimizer looks for gradients."""
-        self.point_gradients_at([view.float() for view in self.sum_views] if self.statistics else self.sum_views)
+        """Put the step's sum where an optimizer looks for gradients: in fp32, if need be in memory of the buffer that the
+        step does not need any more."""
+        if not self.statistics:
+            self.point_gradients_at(self.sum_views)
+            return
+        free = self.local if self.sum is self.reduced else self.reduced
+        flat = free.view(torch.float32)[: self.elements].copy_(self.sum[: self.elements])
+        self.point_gradients_at(self._views(flat))
 
     def point_gradients_at(self, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):

@@ -6,8 +6,8 @@ rounded values to a bucket's fp64 tensor, and counts their magnitudes there. A b
 microbatches were rounded with, and at their end two words of the checksum.
 
 **Rounding.** ``(g + c) - c`` in fp64 with ``c = 1.5 * 2^(lowest + 52)``: the sum has the exponent of c, so it is rounded
-to a multiple of ``2^lowest``, and the difference is exact. On a CPU it works on blocks that fit into a cache: a block is
-read and written once per microbatch, like the addition of fp32 gradients that it replaces.
+to a multiple of ``2^lowest``, and the difference is exact. On a CPU ``engines.rounding_kernels`` does it in one pass over
+memory; without numba torch does it, on blocks that fit into a cache.
 
 **Checksum.** Added to c, a sum s has the bits of c plus ``s / 2^lowest``: as integers, the bits of a bucket are a linear
 function of its numbers. Modulo 2^64 the checksums of all groups' parts add up to that of the sum, unless a part was
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_ft.core.exactness import grid
+from megatron_ft.engines import rounding_kernels
 from megatron_ft.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -79,9 +80,8 @@ class ExactBucket:
         self.bucket, self.units, self._bits = bucket, list(units), bits
         self._blocks = _blocks(bucket, room)
         self._rooms = [block.rooms for block in self._blocks]
-        owners = [piece.which for block in self._blocks for piece in block.pieces]
-        self._owners = torch.tensor(owners, device=room.device)
-        self._whole = len(owners) == len(bucket.parameters)
+        self._device = room.device
+        self._kernels = rounding_kernels.kernels() if room.device.type == "cpu" else None
         self._end = bucket.elements + bucket.statistics
 
     def set(self, exponents: Sequence[int], microbatches: int) -> None:
@@ -89,16 +89,31 @@ class ExactBucket:
         mine = [exponents[unit] for unit in self.units]
         self._lowest = [grid.lowest(exponent, microbatches, self._bits) for exponent in mine]
         self.magic = [1.5 * 2.0 ** (lowest + 52) for lowest in self._lowest]
+        self._magic_there = torch.tensor(self.magic, dtype=torch.float64, device=self._device)
         self._magics = [[self.magic[piece.which] for piece in block.pieces] for block in self._blocks]
-        device = self._owners.device
+        device = self._device
         offsets = torch.tensor(grid.OFFSETS, dtype=torch.float64, device=device)
         self._exponents = torch.tensor(mine, dtype=torch.float64, device=device)
         least = torch.full((len(mine), 1), 5e-324, dtype=torch.float64, device=device)
         self._thresholds = torch.cat([least, torch.exp2(self._exponents[:, None] + offsets)], dim=1)
+        self._limits, self._shares = self._thresholds.cpu().numpy(), self._exponents.cpu().numpy() + _BIAS
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a microbatch, one for each parameter; None: it has none."""
-        total, largest = self.bucket.adds_to.flat, list[torch.Tensor]()
+        total = self.bucket.adds_to.flat
+        if self._kernels is not None:
+            flat, rows = total.numpy(), self.statistics(total).numpy()
+            for at, (gradient, (first, last)) in enumerate(zip(gradients, self.bucket.spans, strict=True)):
+                where = flat[first:last], self.magic[at], rows[at], self._limits[at]
+                rounding_kernels.add(gradient, *where, self._kernels)
+            rows[: len(gradients), -1] += self._shares[: len(gradients)]
+            return
+        if self._device.type == "cuda" and (kernel := rounding_kernels.device_kernel()) is not None:
+            parts = [total[first:last] for first, last in self.bucket.spans]
+            largest = rounding_kernels.add_on_device(gradients, parts, self._magic_there, kernel)
+            self._count(largest, slice(0, len(gradients)))
+            return
+        self._count(_largest(gradients, self._device), slice(0, len(gradients)))
         for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
             known, values = [], []
             for piece in block.pieces:
@@ -112,23 +127,20 @@ class ExactBucket:
                 known.append(piece.room)
             if known:
                 torch._foreach_copy_(known, values)
-            largest += torch._foreach_norm(rooms, float("inf"))
             torch._foreach_add_(rooms, magics)
             torch._foreach_sub_(rooms, magics)
             total[block.first : block.last].add_(block.room)
-        found, size = torch.stack(largest), len(self.bucket.parameters)
-        if not self._whole:
-            found = found.new_zeros(size).scatter_reduce_(0, self._owners, found, "amax")
-        self._count(found, slice(0, size))
 
     def add_single(self, unit: int, value: torch.Tensor, total: torch.Tensor) -> None:
         """Add the value of another unit, fp64 [elements], to ``total``."""
-        self._count(torch.linalg.vector_norm(value, float("inf")).reshape(1), slice(unit, unit + 1))
+        self._count(value.abs().amax(0, keepdim=True) if len(value) else value.new_zeros(1), slice(unit, unit + 1))
         total.add_(value.add(self.magic[unit]).sub_(self.magic[unit]))
 
     def _count(self, largest: torch.Tensor, units: slice) -> None:
         found = self.statistics(self.bucket.adds_to.flat)[units]
-        known = torch.nan_to_num(largest, nan=0.0, posinf=0.0)  # what is not finite is no reason for a coarser grid
+        known = torch.nan_to_num(
+            largest.double(), nan=0.0, posinf=0.0
+        )  # what is not finite is no reason for a coarser grid
         found[:, :-1].add_(known[:, None] >= self._thresholds[units])
         found[:, -1].add_(self._exponents[units] + _BIAS)
 
@@ -158,12 +170,20 @@ class ExactBucket:
     def _spans(self) -> list[tuple[tuple[int, int], int]]:
         return list(zip(self.bucket.spans, self._lowest, strict=False))
 
-    def seal(self, flat: torch.Tensor) -> None:
-        """Write the checksum of a part's gradients into the part: nan if they are not finite, and cannot be checked."""
-        said = [nan, nan]
-        if isfinite(flat[: self.bucket.elements].sum()):
+    def load(self, part: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy a group's part of a bucket to the tensor that will be summed in place, with the checksum of its gradients:
+        nan if they are not finite, and cannot be checked."""
+        checksum: int | None = None
+        if self._kernels is not None:
+            found = [
+                rounding_kernels.copy(part[first:last], flat[first:last], magic, self._kernels)
+                for (first, last), magic in zip(self.bucket.spans, self.magic, strict=False)
+            ]
+            checksum = None if None in found else sum(one for one in found if one is not None) & _MASK
+            flat[self.bucket.elements :] = part[self.bucket.elements :]
+        elif isfinite(flat.copy_(part)[: self.bucket.elements].sum()):
             checksum = self._checksum(flat)
-            said = [checksum & (1 << _HALF) - 1, checksum >> _HALF]
+        said = [nan, nan] if checksum is None else [checksum & (1 << _HALF) - 1, checksum >> _HALF]
         flat[self._end - _CHECK : self._end] = torch.tensor(said, dtype=flat.dtype)
 
     def intact(self, flat: torch.Tensor) -> bool:
@@ -176,6 +196,10 @@ class ExactBucket:
 
     def _checksum(self, flat: torch.Tensor) -> int:
         """Return the sum of all gradients in units of the grid, modulo 2^64."""
+        if self._kernels is not None:
+            spans = zip(self.bucket.spans, self.magic, strict=False)
+            found = (rounding_kernels.total(flat[first:last], magic, self._kernels) for (first, last), magic in spans)
+            return sum(found) & _MASK
         total = 0
         for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
             block.room.copy_(flat[block.first : block.last])
@@ -274,6 +298,18 @@ class Rounding:
             state = {"exponents": [grid.GUESS] * len(self.exponents), "guessed": True}
         self.exponents, self.guessed = list(state["exponents"]), state["guessed"]
         self._set()
+
+
+def _largest(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude in each gradient; 0 for None, nan where it has one."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    if device.type == "cpu":  # the norm of a device is fast, that of a CPU takes longer than all other passes together
+        bounds = [torch.aminmax(gradient) for gradient in known]
+        found = [torch.maximum(-low, high) for low, high in bounds]
+    else:
+        found = list(torch._foreach_norm(known, float("inf")))
+    zero, each = torch.zeros((), device=device), iter(found)
+    return torch.stack([zero if gradient is None else next(each) for gradient in gradients])
 
 
 def square_norm(tensors: Sequence[torch.Tensor]) -> float:

@@ -130,7 +130,7 @@ class TorchNativeEngine(Bucketed):
         self._count_tokens(tokens)
         self._take_changes()
         progress("backward")
-        with self._arrivals.watch(ready and partial(self._complete, ready)):
+        with self._arrivals.watch(ready if self._rounding is None else partial(self._complete, ready)):
             loss.backward()
         if self._rounding is None and any(
             bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets
@@ -138,12 +138,14 @@ class TorchNativeEngine(Bucketed):
             raise EngineError(_REPLACED)
         self._buffers.restore()  # after backward: autograd may have kept them
 
-    def _complete(self, ready: Ready, number: Bucket) -> None:
-        """Within backward: a bucket has all gradients of the microbatch."""
-        if self._rounding is not None:
-            self._take(number, self._gradients_of(self._buckets[number]))
-            self._taken.add(number)
-        ready(number)
+    def _complete(self, ready: Ready | None, number: Bucket) -> None:
+        """Within backward: a bucket has all gradients of the microbatch. They are in the cache now, and their memory is
+        free for those that follow."""
+        self._take(number, self._gradients_of(self._buckets[number]))
+        self._taken.add(number)
+        self._buckets[number].clear_gradients()
+        if ready is not None:
+            ready(number)
 
     def repeat(self, result: StepResult) -> None:
         for bucket in self._buckets:

@@ -8,23 +8,15 @@ import pytest
 
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import deepspeed_kills, support
-from tests.integration.test_deepspeed import PLAIN
 
 EXACT = {"reduction": "exact"}
-
-
-def outcome(run: support.Run) -> tuple[list[float], str]:
-    """Return the losses of all steps and the digest of the parameters."""
-    (end,) = run.events("end")
-    losses = {line["step"]: line["loss"] for line in run.events("step")}
-    return [losses[step] for step in sorted(losses)], end["params_sha256"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, data_dir):
     run = support.start(tmp_path_factory.mktemp("exact") / "run", data_dir, **EXACT)
     run.check()
-    return outcome(run)
+    return support.outcome(run)
 
 
 def test_killed_groups_change_no_bit(tmp_path, data_dir, undisturbed):
@@ -34,7 +26,7 @@ def test_killed_groups_change_no_bit(tmp_path, data_dir, undisturbed):
     run.strike_in_step(*holds)
     run.check()
     assert len(run.events("fault")) == 3
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 SAME = {
@@ -53,7 +45,7 @@ def test_no_setting_that_only_moves_work_changes_a_bit(tmp_path, data_dir, undis
     run = support.start(tmp_path / "run", data_dir, holds, **EXACT, **options)
     run.strike_in_step(*holds)
     run.check()
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 def test_ranks_that_share_microbatches_change_no_bit(tmp_path, data_dir, undisturbed):
@@ -61,7 +53,7 @@ def test_ranks_that_share_microbatches_change_no_bit(tmp_path, data_dir, undistu
     run = support.start(tmp_path / "run", data_dir, holds, extra=("--ranks-per-group", 2), **EXACT)
     run.strike_in_step(*holds)
     run.check()
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 def test_a_group_that_comes_back_and_a_job_that_goes_on_with_fewer_groups_change_no_bit(tmp_path, data_dir):
@@ -82,7 +74,7 @@ def test_a_group_that_comes_back_and_a_job_that_goes_on_with_fewer_groups_change
     more = support.start(tmp_path / "run", data_dir, groups=2, **options)
     more.finish()
     assert more.process.returncode == 0, more.logs()
-    losses, digest = outcome(alone)
+    losses, digest = support.outcome(alone)
     (end,) = more.events("end")
     assert end["params_sha256"] == digest
     first = min(line["step"] for line in more.events("step"))
@@ -107,7 +99,7 @@ def test_a_pipeline_that_loses_a_rank_changes_no_bit(tmp_path, data_dir, options
     run = deepspeed_kills.start(tmp_path / "run", data_dir, holds, **EXACT, **options)
     run.strike(*holds)
     run.check()
-    assert outcome(run) == outcome(alone)
+    assert support.outcome(run) == support.outcome(alone)
 
 
 PLAIN_ENGINES = {
@@ -122,6 +114,8 @@ PLAIN_ENGINES = {
 def test_a_plain_deepspeed_engine_changes_no_bit(tmp_path, data_dir, built):
     ranks, engine = built
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    from tests.integration.test_deepspeed import PLAIN
+
     script = support.changed_script(tmp_path / "train.py", PLAIN)
     extra = ["--ranks-per-group", ranks, "--preload", "deepspeed"]
     options = {"script": script, "groups": 2, "extra": extra, "engine": engine, **EXACT}
@@ -131,7 +125,7 @@ def test_a_plain_deepspeed_engine_changes_no_bit(tmp_path, data_dir, built):
     run = support.start(tmp_path / "run", data_dir, holds, **options)
     run.strike(*holds)
     run.check()
-    assert outcome(run) == outcome(alone)
+    assert support.outcome(run) == support.outcome(alone)
 
 
 def struck(directory, data_dir, fault: dict, **options) -> support.Run:
@@ -160,21 +154,21 @@ def test_a_group_that_computes_wrongly_leaves_in_the_same_step_and_changes_no_bi
     assert list(found[1]["guilty"]) == ["1"] and found[1]["guilty"]["1"] in found[0]["doubtful"]
     (lost,) = [view["lost"] for view in run.events("view") if view["lost"]]
     assert list(lost) == ["1"] and "its gradient of microbatch" in lost["1"]
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 def test_a_bucket_that_changes_on_its_way_is_reduced_again(tmp_path, data_dir, undisturbed):
     run = struck(tmp_path / "run", data_dir, {"kind": "bitflip", "what": "sum", "bit": 40})
     assert [(line["group"], line["step"]) for line in run.events("bucket_changed")] == [(1, 3)]
     assert len(run.events("view")) == 2 and not any(view["lost"] for view in run.events("view"))
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 def test_verification_without_a_fault_accuses_nobody(tmp_path, data_dir, undisturbed):
     run = support.start(tmp_path / "run", data_dir, verify={"microbatches_per_step": 3}, **EXACT)
     run.check()
     assert [line["why"] for line in run.events("discarded")] == ["grid"]
-    assert outcome(run) == undisturbed
+    assert support.outcome(run) == undisturbed
 
 
 OTHER_HARDWARE = """
