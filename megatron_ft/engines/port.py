@@ -146,7 +146,13 @@ class Engine(Gradients, Protocol):
         added counts as zeros."""
 
     def compute(
-        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+        self,
+        microbatch: Microbatch,
+        batch: Any,
+        seed: int,
+        progress: Progress,
+        ready: Ready | None = None,
+        keep: bool = False,
     ) -> None:
         """Run forward and backward of one microbatch; add gradient, loss and count where :meth:`add_to` says. With exact
         reduction the gradient is added by :meth:`collect`.
@@ -158,6 +164,8 @@ class Engine(Gradients, Protocol):
             progress: see :data:`Progress`.
             ready: called with each bucket that is complete before backward ends, at most once per bucket, in any order.
                 An engine may omit buckets, e.g. one with a parameter that gets no gradient. Default: no calls.
+            keep: with exact reduction, leave the gradient as it is for :meth:`collect`, which needs all of it for a digest.
+                Default: an engine may add parts of it before.
         """
 
     def collect(self, digest: bool = False) -> int:

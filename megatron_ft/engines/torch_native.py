@@ -121,7 +121,13 @@ class TorchNativeEngine(Bucketed):
             bucket.aim()
 
     def compute(
-        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+        self,
+        microbatch: Microbatch,
+        batch: Any,
+        seed: int,
+        progress: Progress,
+        ready: Ready | None = None,
+        keep: bool = False,
     ) -> None:
         manual_seed(seed)
         progress("forward")
@@ -130,7 +136,8 @@ class TorchNativeEngine(Bucketed):
         self._count_tokens(tokens)
         self._take_changes()
         progress("backward")
-        with self._arrivals.watch(ready if self._rounding is None else partial(self._complete, ready)):
+        early = self._rounding is not None and not keep
+        with self._arrivals.watch(partial(self._complete, ready) if early else ready):
             loss.backward()
         if self._rounding is None and any(
             bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets

@@ -57,19 +57,18 @@ def test_ranks_that_share_microbatches_change_no_bit(tmp_path, data_dir, undistu
 
 
 def test_a_group_that_comes_back_and_a_job_that_goes_on_with_fewer_groups_change_no_bit(tmp_path, data_dir):
-    steps = 16
+    steps = 60
     alone = support.start(tmp_path / "alone", data_dir, steps=steps, **EXACT)
     alone.check()
     hold = Breakpoint(2, 2, "backward")
-    gate = support.Gate(tmp_path, 9)
+    gate = support.Gate(tmp_path, 40)
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.01}
     options = {"steps": steps, "rejoin": {"enabled": True}, "checkpoint": saved, "script": gate.script, **EXACT}
     run = support.start(tmp_path / "run", data_dir, [hold], **options)
     run.strike_in_step(hold)
-    support.wait_for(lambda: gate.waiting(9) >= 3, run)
+    support.wait_for(lambda: gate.waiting(40) >= 3 and run.events("checkpoint"), run)
     run.process.terminate()
     run.finish()
-    assert run.events("checkpoint")
     gate.open()
     more = support.start(tmp_path / "run", data_dir, groups=2, **options)
     more.finish()
@@ -179,8 +178,9 @@ compute = torch_native.TorchNativeEngine.compute
 def other(self, *args, **options):
     compute(self, *args, **options)
     if os.environ["MEGATRON_FT_GROUP"] == "2":
-        first = next(p for p in self.model.parameters() if p.grad is not None)
-        first.grad.view(-1)[0] *= 1 + 2**-20
+        kept = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if kept:  # else the gradient is taken already: its digest is not asked for
+            kept[0].view(-1)[0] *= 1 + 2**-20
 torch_native.TorchNativeEngine.compute = other
 """
 

@@ -149,7 +149,13 @@ class DeepSpeedPipeline(_Adapter):
         return self.engine.layout.peers
 
     def compute(
-        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+        self,
+        microbatch: Microbatch,
+        batch: Any,
+        seed: int,
+        progress: Progress,
+        ready: Ready | None = None,
+        keep: bool = False,
     ) -> None:
         raise AssertionError("the ranks of a pipeline compute together: flush")
 
@@ -227,7 +233,13 @@ class DeepSpeedData(_Adapter):
         self.loss_fn = loss_fn
 
     def compute(
-        self, microbatch: Microbatch, batch: Any, seed: int, progress: Progress, ready: Ready | None = None
+        self,
+        microbatch: Microbatch,
+        batch: Any,
+        seed: int,
+        progress: Progress,
+        ready: Ready | None = None,
+        keep: bool = False,
     ) -> None:
         manual_seed(seed)
         progress("forward")
