@@ -82,6 +82,7 @@ class ExactBucket:
         self._rooms = [block.rooms for block in self._blocks]
         self._device = room.device
         self._kernels = rounding_kernels.kernels() if room.device.type == "cpu" else None
+        self._on_device = rounding_kernels.device_kernels() if room.device.type == "cuda" else None
         self._end = bucket.elements + bucket.statistics
 
     def set(self, exponents: Sequence[int], microbatches: int) -> None:
@@ -104,13 +105,13 @@ class ExactBucket:
         if self._kernels is not None:
             flat, rows = total.numpy(), self.statistics(total).numpy()
             for at, (gradient, (first, last)) in enumerate(zip(gradients, self.bucket.spans, strict=True)):
-                where = flat[first:last], self.magic[at], rows[at], self._limits[at]
-                rounding_kernels.add(gradient, *where, self._kernels)
+                unit = flat[first:last], self.magic[at], rows[at], self._limits[at]
+                rounding_kernels.add(gradient, *unit, self._kernels)
             rows[: len(gradients), -1] += self._shares[: len(gradients)]
             return
-        if self._device.type == "cuda" and (kernel := rounding_kernels.device_kernel()) is not None:
-            parts = [total[first:last] for first, last in self.bucket.spans]
-            largest = rounding_kernels.add_on_device(gradients, parts, self._magic_there, kernel)
+        if self._on_device is not None:
+            where = self._parts(total), self._magic_there
+            largest = rounding_kernels.add_on_device(gradients, *where, self._on_device)
             self._count(largest, slice(0, len(gradients)))
             return
         self._count(_largest(gradients, self._device), slice(0, len(gradients)))
@@ -130,6 +131,9 @@ class ExactBucket:
             torch._foreach_add_(rooms, magics)
             torch._foreach_sub_(rooms, magics)
             total[block.first : block.last].add_(block.room)
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[first:last] for first, last in self.bucket.spans]
 
     def add_single(self, unit: int, value: torch.Tensor, total: torch.Tensor) -> None:
         """Add the value of another unit, fp64 [elements], to ``total``."""
@@ -181,6 +185,13 @@ class ExactBucket:
             ]
             checksum = None if None in found else sum(one for one in found if one is not None) & _MASK
             flat[self.bucket.elements :] = part[self.bucket.elements :]
+        elif self._on_device is not None:
+            flat[self.bucket.elements :] = part[self.bucket.elements :]
+            copied = self._parts(part), self._parts(flat), self._magic_there
+            total, finite = rounding_kernels.total_on_device(*copied, self._on_device)
+            words = torch.stack([total & (1 << _HALF) - 1, total >> _HALF & (1 << _HALF) - 1]).to(flat.dtype)
+            flat[self._end - _CHECK : self._end] = torch.where(finite > 0, words, nan)  # the host need not know
+            return
         elif isfinite(flat.copy_(part)[: self.bucket.elements].sum()):
             checksum = self._checksum(flat)
         said = [nan, nan] if checksum is None else [checksum & (1 << _HALF) - 1, checksum >> _HALF]
@@ -200,6 +211,9 @@ class ExactBucket:
             spans = zip(self.bucket.spans, self.magic, strict=False)
             found = (rounding_kernels.total(flat[first:last], magic, self._kernels) for (first, last), magic in spans)
             return sum(found) & _MASK
+        if self._on_device is not None:
+            words = rounding_kernels.total_on_device(self._parts(flat), None, self._magic_there, self._on_device)
+            return int(words[0]) & _MASK
         total = 0
         for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
             block.room.copy_(flat[block.first : block.last])

@@ -93,9 +93,16 @@ def _total(source, magic):
     return found
 
 
+class DeviceKernels(NamedTuple):
+    """The loops for GPUs; each takes one unit of a bucket."""
+
+    add: Any
+    total: Any
+
+
 @cache
-def device_kernel() -> Any:
-    """Return the compiled loop for GPUs, or None without Triton."""
+def device_kernels() -> DeviceKernels | None:
+    """Return the compiled loops for GPUs; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton  # type: ignore[import-not-found]  # comes with torch for GPUs
@@ -112,14 +119,27 @@ def device_kernel() -> Any:
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(largest + unit, tl.max(bits, axis=0))
 
-    return rounded_add
+    @triton.jit
+    def copy_and_total(source, target, magics, found, unit, size, copies: tl.constexpr, block: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = at < size
+        magic = tl.load(magics + unit)
+        value = tl.load(source + at, mask=inside, other=0.0)
+        if copies:
+            tl.store(target + at, value, mask=inside)
+        numbers = (value + magic).to(tl.int64, bitcast=True) - magic.to(tl.int64, bitcast=True)
+        tl.atomic_add(found, tl.sum(numbers, axis=0))
+        bits = value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+        tl.atomic_max(found + 1, tl.max(bits, axis=0))
+
+    return DeviceKernels(rounded_add, copy_and_total)
 
 
 _BLOCK = 1024
 
 
 def add_on_device(
-    gradients: Sequence[torch.Tensor | None], totals: Sequence[torch.Tensor], magics: torch.Tensor, kernel: Any
+    gradients: Sequence[torch.Tensor | None], totals: Sequence[torch.Tensor], magics: torch.Tensor, to: DeviceKernels
 ) -> torch.Tensor:
     """Add rounded fp32 gradients to ``totals``, flat fp64 tensors. Return the largest magnitude of each, fp32 [units]."""
     import torch
@@ -128,6 +148,22 @@ def add_on_device(
     for unit, (gradient, total) in enumerate(zip(gradients, totals, strict=True)):
         if gradient is not None:
             values = gradient.detach().reshape(-1)
-            blocks = -(-values.numel() // _BLOCK)
-            kernel[(blocks,)](values, total, magics, largest, unit, values.numel(), block=_BLOCK)
+            size = values.numel()
+            to.add[(-(-size // _BLOCK),)](values, total, magics, largest, unit, size, block=_BLOCK)
     return largest.view(torch.float32)
+
+
+def total_on_device(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor] | None, magics: torch.Tensor, to: DeviceKernels
+) -> torch.Tensor:
+    """Return two words on the device, int64: the sum of all numbers in units of the grid modulo 2^64, and 1 if all of them
+    are finite, else 0. Copy ``sources``, flat fp64 tensors, to ``targets`` if there are any."""
+    import torch
+
+    found = torch.zeros(2, dtype=torch.int64, device=magics.device)
+    for unit, source in enumerate(sources):
+        size, target = source.numel(), source if targets is None else targets[unit]
+        grid, copies = (-(-size // _BLOCK),), targets is not None
+        to.total[grid](source, target, magics, found, unit, size, copies=copies, block=_BLOCK)
+    found[1] = found[1] < int(_FINITE)
+    return found
