@@ -193,33 +193,37 @@ class ExactBucket:
             flat[self._end - _CHECK : self._end] = torch.where(finite > 0, words, nan)  # the host need not know
             return
         elif isfinite(flat.copy_(part)[: self.bucket.elements].sum()):
-            checksum = self._checksum(flat)
+            checksum = self._checksum(flat, of_sum=False)
         said = [nan, nan] if checksum is None else [checksum & (1 << _HALF) - 1, checksum >> _HALF]
         flat[self._end - _CHECK : self._end] = torch.tensor(said, dtype=flat.dtype)
 
     def intact(self, flat: torch.Tensor) -> bool:
-        """Return whether the gradients of a sum have the checksum that the parts' checksums add up to."""
+        """Return whether the gradients of a sum are on the grid, and have the checksum that those of the parts add up to."""
         said = flat[self._end - _CHECK : self._end].tolist()
         if any(map(isnan, said)):
             return True
         low, high = (int(number) if number.is_integer() else -1 for number in said)
         return (low + (high << _HALF)) & _MASK == self._checksum(flat)
 
-    def _checksum(self, flat: torch.Tensor) -> int:
-        """Return the sum of all gradients in units of the grid, modulo 2^64."""
+    def _checksum(self, flat: torch.Tensor, of_sum: bool = True) -> int | None:
+        """Return the sum of all gradients in units of the grid, modulo 2^64; None if one in a sum is not on the grid."""
         if self._kernels is not None:
             spans = zip(self.bucket.spans, self.magic, strict=False)
-            found = (rounding_kernels.total(flat[first:last], magic, self._kernels) for (first, last), magic in spans)
-            return sum(found) & _MASK
+            found = [rounding_kernels.total(flat[first:last], magic, self._kernels) for (first, last), magic in spans]
+            return None if None in found else sum(one for one in found if one is not None) & _MASK
         if self._on_device is not None:
             words = rounding_kernels.total_on_device(self._parts(flat), None, self._magic_there, self._on_device)
-            return int(words[0]) & _MASK
+            total, on_grid = words.tolist()
+            return total & _MASK if on_grid else None
         total = 0
         for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
             block.room.copy_(flat[block.first : block.last])
             torch._foreach_add_(rooms, magics)
             total += int(block.room.view(torch.int64).sum())
             total -= sum(room.numel() * _bits_of(magic) for room, magic in zip(rooms, magics, strict=True))
+            torch._foreach_sub_(rooms, magics)
+            if of_sum and not torch.equal(block.room, flat[block.first : block.last]):
+                return None
         return total & _MASK
 
 

@@ -61,9 +61,10 @@ def copy(source: torch.Tensor, target: torch.Tensor, magic: float, to: Kernels) 
     return int(found) if finite else None
 
 
-def total(source: torch.Tensor, magic: float, to: Kernels) -> int:
-    """Return the sum of the numbers of an fp64 tensor in units of the grid modulo 2^64."""
-    return int(to.total(source.numpy(), magic))
+def total(source: torch.Tensor, magic: float, to: Kernels) -> int | None:
+    """Return the sum of the numbers of an fp64 tensor in units of the grid modulo 2^64, None if one is not on the grid."""
+    found, on_grid = to.total(source.numpy(), magic)
+    return int(found) if on_grid else None
 
 
 def _add(gradient, bits, total, magic, row, thresholds):
@@ -87,10 +88,12 @@ def _copy(source, target, magic):
 
 
 def _total(source, magic):
-    found, base = np.int64(0), np.float64(magic).view(np.int64)
+    found, off, base = np.int64(0), np.int64(0), np.float64(magic).view(np.int64)
     for i in range(source.size):
-        found += np.float64(source[i] + magic).view(np.int64) - base
-    return found
+        moved = source[i] + magic
+        found += np.float64(moved).view(np.int64) - base
+        off += moved - magic != source[i]
+    return found, off == 0
 
 
 class DeviceKernels(NamedTuple):
@@ -120,7 +123,7 @@ def device_kernels() -> DeviceKernels | None:
         tl.atomic_max(largest + unit, tl.max(bits, axis=0))
 
     @triton.jit
-    def copy_and_total(source, target, magics, found, unit, size, copies: tl.constexpr, block: tl.constexpr):
+    def copy_and_total(source, target, magics, sums, bounds, unit, size, copies: tl.constexpr, block: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = at < size
         magic = tl.load(magics + unit)
@@ -128,14 +131,16 @@ def device_kernels() -> DeviceKernels | None:
         if copies:
             tl.store(target + at, value, mask=inside)
         numbers = (value + magic).to(tl.int64, bitcast=True) - magic.to(tl.int64, bitcast=True)
-        tl.atomic_add(found, tl.sum(numbers, axis=0))
+        tl.store(sums + tl.program_id(0), tl.sum(numbers, axis=0))
+        if not copies:
+            value = value - ((value + magic) - magic)
         bits = value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-        tl.atomic_max(found + 1, tl.max(bits, axis=0))
+        tl.store(bounds + tl.program_id(0), tl.max(bits, axis=0))
 
     return DeviceKernels(rounded_add, copy_and_total)
 
 
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 def add_on_device(
@@ -156,14 +161,19 @@ def add_on_device(
 def total_on_device(
     sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor] | None, magics: torch.Tensor, to: DeviceKernels
 ) -> torch.Tensor:
-    """Return two words on the device, int64: the sum of all numbers in units of the grid modulo 2^64, and 1 if all of them
-    are finite, else 0. Copy ``sources``, flat fp64 tensors, to ``targets`` if there are any."""
+    """Return two words on the device, int64. The first is the sum of all numbers in units of the grid modulo 2^64. If there
+    are ``targets``, copy ``sources``, flat fp64 tensors, there; the second is 1 if all numbers are finite. Without targets
+    it is 1 if all numbers are on the grid; else 0."""
     import torch
 
-    found = torch.zeros(2, dtype=torch.int64, device=magics.device)
-    for unit, source in enumerate(sources):
-        size, target = source.numel(), source if targets is None else targets[unit]
-        grid, copies = (-(-size // _BLOCK),), targets is not None
-        to.total[grid](source, target, magics, found, unit, size, copies=copies, block=_BLOCK)
-    found[1] = found[1] < int(_FINITE)
-    return found
+    blocks = [-(-source.numel() // _BLOCK) for source in sources]
+    sums, bounds = torch.empty(2, sum(blocks), dtype=torch.int64, device=magics.device)  # blocks do not wait for others
+    first = 0
+    for unit, (source, count) in enumerate(zip(sources, blocks, strict=True)):
+        size, target, copies = source.numel(), source if targets is None else targets[unit], targets is not None
+        to.total[(count,)](
+            source, target, magics, sums[first:], bounds[first:], unit, size, copies=copies, block=_BLOCK
+        )
+        first += count
+    limit = 1 if targets is None else int(_FINITE)
+    return torch.stack([sums.sum(), (bounds.amax() < limit).to(torch.int64)])
