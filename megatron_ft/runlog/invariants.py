@@ -14,13 +14,14 @@ NORM_TOLERANCE = 1e-6
 Lines = Sequence[Mapping[str, Any]]
 
 
-def check_history(lines: Lines, microbatches: int, reference: Lines | None = None) -> list[str]:
+def check_history(lines: Lines, microbatches: int, reference: Lines | None = None, exact: bool = False) -> list[str]:
     """Return the violations of a finished run, in words; empty without any.
 
     Args:
         lines: its ``history.jsonl``, parsed.
         microbatches: number of microbatches per step, N*G.
         reference: the history of a failure-free run of the same job and seed. Default: no comparison.
+        exact: True if both have ``reduction`` "exact": losses and parameters must have the same bits.
     """
     ends = [line for line in lines if line["event"] == "end"]
     if len(ends) != 1:
@@ -29,7 +30,7 @@ def check_history(lines: Lines, microbatches: int, reference: Lines | None = Non
     found += _check_views(lines)
     found += _check_survivors(lines)
     if reference is not None:
-        found += _check_reference(lines, reference)
+        found += _check_bits(lines, reference) if exact else _check_reference(lines, reference)
     return found
 
 
@@ -98,6 +99,14 @@ def _check_reference(lines: Lines, reference: Lines) -> list[str]:
     if abs(mine - theirs) / theirs > NORM_TOLERANCE:
         found.append(f"params_norm is {mine!r}, the reference has {theirs!r}: more than {NORM_TOLERANCE:g} apart")
     return found
+
+
+def _check_bits(lines: Lines, reference: Lines) -> list[str]:
+    mine, theirs = losses(lines), {s: loss for s, loss in losses(reference).items() if s >= first_step(lines)}
+    other = [step for step in sorted(mine.keys() | theirs.keys()) if mine.get(step) != theirs.get(step)]
+    found = [f"the losses of steps {other} are not those of the reference, to the bit"] if other else []
+    ends = [next(line["params_sha256"] for line in side if line["event"] == "end") for side in (lines, reference)]
+    return found + ([] if ends[0] == ends[1] else ["the parameters are not those of the reference, to the bit"])
 
 
 # --- histories in which each commit names its group (the simulated world's)

@@ -548,6 +548,7 @@ class RankExecutor:
             )
         if not (large or doubtful or accused):
             return None
+        self.nonfinite.name(step, self.engine)  # the next attempt may not show it any more
         if doubtful or accused:
             earlier = self._digests
             self._clear()

@@ -23,6 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many; their seeds follow on each other")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--policy", choices=OTHERS, help="play the runs with this policy (default: stacked_quota)")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="exact reduction: bits are compared, and the seeds take turns with policies",
+    )
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument(
         "--dir", type=Path, help="work there and keep everything; else what kept its promises is deleted"
@@ -38,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     directory = options.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     results = []
     for seed in seeds:
-        results.append(campaign.run(seed, directory, keep=options.dir is not None, policy=options.policy or ""))
+        how = {"keep": options.dir is not None, "policy": options.policy or "", "exact": options.exact}
+        results.append(campaign.run(seed, directory, **how))
         print("\n".join(campaign.tell(results[-1], directory)), flush=True)
         if options.out:
             summary = campaign.summary(results, "python -m tests.chaos " + " ".join(arguments or sys.argv[1:]))

@@ -44,7 +44,7 @@ def judge(played: Played, reference: Lines) -> list[str]:
         return found + _wiped_out(played, view)
     comparable = reference if _first(played, job) is None and job.policy != DROP else None
     whole, shrunk = _whole_steps(lines, job) if job.policy == DROP else (lines, [])
-    found += _end(played) + shrunk + invariants.check_history(whole, job.groups * job.per_group, comparable)
+    found += _end(played) + shrunk + invariants.check_history(whole, job.groups * job.per_group, comparable, job.exact)
     if not any(line["event"] == "end" for line in lines):
         return found
     found += _survivors(lines) + _innocent(played, lines) + _said_so(played, lines) + _one_end(played, lines)
@@ -251,6 +251,8 @@ def _before(played: Played, lines: Lines, reference: Lines) -> list[str]:
         return []
     sound = [line for line in lines if line["event"] == "step" and line["step"] < first]
     loss = invariants.largest_loss_difference(sound, reference)
+    if played.plan.job.exact and loss:
+        return [f"the loss differs by {loss:.2e} before the first error, with exact reduction"]
     return [f"the loss differs by {loss:.2e} before the first error"] if not loss <= invariants.LOSS_TOLERANCE else []
 
 

@@ -83,10 +83,14 @@ class Job:
     nonfinite: str = "skip"
     policy: str = STACKED_QUOTA
     redundancy: int = 0
+    exact: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings of the policy, as a config has them."""
+        """The settings of the policy and of the reduction, as a config has them."""
+        return {**self._of_policy(), **({"reduction": "exact"} if self.exact else {})}
+
+    def _of_policy(self) -> dict[str, object]:
         if self.policy == SLACK:
             return {"standby": SLACK}
         whole = {"placement": "full"} if self.redundancy == self.groups else {"placement": "consecutive"}
@@ -98,8 +102,8 @@ class Job:
         }
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return self.groups, self.per_group, self.steps
+    def key(self) -> tuple[int, int, int, str]:
+        return self.groups, self.per_group, self.steps, "exact" if self.exact else "fast"
 
     def groups_of(self, host: int) -> frozenset[int]:
         """Return the groups of a host, as the launcher spreads them."""
@@ -150,6 +154,14 @@ def draw_with(policy: str, seed: int) -> Plan:
         REPLICATION: [groups] if whole else [n for n in range(2, groups + 1) if groups % n == 0],
     }
     return replace(plan, job=replace(plan.job, policy=policy, redundancy=rng.choice(able.get(policy, [0]))))
+
+
+def draw_exact(seed: int, policy: str = "") -> Plan:
+    """Draw the run of that seed with exact reduction, and with a policy: by default the seeds take turns."""
+    turns = ("", SLACK, SPARE, RECOVER, REPLICATION)
+    policy = policy or turns[seed % len(turns)]
+    plan = draw_with(policy, seed) if policy else draw(seed)
+    return replace(plan, job=replace(plan.job, exact=True))
 
 
 def draw(seed: int) -> Plan:

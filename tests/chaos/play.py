@@ -98,9 +98,9 @@ def play(plan: Plan, directory: Path, data: Path) -> Played:
 def reference(job: Job, directory: Path, data: Path) -> list[dict]:
     """Return the history of the same job without failures, on one host and one rank per group; played once, then read
     again."""
-    directory = directory / "reference-{}x{}x{}".format(*job.key)
+    directory = directory / "reference-{}x{}x{}-{}".format(*job.key)
     if not (directory / "done").exists():
-        plain = Job(*job.key, job.bucket_mb)
+        plain = Job(*job.key[:3], job.bucket_mb, exact=job.exact)
         played = play(Plan(0, plain, 0, Schedule(())), directory, data)
         if played.code != 0:
             raise RuntimeError(f"the run without failures ended with {played.code}; see {directory}")

@@ -51,7 +51,7 @@ def undisturbed(directory) -> tuple[Played, list[dict]]:
     plan = replace(drawn, job=replace(drawn.job, ranks=1, hosts=1, kind="plain", nonfinite="skip"))
     data = campaign.prepared(directory)
     lines = play.reference(plan.job, directory, data)
-    kept = directory / "reference-{}x{}x{}".format(*plan.job.key)
+    kept = directory / "reference-{}x{}x{}-{}".format(*plan.job.key)
     return Played(plan, kept, code=0, seconds=1.0), lines
 
 
