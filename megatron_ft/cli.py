@@ -198,7 +198,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_doctor(
         command(
-            "doctor", "check this machine, or all hosts of a run, before training", "", "--hosts 4 --directory /shared"
+            "doctor",
+            "check this machine, or all hosts of a run, before training",
+            "",
+            "--hosts 4 --directory /shared",
+            "--deterministic train.py --config ds_config.json -- --data data/sotu",
+        )
+    )
+    _add_replay(
+        command(
+            "replay",
+            "compute a committed step again, and compare it with the record",
+            "runs/a --step 120",
+            "runs/a --step 120 --microbatch 3.0",
         )
     )
     _add_examples(
@@ -832,6 +844,10 @@ def _checkpoint(options: argparse.Namespace) -> int:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with all measured values")
+    model = parser.add_argument_group("a model", "are its gradients the same bits in two processes?")
+    model.add_argument("--deterministic", metavar="SCRIPT", help="run two steps of this training script and compare")
+    model.add_argument("--config", type=Path, metavar="FILE", help="its config file")
+    model.add_argument("arguments", nargs="*", help="its arguments, after --")
     hosts = parser.add_argument_group(
         "several hosts",
         "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
@@ -858,6 +874,15 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.deterministic is not None:
+        from megatron_ft.audit import deterministic
+        from megatron_ft.audit.audit_run import Script
+
+        return deterministic.run(Script(options.deterministic, options.arguments, Path.cwd()), options.config)
+    if options.arguments or options.config:
+        from megatron_ft.errors import ConfigError
+
+        raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
     from megatron_ft.doctor import hosts_check, meeting, run_doctor
     from megatron_ft.launchers import host_place
     from megatron_ft.utils.terminal import console
@@ -869,6 +894,19 @@ def _doctor(options: argparse.Namespace) -> int:
     if where is None:
         return run_doctor(console(), as_json=options.json, directory=options.directory)
     return hosts_check.run_together(where, console(), options.json, options.factor)
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="of a run with reduction exact")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the committed step to compute again")
+    parser.add_argument("--microbatch", metavar="SHARD.INDEX", help="compare the digest of this microbatch only")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from megatron_ft.audit import step_replay
+
+    return step_replay.run(options.run_dir, options.step, options.microbatch)
 
 
 def _tee(text: str) -> str:

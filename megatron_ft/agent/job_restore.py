@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config import schema as config_module
+from megatron_ft.config.rank_env import Audit
 from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
 from megatron_ft.core.lifecycle import restart_policy
 from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError
@@ -44,7 +45,8 @@ def config(
     if failure_domains and isinstance(section, Mapping) and section.get("failure_domains", auto) == auto:
         raw = {**raw, "fault_tolerance": {**section, "failure_domains": list(failure_domains)}}
     found = _any(raw)
-    shards = None if found is None else _meta(found)["shards"]
+    audit = Audit.from_env()
+    shards = (audit.shards or None if audit else None) if found is None else _meta(found)["shards"]
     run = config_module.resolve(raw, groups=groups, ranks_per_group=ranks_per_group, shards=shards)
     if found is not None:
         _check(run, found)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ft.auth import secret as secrets
@@ -18,6 +18,33 @@ from megatron_ft.utils import process_name
 _PREFIX = "MEGATRON_FT_"
 CLAIMS = "store"
 """Name of the claim log's directory (``coordination.store.claim_log``) in the run directory."""
+
+
+AUDIT = f"{_PREFIX}AUDIT"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a short run that checks a script does otherwise (package ``audit``).
+
+    Attributes:
+        last: The last step, whatever the script asks for.
+        digests: Step of whose microbatches all digests are recorded; -1: none.
+        shards: Number of shards of a run without a checkpoint; 0: one for each group.
+    """
+
+    last: int
+    digests: int = -1
+    shards: int = 0
+
+    def to_env(self) -> str:
+        """Return the value of the variable ``AUDIT``."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Audit | None:
+        """Return what the variable says; None in a run that is no audit."""
+        return cls(**json.loads(env[AUDIT])) if AUDIT in env else None
 
 
 @dataclass(frozen=True)

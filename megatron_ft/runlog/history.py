@@ -37,10 +37,12 @@ _IDENTITY = {
     "step": "step",
     "stragglers": "step",
     "log": "step",
+    "verified": "step",
+    "discarded": "step attempt",
     "survivor": "group",
     "end": "event",
 }
-"""The field that identifies a line of an event: a second line with the same value is a copy."""
+"""The field or fields that identify a line of an event: a second line with the same values is a copy."""
 _AGAIN_S = 0.1
 _REMEMBERED = 64
 """Lines that a group remembers without writing. Live groups are at most one step apart, so few are ever missing."""
@@ -485,4 +487,5 @@ class History:
 
 
 def _key(line: dict[str, Any]) -> tuple[str, Any]:
-    return line["event"], line.get(_IDENTITY.get(line["event"], "t"))
+    names = _IDENTITY.get(line["event"], "t").split()
+    return line["event"], line.get(names[0]) if len(names) == 1 else tuple(map(line.get, names))

@@ -501,6 +501,8 @@ class GroupLeader:
         if isinstance(done, Discard):
             self._discard(step, done)
             return
+        if self._rank.verified:
+            self._history.record("verified", later=True, step=step, digests=self._rank.verified)
         self._record.view = self._state.view
         self._feed(machine.Updated(step, measured))
         slow = self._state.speeds.slow

@@ -27,7 +27,7 @@ from megatron_ft.collectives.communicator import Broken, Communicator, sweep
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
 from megatron_ft.collectives.p2p_channel import P2PChannels
-from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.config.rank_env import Audit, RankEnvironment
 from megatron_ft.config.schema import check_standby_memory
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.detection import state_divergence
@@ -130,6 +130,9 @@ class RankExecutor:
         self._contributed: set[int] = set()  # standby parts of the present step
         self._digests: dict[Microbatch, int] = {}  # of gradients of this step
         self._earlier: dict[Microbatch, int] = {}  # of the attempt before
+        audit = Audit.from_env()
+        self._audited = -1 if audit is None else audit.digests  # the step of which all digests are recorded
+        self.verified: dict[str, dict[str, int]] = {}  # microbatch -> group -> digest, of the last step
         self._swept = False  # whether the last sweep destroyed a process group
 
     def resize(self, step: int, per_shard: int) -> None:
@@ -291,6 +294,7 @@ class RankExecutor:
             seed = microbatch_seed(self._settings.seed, microbatch)
             self.engine.add_to(part)
             self.points.corrupt_activation(step, cast(Corruptible, self.engine))
+            digest = digest or step == self._audited
             keep = digest or self.points.corrupts(step)
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead, keep)
             self.points.corrupt(step, cast(Corruptible, self.engine))
@@ -301,6 +305,7 @@ class RankExecutor:
 
     def collect(self, microbatch: Microbatch, digest: bool) -> None:
         """Take the gradient of a microbatch after its backward pass, and keep its digest if that is asked for."""
+        digest = digest or microbatch.step == self._audited
         found = self.engine.collect(digest)
         if digest:
             self._digests[microbatch] = found
@@ -515,6 +520,9 @@ class RankExecutor:
             except Miscount as error:  # no group may go on with such a sum
                 self.guard.halt(step, str(error))
         self.result = self._updated = result
+        if step == self._audited:
+            said = {str(microbatch): digest for microbatch, digest in self._digests.items()}
+            self.history.note("digests", step=step, position=self.position, digests=said)
         self.progress.advance()
         return result
 
@@ -524,7 +532,9 @@ class RankExecutor:
             too_large = self.engine.must_discard(microbatches)
         except InvariantBroken as error:
             self.guard.halt(step, f"step {step}: {error}")
-        found = verification.verdict(checks, *self._slots.digests()) if checks else verification.Verdict({})
+        digests = self._slots.digests() if checks else ({}, {})
+        found = verification.verdict(checks, *digests)
+        self.verified = verification.by_microbatch(checks, digests[0])
         said = torch.zeros(3 + self._config.max_groups, dtype=torch.int64)
         said[0], said[1], said[2] = too_large, bool(found.doubtful), found.tied is not None
         said[[3 + group for group in found.guilty]] = 1

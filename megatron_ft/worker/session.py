@@ -31,7 +31,7 @@ from megatron_ft.collectives.nccl_watchdog import Watchdog
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.config import parallelism, rank_env
 from megatron_ft.config import schema as config_module
-from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.config.rank_env import Audit, RankEnvironment
 from megatron_ft.coordination.client import Claimant, CoordinationClient, report_collection
 from megatron_ft.coordination.store import (
     ControlStore,
@@ -521,7 +521,8 @@ class Session:
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
-        self._total = total
+        audit = Audit.from_env()
+        self._total = total = total if audit is None else min(total, audit.last + 1)
         self._dataset = dataset
         # A group that comes back knows its first step only after it has entered; what the script loaded is checked
         # before that.

@@ -23,6 +23,7 @@ ORDER = (
         "simulation",
         "report",
         "doctor",
+        "audit",
     ),
     *("burnin", "cli", "__main__"),
 )

@@ -109,6 +109,19 @@ def mine(found: Sequence[Check], group: GroupId) -> tuple[Microbatch, ...]:
     return tuple(check.microbatch for check in found if group in check.groups)
 
 
+def by_microbatch(found: Sequence[Check], now: Digests) -> dict[str, dict[str, int]]:
+    """Return the digests that were sent, microbatch -> group -> digest, for the record."""
+    said: dict[str, dict[str, int]] = {}
+    places = dict.fromkeys((group for check in found for group in check.groups), 0)
+    for check in found:
+        for group in check.groups:
+            digests, place = now.get(group, ()), places[group]
+            places[group] += 1
+            if place < len(digests) and digests[place]:
+                said.setdefault(str(check.microbatch), {})[str(group)] = digests[place]
+    return said
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the digests of a step say.
