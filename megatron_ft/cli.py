@@ -273,6 +273,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
     )
+    parser.add_argument(
+        "--wrong-share",
+        metavar="P",
+        help="also say how many microbatches to verify, for a host that computes this share of its microbatches wrongly",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the time that failures cost over cluster size")
     parser.add_argument(

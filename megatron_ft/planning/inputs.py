@@ -203,3 +203,18 @@ def redundancy(text: str | None) -> int | None:
         return int(text)
     except ValueError:
         raise ConfigError(f"--redundancy is {text!r}; it must be a whole number") from None
+
+
+def share(text: str | None) -> float | None:
+    """Return the value of ``--wrong-share``."""
+    if text is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 < found <= 1:
+        raise ConfigError(
+            f"--wrong-share is {text!r}; it must be a number above 0, at most 1: the share of microbatches"
+        )
+    return found

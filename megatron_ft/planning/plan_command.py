@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.planning import config_section, inputs, plan_tables
+from megatron_ft.planning import config_section, inputs, plan_tables, verified_share
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Recommendation, recommend
 from megatron_ft.planning.presets import PRESETS
@@ -39,10 +40,14 @@ def show(cluster: Cluster, options: argparse.Namespace, refused: Callable[[confi
         plan_plots.plan_plot(cluster, plan, options.plot)
     if options.out:
         _write(options.out, pasted, hints)
+    share = inputs.share(options.wrong_share)
     if options.json:
-        print(json.dumps(plan_tables.as_json(cluster, plan, pasted, hints, source), indent=2))
+        verified = None if share is None else [asdict(one) for one in verified_share.choices(cluster, share)]
+        print(json.dumps(plan_tables.as_json(cluster, plan, pasted, hints, source, verified), indent=2))
     else:
         _print(Console(), cluster, plan, pasted, hints, source)
+        if share is not None:
+            Console().print(verified_share.table(cluster, share))
         for what, path in (("picture", options.plot), ("section", options.out)):
             if path:
                 print(f"{what}: {path}")

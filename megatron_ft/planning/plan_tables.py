@@ -80,9 +80,15 @@ def cluster_table(cluster: Cluster) -> Table:
 
 
 def as_json(
-    cluster: Cluster, plan: Recommendation, pasted: Section | None, hints: list[str], source: str | None
+    cluster: Cluster,
+    plan: Recommendation,
+    pasted: Section | None,
+    hints: list[str],
+    source: str | None,
+    verified: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return what the tables show, and the search over r. Infinite values are null."""
+    """Return what the tables show, and the search over r. Infinite values are null. ``verified``: the rows about
+    verification, if they were asked for."""
     searched = {p: search(cluster, p) for p in SEARCHED} if cluster.groups > 1 else {}
     derived = {
         "groups": cluster.groups,
@@ -100,6 +106,7 @@ def as_json(
             "search": {policy: [_estimate(e) for e in found] for policy, found in searched.items()},
             "section": pasted,
             "hints": hints,
+            **({} if verified is None else {"verification": verified}),
         }
     )
 
