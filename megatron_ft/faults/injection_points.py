@@ -109,7 +109,8 @@ class FaultCommand:
     ``slow``. steps: number of slow steps. what: tensor to corrupt: ``gradient`` or ``loss`` for ``nan``; ``gradient``,
     ``activation`` (an output of a module), ``sum`` (a reduced bucket), ``parameter``, ``moment`` or ``buffer`` for
     ``bitflip``. bit: bit to flip, 0 for the lowest; None: drawn. seed: seed
-    of drawn values. after: number of times that the rank passes the point of this step before.
+    of drawn values. after: number of times that the rank passes the point of this step before. probability: of a bit flip
+    in each microbatch, in every step; 0: it happens once.
     """
 
     fault: str
@@ -124,6 +125,7 @@ class FaultCommand:
     bit: int | None = None
     seed: int = 0
     after: int = 0
+    probability: float = 0.0
 
 
 class Corruptible(Protocol):
@@ -189,6 +191,7 @@ class InjectionPoints:
         self._looked = float("-inf")
         self._done: set[str] = set()
         self._slow: _Slow | None = None
+        self._dice = random.Random(f"{group}.{position}")
         self._armed = bool(self._orders)
 
     @classmethod
@@ -228,7 +231,10 @@ class InjectionPoints:
         if self._slow is not None:
             self._slow = self._slow.pace(step, computes=False)
         for order in [order for order in self._orders if _after_backward(order) and _fits(order, step, None)]:
-            if self._still_stands(order):
+            if order.probability and self._dice.random() >= order.probability:
+                continue
+            if order.probability or self._still_stands(order):
+                order = replace(order, seed=self._dice.randrange(2**32)) if order.probability else order
                 gradients = engine.local_gradients()
                 change = _NaN(order, gradients) if order.action == "nan" else _Bitflip(order, _named(order, engine))
                 if self._record(order, f"{change}, step {step}"):

@@ -458,7 +458,8 @@ def _cases(schedule: Schedule) -> list[Case]:
 def _order(case: Case) -> FaultCommand:
     fault = case.fault
     optional = {
-        name: getattr(fault, name) for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit")
+        name: getattr(fault, name)
+        for name in ("step", "bucket", "duration_s", "factor", "steps", "what", "bit", "probability")
     }
     return FaultCommand(
         fault=case.key,

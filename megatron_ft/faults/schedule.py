@@ -40,7 +40,7 @@ _ALLOWED: dict[str, set[str]] = {
     "gil": _RANK | _AT_POINT | {"duration_s"},
     "slow": _RANK | {"factor", "steps"},
     "nan": _RANK | {"what", "bucket"},
-    "bitflip": _RANK | {"what", "bucket", "bit"},
+    "bitflip": _RANK | {"what", "bucket", "bit", "probability"},
     "cut": {"group", "netns", "peer", "direction", "share", "duration_s"},
     "disk_full": {"directory", "duration_s", "limit_mb"},
     "rack": {"groups", "how", "duration_s"} | _AT_POINT,
@@ -66,7 +66,7 @@ _CHOICES = {
 }
 _WHOLE = {"group": 0, "step": 0, "bucket": 0, "bit": 0, "steps": 1}
 _NUMBERS = {"after_s": (0, True), "wait_s": (0, True), "duration_s": (0, False), "factor": (1, False),
-            "limit_mb": (0, False), "share": (0, False)}  # fmt: skip
+            "limit_mb": (0, False), "share": (0, False), "probability": (0, False)}  # fmt: skip
 """Minimum, and whether the minimum itself is allowed."""
 _BUCKET_POINTS = ("reduce", "bucket")
 _MOST_BITS = 64
@@ -101,6 +101,7 @@ class Fault:
     share: float | None = None
     directory: str | None = None
     limit_mb: float | None = None
+    probability: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -121,9 +122,14 @@ class Fault:
         if self.what is not None and self.what not in CORRUPTIBLE_BY[self.kind]:
             known = ", ".join(CORRUPTIBLE_BY[self.kind])
             raise ConfigError(f"what is {self.what!r}, which {self.kind} cannot change; choose from {known}")
-        if self.bucket is not None and self.what in STATE:
+        if self.bucket is not None and self.what in (*STATE, "activation"):
             raise ConfigError(
                 f"bucket is {self.bucket} and what is {self.what!r}, which has no buckets; leave bucket out"
+            )
+        if self.probability is not None and (self.probability > 1 or self.what not in ("gradient", None)):
+            raise ConfigError(
+                f"probability is {self.probability:g} with what {self.what or 'gradient'!r}; it must be at most 1, for a flip "
+                f"in the gradient of each microbatch"
             )
         if self.share is not None and self.share > 1:
             raise ConfigError(f"share is {self.share} and must be the fraction of lost packets, at most 1")

@@ -218,7 +218,7 @@ def _obey(
     """Carry out core's order; None if it has no result, or would lead past a report with the buckets ``have``."""
     match action:
         case messages.Compute(microbatch=microbatch):
-            return messages.Computed(microbatch)
+            return messages.Computed(microbatch, microbatch in state.digest_only)
         case messages.Connect(view=view):
             return messages.Connected(view.epoch)
         case messages.Transfer(view=view):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron_ft.engines.port import Listed
-from megatron_ft.types import Microbatch
 from megatron_ft.worker import orders
 from megatron_ft.worker.orders import Order
 from megatron_ft.worker.rank_executor import RankExecutor
@@ -32,7 +31,7 @@ class GroupExecutor:
         self._tell(order)
         return order.run(self.rank)
 
-    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]) -> None:
+    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Listed, bool], None]) -> None:
         """Compute the listed microbatches together. No rank receives an order during a flush: it comes after it."""
         order = orders.Flush(listed, finished)
         self._tell(order)

@@ -428,9 +428,11 @@ class GroupLeader:
         return verification.mine(self._state.checks, self.group)
 
     def _part(self, microbatch: Microbatch) -> int:
-        """Return where a microbatch is added to (``Engine.add_to``)."""
-        state = self._state
-        return DIGEST if microbatch in state.digest_only else state.plan.part(self.group, microbatch)
+        """Return where a microbatch is added to (``Engine.add_to``). One that a flush has listed for its digest stays listed
+        when a loss makes the check void."""
+        plan = self._state.plan
+        part = plan.part(self.group, microbatch)
+        return part if part or microbatch in plan.of(self.group) else DIGEST
 
     def _compute(self) -> None:
         """Compute as many microbatches as the group computes at a time: all, if its ranks compute together."""
@@ -450,8 +452,8 @@ class GroupLeader:
         prefetched, seconds = self._executor.carry_out(order)
         self._recovery_metrics.computed(microbatches[0], patched[0], prefetched, seconds)
         self._timer.computed(len(microbatches), seconds)
-        for microbatch in microbatches:
-            self._feed(machine.Computed(microbatch))
+        for microbatch, part in zip(microbatches, parts, strict=True):
+            self._feed(machine.Computed(microbatch, part == DIGEST))
         self._glance()
 
     def _glance(self) -> None:
@@ -465,14 +467,14 @@ class GroupLeader:
         begun is put in order again."""
         started = counted = time.monotonic()
         listing: dict[Microbatch, None] = {}
-        ended: list[tuple[Microbatch, bool]] = []
+        ended: list[tuple[Listed, bool]] = []
 
         def listed() -> Sequence[Listed]:
             nonlocal counted
             while ended:
-                microbatch, prefetched = ended.pop(0)
+                (microbatch, _, part, _), prefetched = ended.pop(0)
                 self._recovery_metrics.computed(microbatch, microbatch in self._state.plan.patched, prefetched, 0.0)
-                self._feed(machine.Computed(microbatch))
+                self._feed(machine.Computed(microbatch, part == DIGEST))
             self._recovery_metrics.computing(time.monotonic() - counted)
             self._drain_verdicts()
             self._glance()
@@ -489,7 +491,7 @@ class GroupLeader:
                 for one in map(ordered.__getitem__, order)
             ]
 
-        self._executor.flush(listed, lambda microbatch, prefetched: ended.append((microbatch, prefetched)))
+        self._executor.flush(listed, lambda one, prefetched: ended.append((one, prefetched)))
         listed()
         self._timer.computed(len(listing), time.monotonic() - started)
 

@@ -30,7 +30,7 @@ class JointWork:
         rank: RankExecutor,
         seed: int,
         listed: Callable[[], Sequence[Listed]],
-        finished: Callable[[Microbatch, bool], None],
+        finished: Callable[[Listed, bool], None],
     ) -> None:
         self._rank, self._seed = rank, seed
         self.listed, self._finished = listed, finished
@@ -61,7 +61,7 @@ class JointWork:
         microbatch = listed.microbatch
         self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
         self._rank.collect(microbatch, listed.digest)
-        self._finished(microbatch, self._prefetched.pop(microbatch, False))
+        self._finished(listed, self._prefetched.pop(microbatch, False))
 
 
 @contextmanager

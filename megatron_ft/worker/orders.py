@@ -133,7 +133,7 @@ class Flush(Order[None]):
     is called with each computed one, and with True if its samples were in memory."""
 
     listed: Callable[[], Sequence[Listed]] = leaders(lambda: ())
-    finished: Callable[[Microbatch, bool], None] = leaders(lambda microbatch, prefetched: None)
+    finished: Callable[[Listed, bool], None] = leaders(lambda listed, prefetched: None)
 
     def run(self, rank: RankExecutor) -> None:
         rank.flush(self.listed, self.finished)

@@ -253,7 +253,7 @@ class RankExecutor:
             return microbatches if self._joint_engine.needs_samples else ()
         return microbatches[self.position :: self.size]
 
-    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Microbatch, bool], None]) -> None:
+    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Listed, bool], None]) -> None:
         """Compute the listed microbatches jointly with the group's other ranks; ``finished`` is called with each
         computed one, and with True if its samples were in memory. Both functions are used at position 0 only."""
         work = JointWork(self, self._settings.seed, listed, finished)

@@ -100,7 +100,9 @@ def test_the_host_of_a_group_that_has_just_entered_takes_the_store_over():
     """The store's host is lost before the agent there has read the view with its group: the group is a member all the
     same. Found among 200,000 histories, where the group waited for ever."""
     whole = draw(124947)
-    history = play(replace(whole, faults=tuple(whole.faults[index] for index in (0, 1, 2, 5, 7, 10)), discards=()))
+    history = play(
+        replace(whole, faults=tuple(whole.faults[index] for index in (0, 1, 2, 5, 7, 10)), discards=(), verify=0)
+    )
     entered = next(line["t"] for line in history.lines if line["event"] == "enter" and line["group"] == 2)
     lost = next(line["t"] for line in history.lines if line["event"] == "fault" and line["what"].endswith("vanish 0"))
     assert history.violations == [] and 0 < lost - entered < simulated_hosts.TICK

@@ -338,3 +338,26 @@ def test_a_hold_applies_to_one_start_of_a_group(tmp_path, monkeypatch):
         rank = InjectionPoints.from_env(1, 0, incarnation, tmp_path)
         armed[incarnation] = [order.step for order in rank._orders]
     assert armed == {0: [2], 1: [3], 2: []}
+
+
+def test_a_flip_with_a_probability_comes_again_and_in_other_bits(tmp_path):
+    """The order stays; each flip is recorded."""
+
+    class Engine:
+        def __init__(self):
+            self.gradients = [torch.zeros(50), torch.zeros(70)]
+
+        def local_gradients(self):
+            return self.gradients
+
+        def local_losses(self):
+            return []
+
+    points = InjectionPoints(0, [], run_dir=tmp_path)
+    order = FaultCommand(fault="f/1", action="bitflip", probability=0.5, bit=3)
+    points._orders, points._armed, engine = [order], True, Engine()
+    for step in range(40):
+        points.corrupt(step, engine)
+    struck = sum(int((one != 0).sum()) for one in engine.gradients)
+    lines = history.read(tmp_path)
+    assert 10 < len(lines) < 30 and struck > 8 and {line["kind"] for line in lines} == {"bitflip"}

@@ -251,9 +251,11 @@ def _seat(view: View, group: GroupId) -> int:
 def _progress(state: GroupState, event: Event) -> GroupState:
     """Take in the end of an action of the training thread."""
     match event:
+        case Computed(microbatch=microbatch, digest_only=True):
+            return changed(state, digested=state.digested | {microbatch})
         case Computed(microbatch=microbatch):
             mine = microbatch in state.plan.of(state.me) or state.plan.part(state.me, microbatch)
-            assert mine or microbatch in state.digest_only, f"{microbatch} is not group {state.me}'s"
+            assert mine, f"{microbatch} is not group {state.me}'s"
             assert microbatch not in state.computed, f"{microbatch} was computed twice"
             return changed(state, computed=state.computed | {microbatch})
         case Connected(epoch=epoch):
@@ -273,7 +275,13 @@ def _progress(state: GroupState, event: Event) -> GroupState:
             return changed(state, reduced_buckets=state.reduced_buckets | {bucket})
         case Discarded(step=discarded):
             assert discarded == state.step and state.complete, f"step {discarded} is not complete at group {state.me}"
-            return changed(state, attempt=state.attempt + 1, computed=frozenset(), reduced_buckets=frozenset())
+            return changed(
+                state,
+                attempt=state.attempt + 1,
+                computed=frozenset(),
+                digested=frozenset(),
+                reduced_buckets=frozenset(),
+            )
         case Updated(step=done, measured=measured):
             assert done == state.step, f"updated step {done} while in step {state.step}"
             job = state.job
@@ -297,6 +305,7 @@ def _begin(state: GroupState, new: int) -> GroupState:
         next_plan_origin=None,
         attempt=0,
         computed=frozenset(),
+        digested=frozenset(),
         reduced_buckets=frozenset(),
         # A committed microbatch cannot kill another group.
         poison_microbatches={
@@ -516,7 +525,7 @@ def _adopt(state: GroupState, view: View) -> GroupState:
             stopped=f"only groups {groups} are left of {state.job.shards}, min_groups is {state.job.min_groups}",
         )
     if not state.synced:
-        state = changed(state, step=view.step, computed=frozenset(), reduced_buckets=frozenset())
+        state = changed(state, step=view.step, computed=frozenset(), digested=frozenset(), reduced_buckets=frozenset())
     behind = view.step > state.step
     origin = state.plan_origin.after(view.lost, view.joined) if behind else view.plan_origin
     if state.job.policy.shrinks and behind and state.complete:
@@ -559,7 +568,9 @@ def _transferred(state: GroupState, event: Transferred) -> GroupState:
         plan = state.plan if taken is None else state.job.plan(state.step, state.plan_origin, taken)
         if state.attempt == state.view.attempt:
             return changed(state, reduced_buckets=state.final, plan=plan)
-        state = changed(state, computed=frozenset(), reduced_buckets=frozenset(state.view.final), plan=plan)
+        state = changed(
+            state, computed=frozenset(), digested=frozenset(), reduced_buckets=frozenset(state.view.final), plan=plan
+        )
     else:
         state = _begin(state, state.view.step)
     return changed(state, attempt=state.view.attempt)

@@ -28,9 +28,11 @@ class Computed:
 
     Attributes:
         microbatch: the one that was computed; the present plan assigns it to this group.
+        digest_only: it was computed for its digest, and its gradient was added to nothing. The plan may have changed since.
     """
 
     microbatch: Microbatch
+    digest_only: bool = False
 
 
 @dataclass(frozen=True)

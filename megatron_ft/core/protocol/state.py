@@ -115,6 +115,7 @@ class GroupState:
         attempt: how often the sums of ``step`` were discarded before its update (``Discarded``).
         next_plan_origin: plan origin of ``step + 1``, while the view says that others have decided ``step``; else None.
         computed: microbatches of ``step`` whose gradients are in the local buckets, or in those of a standby part.
+        digested: microbatches of ``step`` that were computed for their digest alone.
         reduced_buckets: buckets of ``step`` whose reduction completed here.
         speeds: measured speeds of the groups; part of the state that ``step`` starts from.
         synced: this group holds the model state that ``step`` starts from.
@@ -151,6 +152,7 @@ class GroupState:
     attempt: int = 0
     next_plan_origin: PlanOrigin | None = None
     computed: frozenset[Microbatch] = frozenset()
+    digested: frozenset[Microbatch] = frozenset()
     reduced_buckets: frozenset[Bucket] = frozenset()
     speeds: Speeds = Speeds()
     synced: bool = True
@@ -269,7 +271,8 @@ class GroupState:
     def digest_only(self) -> tuple[Microbatch, ...]:
         """The microbatches that this group computes for their digest alone: others contribute them."""
         asked = verification.mine(self.checks, self.me)
-        return tuple(m for m in asked if m not in self.plan.of(self.me) and m not in self.standby)
+        own = {*self.plan.of(self.me), *self.standby}
+        return tuple(m for m in asked if m not in own and m not in self.digested)
 
     @cached_property
     def todo(self) -> tuple[Microbatch, ...]:

@@ -55,6 +55,7 @@ class Scenario:
     """``redundancy`` 0 means that every group hosts every shard; see ``core.protocol.machine.Job`` for the rest.
     ``ramp``: the script sets the number of microbatches in a shard, the second number, before the step of the first number.
     ``discards``: steps and attempts whose sums are discarded before the update (``messages.Discarded``).
+    ``verify``: number of microbatches of a step that a second group computes, too.
     ``policy``, ``slack``: see ``core.scheduling.policies.policy``; the copies of ``replication`` are ``redundancy``.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
     outlives everything."""
@@ -70,6 +71,7 @@ class Scenario:
     spare_hosts: int | None = None
     ramp: tuple[int, int] = (0, 0)
     discards: tuple[tuple[int, int], ...] = ()
+    verify: int = 0
     policy: str = STACKED_QUOTA
     slack: bool = False
 
@@ -168,7 +170,7 @@ def draw(seed: int) -> Scenario:
         steps = rng.sample(range(scenario.steps), rng.randint(1, min(3, scenario.steps)))
         attempts = {step: rng.choice([1, 1, 2]) for step in steps}
         discards = tuple((step, attempt) for step in sorted(steps) for attempt in range(attempts[step]))
-        scenario = replace(scenario, discards=discards)
+        scenario = replace(scenario, discards=discards, verify=rng.choice([0, 1, scenario.groups]))
     return scenario
 
 
@@ -183,8 +185,9 @@ def draw_of(policy: str, seed: int) -> Scenario:
     }
     redundancy = rng.choice(able.get(policy, [0]))
     name = STACKED_QUOTA if policy == SLACK else policy
-    discards = scenario.discards if policy != DROP else ()
-    return replace(scenario, policy=name, slack=policy == SLACK, redundancy=redundancy, discards=discards)
+    if policy == DROP:  # exact reduction is not for a batch that shrinks
+        scenario = replace(scenario, discards=(), verify=0)
+    return replace(scenario, policy=name, slack=policy == SLACK, redundancy=redundancy)
 
 
 def draw_fail_over(seed: int) -> Scenario:

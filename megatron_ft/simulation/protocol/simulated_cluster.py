@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megatron_ft.core.exactness import verification
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.machine import Job
@@ -463,6 +464,9 @@ def _job(scenario: Scenario) -> Job:
         straggler_steps=random.Random(f"stragglers {scenario.seed}").choice([1, 1, 2, 3]),
         collectors=random.Random(f"collectors {scenario.seed}").choice([1, 1, 2, 8]),
         policy=policies.policy(scenario.policy, copies=copies, slack=scenario.slack),
+        verify=scenario.verify,
+        digests=verification.slots(scenario.verify, scenario.groups),
+        first=0,
     )
 
 

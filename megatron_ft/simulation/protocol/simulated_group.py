@@ -189,9 +189,11 @@ class Group(Process):
             match self.next:
                 case machine.Compute(microbatch=microbatch):
                     yield self._sleep(self.pace.compute)
-                    self._add(microbatch)
+                    digest_only = microbatch in self.state.digest_only
+                    if not digest_only:
+                        self._add(microbatch)
                     self.seconds[self.me] = self.cluster.seconds(self, microbatch)
-                    yield from self._feed(machine.Computed(microbatch))
+                    yield from self._feed(machine.Computed(microbatch, digest_only))
                     if awaited := machine.awaited(self.state):
                         yield from self._glance(awaited.epoch, awaited.missing)
                 case machine.Connect(view=view):
