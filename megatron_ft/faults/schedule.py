@@ -128,7 +128,7 @@ class Fault:
             )
         if self.probability is not None and (self.probability > 1 or self.what not in ("gradient", None)):
             raise ConfigError(
-                f"probability is {self.probability:g} with what {self.what or 'gradient'!r}; it must be at most 1, for a flip "
+                f"probability is {self.probability:g}, what is {self.what!r}; it must be at most 1, for flips "
                 f"in the gradient of each microbatch"
             )
         if self.share is not None and self.share > 1:
