@@ -225,7 +225,7 @@ def quality(options: argparse.Namespace) -> dict[str, Any]:
             engine.begin_step(count)
             for index in range(count // groups):
                 microbatch = Microbatch(9, 0, group * count // groups + index)
-                engine.compute(microbatch, _batch(options, microbatch), 1, lambda point: None)
+                engine.compute(microbatch, _batch(options, microbatch), 1, lambda point: None, keep=True)
                 if bits:
                     whole += torch.cat([p.grad.flatten() for b in engine._buckets for p in b.parameters]).double()
                 engine.collect()
@@ -258,7 +258,7 @@ def _fast_sum(options: argparse.Namespace, count: int, groups: int) -> torch.Ten
         for index in range(count // groups):
             microbatch = Microbatch(9, 0, group * count // groups + index)
             engine.begin_step(count)
-            engine.compute(microbatch, _batch(options, microbatch), 1, lambda point: None)
+            engine.compute(microbatch, _batch(options, microbatch), 1, lambda point: None, keep=True)
             one = torch.cat([p.grad.flatten() for bucket in engine._buckets for p in bucket.parameters])
             local = one if local is None else local + one
         total = local if total is None else total + local

@@ -154,15 +154,12 @@ class TorchNativeEngine(Bucketed):
         if ready is not None:
             ready(number)
 
-    def repeat(self, result: StepResult) -> None:
-        for bucket in self._buckets:
-            bucket.give()
-        super().repeat(result)
-
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer
 
     def _optimize(self) -> None:
+        for bucket in self._buckets:
+            bucket.give()
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

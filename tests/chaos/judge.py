@@ -274,7 +274,9 @@ def _policy(played: Played, lines: Lines) -> list[str]:
     """Check a run that has reached its end against its policy."""
     policy, nans, gone = played.plan.job.nonfinite, _corruptions(played, "nan"), lost(lines)
     if policy == "stop":  # the others know nothing of a group that was lost in that step
-        stayed = [case.fault.group for case in nans if case.fault.group not in gone]
+        # Sums that were discarded had no part in an update, and the step was computed again without the NaN.
+        again = {line["step"] for line in lines if line["event"] == "discarded"}
+        stayed = [case.fault.group for case in nans if case.fault.group not in gone and case.fault.step not in again]
         return [f"a gradient of group {group} was NaN, and it did not stop" for group in stayed]
     if policy == "recompute":
         flips = [case.fault.step for case in _corruptions(played, "bitflip")]

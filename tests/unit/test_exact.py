@@ -265,3 +265,28 @@ def test_a_microbatch_that_is_computed_for_its_digest_adds_nothing():
     assert one.collect(digest=True) == digest != 0
     one.compute(Microbatch(0, 0, 0), batch + 1e-6, 1, lambda point: None, keep=True)
     assert one.collect(digest=True) != digest
+
+
+def test_a_value_far_beyond_the_grid_is_a_reason_to_discard_and_not_a_changed_bucket():
+    buckets = buckets_of([(30,)], 25.0, 51, 2)
+    huge = torch.ones(30)
+    huge[7] = 2.0**100
+    add(buckets, [huge])
+    exact, bucket = buckets.rounding.buckets[0], buckets[0]
+    exact.load(bucket.local, bucket.reduced)
+    assert exact.intact(bucket.reduced)
+    assert grid.beyond(exact.statistics(bucket.reduced)[0].tolist()[:-1])
+
+
+def test_a_gradient_that_is_not_finite_stays_in_the_local_sums_that_name_its_group():
+    one = engine()
+    make_step(one, 0)
+    before = one.fingerprint()
+    one.begin_step(1)
+    one.compute(Microbatch(1, 0, 0), torch.full((5, 6), float("nan")), 1, lambda point: None)
+    one.collect()
+    for bucket in range(one.num_buckets):
+        one.exact(bucket).load(one.local(bucket), one.reduced(bucket))
+    assert not one.must_discard(1)
+    result = one.update(1, 1, lambda point: None)
+    assert math.isnan(result.gradient_norm) and one.fingerprint() == before and not one.local_finite()
