@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_ft.engines.buckets import Bucket as GradientBucket
 from megatron_ft.engines.buckets import Bucketed
-from megatron_ft.engines.port import Progress, Ready, StepResult, manual_seed
+from megatron_ft.engines.port import Progress, Ready, manual_seed
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
 from megatron_ft.types import Bucket, Microbatch

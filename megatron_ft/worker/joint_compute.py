@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.data.order import microbatch_seed
-from megatron_ft.engines.port import Listed
+from megatron_ft.engines.port import OWN, Listed
 from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
 
@@ -59,7 +59,8 @@ class JointWork:
 
     def computed(self, listed: Listed) -> None:
         microbatch = listed.microbatch
-        self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
+        if listed.part == OWN:
+            self._rank.points.corrupt(microbatch.step, cast(Corruptible, self._rank.engine))
         self._rank.collect(microbatch, listed.digest)
         self._finished(listed, self._prefetched.pop(microbatch, False))
 

@@ -295,9 +295,10 @@ class RankExecutor:
             self.engine.add_to(part)
             self.points.corrupt_activation(step, cast(Corruptible, self.engine))
             digest = digest or step == self._audited
-            keep = digest or self.points.corrupts(step)
+            keep = digest or (part == OWN and self.points.corrupts(step))
             self.engine.compute(microbatch, batch, seed, lambda point: self.points.reach(point, step), ahead, keep)
-            self.points.corrupt(step, cast(Corruptible, self.engine))
+            if part == OWN:  # what is corrupted is contributed
+                self.points.corrupt(step, cast(Corruptible, self.engine))
             self.collect(microbatch, digest)
             self.nonfinite.computed(microbatch, self.engine, self._members() > self._settings.min_groups)
         self.progress.advance()
