@@ -92,6 +92,7 @@ KEPT = dict([
             "megatron_ft/faults", *RUN),
     _result("corruption", "-m tests.corruption --runs 67", "megatron_ft/faults", *RUN),
     _result("exact", "benchmarks/exact.py", *STEP),
+    _result("gpu_h200", "-m pytest tests/gpu", "tests/gpu", "benchmarks/exact.py", *STEP),
     _result("exact_training", "benchmarks/exact.py --part training", *STEP),
     _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
     _result("deepspeed_kills", "-m tests.deepspeed_kills", *RUN),
