@@ -11,6 +11,7 @@ EXTRAS = {
     "datasets": "data",
     "deepspeed": "deepspeed",
     "networkx": "train",
+    "numba": "exact",
     "ortools": "train",
     "pyarrow": "data",
     "sentencepiece": "data",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ft.engines import rounding_kernels
+from megatron_ft.engines import rounding_loops
 from megatron_ft.engines.buckets import Buckets
 
 pytestmark = [
@@ -37,7 +37,7 @@ def sums(device: str, gradients: list[list[torch.Tensor]], bits: int) -> list[to
 @pytest.mark.parametrize("bits", [51, 30])
 def test_a_gpu_sums_what_a_cpu_sums(monkeypatch, kernel, bits):
     if kernel == "torch":
-        monkeypatch.setattr(rounding_kernels, "device_kernels", lambda: None)
+        monkeypatch.setattr(rounding_loops, "_on_device", lambda: None)
     generator = torch.Generator().manual_seed(1)
     shapes = [(300, 1000), (7,), (1000,), (129, 65)]
     gradients = [

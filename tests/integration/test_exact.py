@@ -193,3 +193,27 @@ def test_a_group_on_other_hardware_is_named_in_the_first_step(tmp_path, data_dir
     first = run.events("discarded")[0]
     assert (first["step"], first["why"], list(first["guilty"])) == (0, "corruption", ["2"])
     assert run.events("step")[0]["live"] == [0, 1, 3]
+
+
+def test_a_run_that_grows_from_two_groups_to_four_changes_no_bit(tmp_path, data_dir):
+    from tests.integration.test_hosts import BEATS
+    from tests.integration.test_join import GROUPS, Hosts, wait_for_live
+
+    hosts = Hosts(tmp_path, data_dir)
+    try:
+        support.write_config(hosts.config, rejoin={"enabled": True}, detector=BEATS, **EXACT)
+        hosts.start(0, groups=GROUPS, hosts=1, host_rank=0)
+        run = hosts.run()
+        support.wait_for_step(run, 1)
+        hosts.join(1, "--groups", 2)
+        wait_for_live(run, 0, 1, 2, 3)
+        support.wait_for_step(run, run.events("step")[-1]["step"] + 5)
+        hosts.stop(0, 1)
+    finally:
+        hosts.kill()
+    grown = [line["loss"] for line in run.events("step")]
+    own = ("--layers", 2, "--width", 64, "--seq-len", 32, "--lr", 1e-4)
+    alone = support.start(tmp_path / "alone", data_dir, steps=len(grown), groups=GROUPS, own=own, **EXACT)
+    alone.finish()
+    assert len({len(str(line["live"])) for line in run.events("step")}) > 1
+    assert grown == support.outcome(alone)[0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_ft.core.exactness import grid
-from megatron_ft.engines import exact_rounding, rounding_kernels
+from megatron_ft.engines import rounding_loops
 from megatron_ft.engines.buckets import Buckets
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.types import Microbatch
@@ -121,17 +121,16 @@ def test_a_sum_depends_on_the_microbatches_only(seed, count, bits):
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(1, 9))
 def test_the_loops_of_numba_and_of_torch_give_the_same_bits(seed, count):
-    if rounding_kernels.kernels() is None:
+    if rounding_loops._compiled() is None:
         pytest.skip("numba is not installed")
     compiled = total_of(seed, count, 2, 0.002, 51)
-    known = rounding_kernels.kernels
-    rounding_kernels.kernels = lambda: None
-    small = exact_rounding._BLOCK
-    exact_rounding._BLOCK = 500  # a parameter in several blocks
+    known, small = rounding_loops._compiled, rounding_loops._CPU_BLOCK
+    rounding_loops._compiled = lambda: None
+    rounding_loops._CPU_BLOCK = 500  # a parameter in several blocks
     try:
         interpreted = total_of(seed, count, 2, 0.002, 51)
     finally:
-        rounding_kernels.kernels, exact_rounding._BLOCK = known, small
+        rounding_loops._compiled, rounding_loops._CPU_BLOCK = known, small
     assert all(torch.equal(one, other) for one, other in zip(compiled, interpreted, strict=True))
 
 
@@ -148,7 +147,7 @@ def test_the_error_of_a_sum_is_half_a_unit_of_the_grid_for_each_microbatch():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_every_single_flipped_bit_of_a_sum_is_seen(monkeypatch, compiled):
     if not compiled:
-        monkeypatch.setattr(rounding_kernels, "kernels", lambda: None)
+        monkeypatch.setattr(rounding_loops, "_compiled", lambda: None)
     buckets = buckets_of([(64,), (9,)], 25.0, 51, 4)
     add(buckets, [torch.randn(64), torch.randn(9)])
     exact, bucket = buckets.rounding.buckets[0], buckets[0]

@@ -1,0 +1,419 @@
+"""The passes over memory of exact reduction, three times with the same bits: for a CPU with numba, for a GPU with
+Triton, and with torch's operations where the compiler is missing (:func:`choose`).
+
+torch needs several passes over memory, which takes several times as long. On a CPU it works on blocks that fit into a
+cache. ``engines.exact_rounding`` explains the arithmetic.
+
+Failures it assumes: none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from math import isfinite, nan
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_ft.core.exactness import grid
+from megatron_ft.utils import extras
+
+if TYPE_CHECKING:
+    from megatron_ft.engines.buckets import Bucket
+
+_log = logging.getLogger(__name__)
+
+BIAS = 256
+"""Added to each microbatch's exponent, so that their sum is 0 only for a unit to which no microbatch adds."""
+HALF, MASK = 32, (1 << 64) - 1
+_CPU_BLOCK = 1 << 16
+"""Elements that torch rounds at a time on a CPU: half a MB of fp64."""
+_GPU_BLOCK = 4096
+
+
+class Grid:
+    """The grid of some units, on a device: ``magics``, the numbers c whose addition rounds to it; ``thresholds`` [units,
+    counts]; ``shares``, what each microbatch adds to the sum of exponents."""
+
+    def __init__(self, exponents: Sequence[int], magics: Sequence[float], device: torch.device) -> None:
+        self.magics = list(magics)
+        self.there = torch.tensor(self.magics, dtype=torch.float64, device=device)
+        mine = torch.tensor(list(exponents), dtype=torch.float64)
+        offsets = torch.tensor(grid.OFFSETS, dtype=torch.float64)
+        least = torch.full((len(mine), 1), 5e-324, dtype=torch.float64)
+        self.thresholds = torch.cat([least, torch.exp2(mine[:, None] + offsets)], dim=1).to(device)
+        self.shares = (mine + BIAS).to(device)
+
+    def count(self, largest: torch.Tensor, statistics: torch.Tensor, first: int = 0) -> None:
+        """Add the largest magnitudes of a microbatch to the statistics of the units from ``first`` on."""
+        units = slice(first, first + len(largest))
+        # What is not finite is no reason for a coarser grid.
+        known = torch.nan_to_num(largest.double(), nan=0.0, posinf=0.0)
+        statistics[units, :-1].add_(known[:, None] >= self.thresholds[units])
+        statistics[units, -1].add_(self.shares[units])
+
+
+class Loops(ABC):
+    """The passes over the gradients of one bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._grid: Grid
+
+    def set(self, grid: Grid) -> None:
+        self._grid = grid
+
+    @abstractmethod
+    def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
+        """Add the rounded gradients of a microbatch to the flat bucket ``total``, and their magnitudes to the statistics
+        [units, counts + 1]. None: a parameter has no gradient."""
+
+    @abstractmethod
+    def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the gradients of a flat bucket. Return their checksum as two numbers below 2^32, or nan if one of them is
+        not finite; fp64 [2] on the bucket's device, whose host need not wait for it."""
+
+    @abstractmethod
+    def total(self, flat: torch.Tensor) -> int | None:
+        """Return the checksum of a flat bucket's gradients, None if one of them is not on the grid."""
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[first:last] for first, last in self._bucket.spans]
+
+
+def choose(bucket: Bucket, room: torch.Tensor | None) -> Loops:
+    """Return the loops for a bucket. ``room``: fp64 memory that the buckets of a device share, for torch's operations."""
+    device = bucket.local.device.type
+    if device == "cpu" and (compiled := _compiled()) is not None:
+        return _WithNumba(bucket, compiled)
+    if device == "cuda" and (on_device := _on_device()) is not None:
+        return _WithTriton(bucket, on_device)
+    assert room is not None
+    return _WithTorch(bucket, room)
+
+
+def room_of(buckets: Sequence[Bucket]) -> dict[torch.device, torch.Tensor]:
+    """Return the memory that :func:`choose` needs for the buckets of each device."""
+    rooms = {}
+    for device in dict.fromkeys(bucket.local.device for bucket in buckets):
+        largest = max(one.elements for one in buckets if one.local.device == device)
+        size = min(largest, _CPU_BLOCK) if device.type == "cpu" else largest
+        rooms[device] = torch.empty(size, dtype=torch.float64, device=device)
+    return rooms
+
+
+def _words(checksum: int | None) -> torch.Tensor:
+    if checksum is None:
+        return torch.full((2,), nan, dtype=torch.float64)
+    return torch.tensor([checksum & (1 << HALF) - 1, checksum >> HALF & (1 << HALF) - 1], dtype=torch.float64)
+
+
+# --- numba ------------------------------------------------------------------------------------------------------------
+
+_MAGNITUDE, _MAGNITUDE_64 = np.int32(0x7FFFFFFF), np.int64(0x7FFFFFFFFFFFFFFF)
+_FINITE_32, _FINITE = np.int32(0x7F800000), np.int64(0x7FF0000000000000)
+"""Bits from which on a magnitude is inf or nan."""
+_NONE = np.zeros(0, dtype=np.float32)
+
+
+class _Compiled(NamedTuple):
+    add: Any
+    copy: Any
+    total: Any
+
+
+class _WithNumba(Loops):
+    def __init__(self, bucket: Bucket, compiled: _Compiled) -> None:
+        super().__init__(bucket)
+        self._compiled = compiled
+
+    def set(self, grid: Grid) -> None:
+        super().set(grid)
+        self._limits, self._shares = grid.thresholds.numpy(), grid.shares.numpy()
+
+    def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
+        flat, rows, magics = total.numpy(), statistics.numpy(), self._grid.magics
+        for at, (gradient, (first, last)) in enumerate(zip(gradients, self._bucket.spans, strict=True)):
+            values = _NONE if gradient is None else gradient.detach().reshape(-1).numpy()
+            where = flat[first:last], magics[at], rows[at], self._limits[at]
+            self._compiled.add(values, values.view(np.int32), *where)
+        rows[: len(gradients), -1] += self._shares[: len(gradients)]
+
+    def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        source, target, checksum, all_finite = part.numpy(), flat.numpy(), 0, True
+        for (first, last), magic in zip(self._bucket.spans, self._grid.magics, strict=False):
+            found, finite = self._compiled.copy(source[first:last], target[first:last], magic)
+            checksum, all_finite = checksum + int(found), all_finite and finite
+        return _words(checksum & MASK if all_finite else None)
+
+    def total(self, flat: torch.Tensor) -> int | None:
+        source, checksum = flat.numpy(), 0
+        for (first, last), magic in zip(self._bucket.spans, self._grid.magics, strict=False):
+            found, on_grid = self._compiled.total(source[first:last], magic)
+            if not on_grid:
+                return None
+            checksum += int(found)
+        return checksum & MASK
+
+
+@cache
+def _compiled() -> _Compiled | None:
+    """Return the compiled loops; None without numba."""
+    if importlib.util.find_spec("numba") is None:
+        _log.warning(f"exact reduction rounds several times faster on a CPU with numba: {extras.install('exact')}")
+        return None
+    from numba import njit
+
+    def compiled(function: Any) -> Any:
+        try:
+            return njit(nogil=True, error_model="numpy", cache=True)(function)
+        except RuntimeError:  # no directory in which the result could be kept
+            return njit(nogil=True, error_model="numpy")(function)
+
+    return _Compiled(*map(compiled, (_add, _copy, _total)))
+
+
+def _add(gradient, bits, total, magic, row, limits):
+    most = np.int32(0)
+    for i in range(gradient.size):
+        total[i] += (np.float64(gradient[i]) + magic) - magic
+        most = max(most, bits[i] & _MAGNITUDE)
+    largest = np.float64(np.int32(most).view(np.float32)) if most < _FINITE_32 else 0.0
+    for j in range(limits.size):
+        row[j] += largest >= limits[j]
+
+
+def _copy(source, target, magic):
+    found, most, base = np.int64(0), np.int64(0), np.float64(magic).view(np.int64)
+    for i in range(source.size):
+        value = source[i]
+        target[i] = value
+        found += np.float64(value + magic).view(np.int64) - base
+        most = max(most, np.float64(value).view(np.int64) & _MAGNITUDE_64)
+    return found, most < _FINITE
+
+
+def _total(source, magic):
+    found, off, base = np.int64(0), np.int64(0), np.float64(magic).view(np.int64)
+    for i in range(source.size):
+        moved = source[i] + magic
+        found += np.float64(moved).view(np.int64) - base
+        off += moved - magic != source[i]
+    return found, off == 0
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+class _OnDevice(NamedTuple):
+    """The loops for GPUs; each takes one parameter of a bucket."""
+
+    add: Any
+    total: Any
+
+
+class _WithTriton(Loops):
+    def __init__(self, bucket: Bucket, on_device: _OnDevice) -> None:
+        super().__init__(bucket)
+        self._on_device = on_device
+
+    def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
+        magics = self._grid.there
+        largest = torch.zeros(len(gradients), dtype=torch.int32, device=magics.device)
+        for unit, (gradient, part) in enumerate(zip(gradients, self._parts(total), strict=True)):
+            if gradient is not None:
+                values = gradient.detach().reshape(-1)
+                size = values.numel()
+                blocks = (-(-size // _GPU_BLOCK),)
+                self._on_device.add[blocks](values, part, magics, largest, unit, size, block=_GPU_BLOCK)
+        self._grid.count(largest.view(torch.float32), statistics)
+
+    def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        total, finite = self._totals(self._parts(part), self._parts(flat), int(_FINITE))
+        words = torch.stack([total & (1 << HALF) - 1, total >> HALF & (1 << HALF) - 1]).double()
+        return torch.where(finite > 0, words, nan)
+
+    def total(self, flat: torch.Tensor) -> int | None:
+        total, on_grid = self._totals(self._parts(flat), None, 1).tolist()
+        return total & MASK if on_grid else None
+
+    def _totals(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor] | None, limit: int
+    ) -> torch.Tensor:
+        """Return two words on the device, int64: the sum of all numbers in units of the grid modulo 2^64, and whether the
+        bits of all magnitudes are below ``limit``: with targets those of the numbers, which are copied there; without, those
+        of their distances from the grid."""
+        magics = self._grid.there
+        blocks = [-(-source.numel() // _GPU_BLOCK) for source in sources]
+        sums, bounds = torch.empty(
+            2, sum(blocks), dtype=torch.int64, device=magics.device
+        )  # blocks do not wait for others
+        first = 0
+        for unit, (source, count) in enumerate(zip(sources, blocks, strict=True)):
+            target, copies = source if targets is None else targets[unit], targets is not None
+            where = source, target, magics, sums[first:], bounds[first:], unit, source.numel()
+            self._on_device.total[(count,)](*where, copies=copies, block=_GPU_BLOCK)
+            first += count
+        return torch.stack([sums.sum(), (bounds.amax() < limit).to(torch.int64)])
+
+
+@cache
+def _on_device() -> _OnDevice | None:
+    """Return the compiled loops for GPUs; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton  # type: ignore[import-not-found]  # comes with torch for GPUs
+    import triton.language as tl  # type: ignore[import-not-found]
+
+    @triton.jit
+    def rounded_add(gradient, total, magics, largest, unit, size, block: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = at < size
+        magic = tl.load(magics + unit)
+        value = tl.load(gradient + at, mask=inside, other=0.0)
+        before = tl.load(total + at, mask=inside, other=0.0)
+        tl.store(total + at, before + ((value.to(tl.float64) + magic) - magic), mask=inside)
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(largest + unit, tl.max(bits, axis=0))
+
+    @triton.jit
+    def copy_and_total(source, target, magics, sums, bounds, unit, size, copies: tl.constexpr, block: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        inside = at < size
+        magic = tl.load(magics + unit)
+        value = tl.load(source + at, mask=inside, other=0.0)
+        if copies:
+            tl.store(target + at, value, mask=inside)
+        numbers = (value + magic).to(tl.int64, bitcast=True) - magic.to(tl.int64, bitcast=True)
+        tl.store(sums + tl.program_id(0), tl.sum(numbers, axis=0))
+        if not copies:
+            value = value - ((value + magic) - magic)
+        bits = value.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+        tl.store(bounds + tl.program_id(0), tl.max(bits, axis=0))
+
+    return _OnDevice(rounded_add, copy_and_total)
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """A part of a unit in a block: ``start`` and ``stop`` in the flat gradient of the bucket's parameter ``which``."""
+
+    which: int
+    start: int
+    stop: int
+    room: torch.Tensor
+
+
+class _Block(NamedTuple):
+    """Consecutive elements of a bucket that are rounded together in a shared room, fp64."""
+
+    first: int
+    last: int
+    pieces: list[_Piece]
+    room: torch.Tensor
+
+    @property
+    def rooms(self) -> list[torch.Tensor]:
+        return [piece.room for piece in self.pieces]
+
+
+class _WithTorch(Loops):
+    def __init__(self, bucket: Bucket, room: torch.Tensor) -> None:
+        super().__init__(bucket)
+        self._blocks = _blocks(bucket, room)
+        self._rooms = [block.rooms for block in self._blocks]
+
+    def set(self, grid: Grid) -> None:
+        super().set(grid)
+        self._magics = [[grid.magics[piece.which] for piece in block.pieces] for block in self._blocks]
+
+    def add(self, gradients: Sequence[torch.Tensor | None], total: torch.Tensor, statistics: torch.Tensor) -> None:
+        self._grid.count(_largest(gradients, total.device), statistics)
+        for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
+            known, values = [], []
+            for piece in block.pieces:
+                gradient = gradients[piece.which]
+                if gradient is None:
+                    piece.room.zero_()
+                    continue
+                whole = piece.room.shape == gradient.shape
+                values.append(gradient if whole else gradient.reshape(-1)[piece.start : piece.stop])
+                known.append(piece.room)
+            if known:
+                torch._foreach_copy_(known, values)
+            torch._foreach_add_(rooms, magics)
+            torch._foreach_sub_(rooms, magics)
+            total[block.first : block.last].add_(block.room)
+
+    def copy(self, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        elements = self._bucket.elements
+        finite = isfinite(flat[:elements].copy_(part[:elements]).sum())
+        return _words(self._sum(flat, check=False) if finite else None).to(flat.device)
+
+    def total(self, flat: torch.Tensor) -> int | None:
+        return self._sum(flat, check=True)
+
+    def _sum(self, flat: torch.Tensor, check: bool) -> int | None:
+        """Return the checksum; None if ``check`` and a number is not on the grid."""
+        total = 0
+        for block, rooms, magics in zip(self._blocks, self._rooms, self._magics, strict=True):
+            block.room.copy_(flat[block.first : block.last])
+            torch._foreach_add_(rooms, magics)
+            total += int(block.room.view(torch.int64).sum())
+            total -= sum(room.numel() * _bits_of(magic) for room, magic in zip(rooms, magics, strict=True))
+            torch._foreach_sub_(rooms, magics)
+            if check and not torch.equal(block.room, flat[block.first : block.last]):
+                return None
+        return total & MASK
+
+
+def _largest(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return the largest magnitude in each gradient; 0 for None, nan where it has one."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    if device.type == "cpu":  # the norm of a device is fast, that of a CPU takes longer than all other passes together
+        bounds = [torch.aminmax(gradient) for gradient in known]
+        found = [torch.maximum(-low, high) for low, high in bounds]
+    else:
+        found = list(torch._foreach_norm(known, float("inf")))
+    zero, each = torch.zeros((), device=device), iter(found)
+    return torch.stack([zero if gradient is None else next(each) for gradient in gradients])
+
+
+def _bits_of(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _blocks(bucket: Bucket, room: torch.Tensor) -> list[_Block]:
+    """Cut the gradients of a bucket into blocks that fit into the room."""
+    blocks: list[_Block] = []
+    pieces: list[_Piece] = []
+    first = filled = 0
+
+    def close() -> None:
+        nonlocal pieces, first, filled
+        if pieces:
+            blocks.append(_Block(first, first + filled, pieces, room[:filled]))
+        pieces, first, filled = [], first + filled, 0
+
+    for index, parameter in enumerate(bucket.parameters):
+        start, size = 0, parameter.numel()
+        if size > room.numel() - filled:
+            close()
+        while start < size:
+            stop = min(size, start + room.numel() - filled)
+            part = room[filled : filled + stop - start]
+            pieces.append(_Piece(index, start, stop, part.view(parameter.shape) if stop - start == size else part))
+            filled += stop - start
+            start = stop
+            if filled == room.numel():
+                close()
+    close()
+    return blocks
