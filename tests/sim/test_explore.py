@@ -239,3 +239,24 @@ def test_a_step_that_is_discarded_while_a_group_dies_is_computed_again_by_all():
         attempts = [{report[4] if len(report) > 5 else 0 for report in view["reports"]} for view in views]
         behind += any(len(found) > 1 for found in attempts)
     assert behind > 3, "no history has groups in different attempts when an epoch ends"
+
+
+@pytest.mark.parametrize("what", ["buckets of an earlier attempt count", "a digest counts as a contribution"])
+def test_a_planted_bug_of_exact_reduction_is_caught(what, monkeypatch):
+    if what.startswith("buckets"):
+
+        def final(state):
+            return state.reduced_buckets | set(state.view.final if state.view.step == state.step else ())
+
+        monkeypatch.setattr(machine.GroupState, "final", property(final))
+    else:
+        progress = machine._progress
+
+        def careless(state, event):
+            after = progress(state, event)
+            counts = isinstance(event, machine.Computed) and event.digest_only
+            return replace(after, computed=after.computed | {event.microbatch}) if counts else after
+
+        monkeypatch.setattr(machine, "_progress", careless)
+    failed, _ = explore.explore(range(1500), jobs=1)
+    assert failed is not None
