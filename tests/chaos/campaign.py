@@ -155,7 +155,7 @@ def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
     }
     struck = [fault for fault in faults if fault["state"] == "injected"]
     return {
-        **common.about("chaos", command),
+        **common.about("chaos_exact" if "--exact" in command else "chaos", command),
         "runs": len(played),
         "faults": len(struck),
         "violated": [result["seed"] for result in played if result["violations"]],

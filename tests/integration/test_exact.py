@@ -35,11 +35,13 @@ SAME = {
     "recover": {"policy": "recover"},
     "spare": {"policy": "spare", "redundancy": 3, "placement": "consecutive"},
     "replication": {"policy": "replication"},
-    "copies in the slack": {"standby": "slack"},
+    "verified copies in the slack": {"standby": "slack", "verify": {"microbatches_per_step": "slack"}},
 }
 
 
-@pytest.mark.parametrize("options", support.first_of(SAME, "buckets of another size", "spare", "copies in the slack"))
+@pytest.mark.parametrize(
+    "options", support.first_of(SAME, "buckets of another size", "spare", "verified copies in the slack")
+)
 def test_no_setting_that_only_moves_work_changes_a_bit(tmp_path, data_dir, undisturbed, options):
     holds = [Breakpoint(2, 1, "backward"), Breakpoint(1, 4, "reduce", 0)]
     run = support.start(tmp_path / "run", data_dir, holds, **EXACT, **options)
