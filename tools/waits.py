@@ -48,6 +48,7 @@ _GLOO = (
 )
 _COMMAND = "the command itself, until what it watches is over; a signal ends it"
 UNBOUNDED: dict[tuple[str, str, str], str] = {
+    ("audit/audit_run.py", "play", "run"): "a run of a few steps, with the limits of every run; Ctrl-C ends both",
     ("burnin/burn_in.py", "BurnIn._inject", "wait"): _KILLED,
     ("burnin/burn_in.py", "BurnIn.run", "wait"): _COMMAND,
     ("data/dataset.py", "_one_at_a_time", "flock"): "another process prepares the same data; the lock ends with it",

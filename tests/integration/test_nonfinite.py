@@ -51,8 +51,8 @@ start, reduce, all_started = Reduction._start, Reduction._finish, []
 def starts(self, outer, step, bucket):
     start(self, outer, step, bucket)
     self.now = step
-def loses(self, bucket):
-    reduce(self, bucket)
+def loses(self, step, bucket):
+    reduce(self, step, bucket)
     if self.now == 3 and not all_started:
         all_started.append(bucket)
         while not Path({ended!r}).exists():

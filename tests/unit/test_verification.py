@@ -35,6 +35,16 @@ def test_every_check_has_two_living_groups_or_three_and_room_for_its_digests(siz
     assert len({check.microbatch for check in found}) == len(found) <= per_step
 
 
+@given(SIZES, st.integers(0, 500), st.data())
+def test_a_step_verifies_as_many_microbatches_as_it_is_asked_to(size, step, data):
+    groups, per_shard = size
+    per_step = data.draw(st.integers(1, groups * per_shard))
+    found = verification.checks(
+        plan_of(groups, per_shard, step), range(groups), 0, per_step, verification.slots(per_step, groups)
+    )
+    assert len(found) == per_step
+
+
 @given(st.integers(2, 6), st.integers(1, 3))
 def test_in_the_course_of_a_run_every_group_verifies_every_other_and_every_place_of_a_share(groups, per_shard):
     pairs, places = set(), set()

@@ -96,12 +96,12 @@ def checks(
 
 
 def _drawn(plan: Plan, live: Sequence[GroupId], number: int) -> tuple[GroupId, Microbatch, list[GroupId]]:
-    """Return the check with that number. In the course of a run every pair of groups, and every place in a group's
-    share, has its turn."""
+    """Return the check with that number. As many in a row as a step has microbatches are of different ones, and in the
+    course of a run every pair of groups has its turn with every place in a group's share."""
     turn, at = divmod(number, len(live))
     share = plan.of(live[at])
-    verifier = live[(at + 1 + turn % (len(live) - 1)) % len(live)]
-    return live[at], share[turn // (len(live) - 1) % len(share)], [verifier]
+    others, place = divmod(turn, len(share))
+    return live[at], share[place], [live[(at + 1 + others % (len(live) - 1)) % len(live)]]
 
 
 def mine(found: Sequence[Check], group: GroupId) -> tuple[Microbatch, ...]:
