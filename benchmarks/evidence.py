@@ -94,6 +94,7 @@ KEPT = dict([
     _result("exact", "benchmarks/exact.py", *STEP),
     _result("gpu_h200", "-m pytest tests/gpu/test_training_gpu.py tests/gpu/test_exact_gpu.py", "tests/gpu",
             "benchmarks/exact.py", *STEP),
+    _result("exact_quality", "benchmarks/exact.py --part quality", *STEP),
     _result("exact_training", "benchmarks/exact.py --part training", *STEP),
     _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
     _result("deepspeed_kills", "-m tests.deepspeed_kills", *RUN),

@@ -126,7 +126,7 @@ class Rounding:
     """
 
     def __init__(self, buckets: Sequence[Bucket], bits: int) -> None:
-        units = sum(len(bucket.parameters) for bucket in buckets)
+        units, self._bits = sum(len(bucket.parameters) for bucket in buckets), bits
         self.exponents = [grid.GUESS] * (units + 2)
         self.guessed = True
         """True until the magnitudes of a step were measured."""
@@ -179,7 +179,7 @@ class Rounding:
         repeats the steps of others takes their grid from there, too."""
         for one in self.buckets:
             for unit, counts, exponent in self._found(one, microbatches):
-                self.exponents[unit] = grid.following(int(exponent), counts)
+                self.exponents[unit] = grid.following(int(exponent), counts, self._bits)
         self.guessed = False
         self._set()
 

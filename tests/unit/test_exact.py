@@ -22,14 +22,15 @@ from megatron_ft.types import Microbatch
 MAGNITUDES = st.floats(min_value=2.0**-60, max_value=2.0**60)
 
 
-@given(MAGNITUDES, st.integers(-60, 60))
-def test_the_next_exponent_leaves_headroom_and_wastes_little(magnitude, exponent):
-    """After a few steps a constant magnitude has 4 to 8 bits of headroom, and then the exponent stays."""
+@given(MAGNITUDES, st.integers(-60, 60), st.sampled_from([(51, 8), (30, 4)]))
+def test_the_next_exponent_leaves_headroom_and_wastes_little(magnitude, exponent, how):
+    """After a few steps a constant magnitude has 8 to 12 bits of headroom, with few bits 4 to 8; then the exponent stays."""
+    bits, least = how
     for _ in range(8):
         counts = [magnitude >= bound for bound in (5e-324, *(2.0 ** (exponent + o) for o in grid.OFFSETS))]
-        before, exponent = exponent, grid.following(exponent, counts)
+        before, exponent = exponent, grid.following(exponent, counts, bits)
     headroom = exponent - math.log2(magnitude)
-    assert 4 <= headroom <= 8 and exponent == before
+    assert least <= headroom <= least + 4 and exponent == before
 
 
 @given(st.integers(-100, 100))

@@ -48,7 +48,7 @@ def faults(draw) -> Fault:
         values["bucket"] = draw(st.none() | st.integers(0, 50))
     if kind in CORRUPTIBLE_BY and draw(st.booleans()):
         values["what"] = draw(st.sampled_from(CORRUPTIBLE_BY[kind]))
-        values["bucket"] = None if values["what"] in STATE else values.get("bucket")
+        values["bucket"] = None if values["what"] in (*STATE, "activation") else values.get("bucket")
     if "how" in allowed and draw(st.booleans()):
         values |= {"how": "stop", "duration_s": draw(POSITIVE)}
     when = draw(st.sampled_from(["after_s", "wait_s", "step"]))
