@@ -25,7 +25,7 @@ AUDIT = f"{_PREFIX}AUDIT"
 
 @dataclass(frozen=True)
 class Audit:
-    """What a short run that checks a script does otherwise (package ``audit``).
+    """The differences between a short run that checks a script (package ``audit``) and any other run.
 
     Attributes:
         last: The last step, whatever the script asks for.

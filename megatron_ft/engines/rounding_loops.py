@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +53,7 @@ class Grid:
     def count(self, largest: torch.Tensor, statistics: torch.Tensor, first: int = 0) -> None:
         """Add the largest magnitudes of a microbatch to the statistics of the units from ``first`` on."""
         units = slice(first, first + len(largest))
-        # What is not finite is no reason for a coarser grid.
+        # An inf or nan is no reason for a coarser grid.
         known = torch.nan_to_num(largest.double(), nan=0.0, posinf=0.0)
         statistics[units, :-1].add_(known[:, None] >= self.thresholds[units])
         statistics[units, -1].add_(self.shares[units])
@@ -87,25 +87,22 @@ class Loops(ABC):
         return [flat[first:last] for first, last in self._bucket.spans]
 
 
-def choose(bucket: Bucket, room: torch.Tensor | None) -> Loops:
-    """Return the loops for a bucket. ``room``: fp64 memory that the buckets of a device share, for torch's operations."""
-    device = bucket.local.device.type
-    if device == "cpu" and (compiled := _compiled()) is not None:
+def choose(bucket: Bucket, room: Callable[[torch.device], torch.Tensor]) -> Loops:
+    """Return the loops for a bucket. ``room`` returns the fp64 memory that the buckets of a device share (:func:`room_of`);
+    only torch's operations need it."""
+    device = bucket.local.device
+    if device.type == "cpu" and (compiled := _compiled()) is not None:
         return _WithNumba(bucket, compiled)
-    if device == "cuda" and (on_device := _on_device()) is not None:
+    if device.type == "cuda" and (on_device := _on_device()) is not None:
         return _WithTriton(bucket, on_device)
-    assert room is not None
-    return _WithTorch(bucket, room)
+    return _WithTorch(bucket, room(device))
 
 
-def room_of(buckets: Sequence[Bucket]) -> dict[torch.device, torch.Tensor]:
-    """Return the memory that :func:`choose` needs for the buckets of each device."""
-    rooms = {}
-    for device in dict.fromkeys(bucket.local.device for bucket in buckets):
-        largest = max(one.elements for one in buckets if one.local.device == device)
-        size = min(largest, _CPU_BLOCK) if device.type == "cpu" else largest
-        rooms[device] = torch.empty(size, dtype=torch.float64, device=device)
-    return rooms
+def room_of(buckets: Sequence[Bucket], device: torch.device) -> torch.Tensor:
+    """Return memory in which torch's operations can round the buckets of a device."""
+    largest = max(one.elements for one in buckets if one.local.device == device)
+    size = min(largest, _CPU_BLOCK) if device.type == "cpu" else largest
+    return torch.empty(size, dtype=torch.float64, device=device)
 
 
 def _words(checksum: int | None) -> torch.Tensor:
@@ -251,9 +248,8 @@ class _WithTriton(Loops):
         of their distances from the grid."""
         magics = self._grid.there
         blocks = [-(-source.numel() // _GPU_BLOCK) for source in sources]
-        sums, bounds = torch.empty(
-            2, sum(blocks), dtype=torch.int64, device=magics.device
-        )  # blocks do not wait for others
+        # A place for each block: with atomic additions the blocks would wait for each other.
+        sums, bounds = torch.empty(2, sum(blocks), dtype=torch.int64, device=magics.device)
         first = 0
         for unit, (source, count) in enumerate(zip(sources, blocks, strict=True)):
             target, copies = source if targets is None else targets[unit], targets is not None

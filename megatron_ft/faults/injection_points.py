@@ -59,7 +59,7 @@ STATE = ("parameter", "moment", "buffer")
 (``engines.state_tensors``)."""
 _NAMED = {"parameter": "parameter ", "moment": "optimizer exp_avg", "buffer": "buffer "}
 ON_THE_WAY = ("activation", "sum")
-"""What is corrupted where it is made: the output of a module, a reduced bucket."""
+"""Values that are corrupted at the moment they arise: the output of a module, a reduced bucket."""
 CORRUPTIBLE_BY = {"nan": ("gradient", "loss"), "bitflip": ("gradient", *ON_THE_WAY, *STATE)}
 CORRUPTIBLE = tuple(dict.fromkeys(what for some in CORRUPTIBLE_BY.values() for what in some))
 _LOOKS = ("begin", "finish")

@@ -560,13 +560,11 @@ class RankExecutor:
         if not (large or doubtful or accused):
             return None
         self.nonfinite.name(step, self.engine)  # the next attempt may not show it any more
-        if doubtful or accused:
-            earlier = self._digests
-            self._clear()
-            self._earlier = earlier
-        else:
+        earlier = self._digests if doubtful or accused else {}
+        if not (doubtful or accused):
             self.engine.discard(microbatches)
-            self._clear()
+        self._clear()
+        self._earlier = earlier
         why = "corruption" if accused else "digests" if doubtful else "grid"
         blamed = {group: None if group not in found.guilty else str(found.guilty[group]) for group in accused}
         return Discard(why, blamed, tuple(map(str, found.doubtful)))

@@ -112,20 +112,30 @@ def mine(found: Sequence[Check], group: GroupId) -> tuple[Microbatch, ...]:
 
 def by_microbatch(found: Sequence[Check], now: Digests) -> dict[str, dict[str, int]]:
     """Return the digests that were sent, microbatch -> group -> digest, for the record."""
-    said: dict[str, dict[str, int]] = {}
+    sent = zip(found, _of_checks(found, now), strict=True)
+    return {
+        str(check.microbatch): {str(group): digest for group, digest in said.items()} for check, said in sent if said
+    }
+
+
+def _of_checks(found: Sequence[Check], sent: Digests) -> list[dict[GroupId, int]]:
+    """Return for each check the digests that its groups have sent."""
     places = dict.fromkeys((group for check in found for group in check.groups), 0)
+    listed = []
     for check in found:
+        said = {}
         for group in check.groups:
-            digests, place = now.get(group, ()), places[group]
+            digests, place = sent.get(group, ()), places[group]
             places[group] += 1
             if place < len(digests) and digests[place]:
-                said.setdefault(str(check.microbatch), {})[str(group)] = digests[place]
-    return said
+                said[group] = digests[place]
+        listed.append(said)
+    return listed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the digests of a step say.
+    """The conclusion from the digests of a step.
 
     Attributes:
         guilty: group -> the microbatch whose gradient it computed wrongly.
@@ -143,18 +153,11 @@ def verdict(found: Sequence[Check], now: Digests, before: Digests) -> Verdict:
     guilty: dict[GroupId, Microbatch] = {}
     doubtful: list[Microbatch] = []
     tied = None
-    places = dict.fromkeys((group for check in found for group in check.groups), 0)
-    for check in found:
-        said, earlier = dict[GroupId, int](), dict[GroupId, int]()
-        for group in check.groups:
-            place = places[group]
-            places[group] += 1
-            if place < len(now.get(group, ())) and now[group][place]:
-                said[group] = now[group][place]
-                earlier[group] = before[group][place] if place < len(before.get(group, ())) else 0
+    for check, said, sent in zip(found, _of_checks(found, now), _of_checks(found, before), strict=True):
+        earlier = {group: sent[group] for group in said if group in sent}
         comparison = state_divergence.compare(said)
-        unlike = {group for group, digest in said.items() if earlier[group] not in (0, digest)}
-        if comparison.tied and not any(earlier.values()):
+        unlike = {group for group, digest in earlier.items() if said[group] != digest}
+        if comparison.tied and not earlier:
             doubtful.append(check.microbatch)
         elif comparison.tied and (not unlike or unlike == said.keys()):
             tied = tied or (check.microbatch, comparison.tied)

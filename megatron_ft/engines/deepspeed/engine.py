@@ -148,15 +148,7 @@ class DeepSpeedPipeline(_Adapter):
     def peers(self) -> Sequence[int]:
         return self.engine.layout.peers
 
-    def compute(
-        self,
-        microbatch: Microbatch,
-        batch: Any,
-        seed: int,
-        progress: Progress,
-        ready: Ready | None = None,
-        keep: bool = False,
-    ) -> None:
+    def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of a pipeline compute together: flush")
 
     def flush(self, control: Control, work: Work) -> None:
