@@ -11,7 +11,7 @@ SEED ?= 0
 # The tests start thousands of processes. Where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help wheel test-oldest setup demo pictures check test test-long test-system chaos deepspeed-kills checkpoint-kills fuzz soak lint types coverage bench
+.PHONY: help wheel test-oldest setup demo pictures check test test-long test-system chaos engine-kills checkpoint-kills fuzz soak lint types coverage bench
 .PHONY: evidence storage-outage evidence-status host-losses clean
 .DEFAULT_GOAL := help
 
@@ -92,9 +92,9 @@ test-system: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --runs $(RUNS) --seed $(SEED)
 
-# make deepspeed-kills  ranks of DeepSpeed pipelines killed at every moment of a flush
-deepspeed-kills: setup
-	$(BIN)/python -m tests.deepspeed_kills
+# make engine-kills     ranks of every engine killed at every moment of a step
+engine-kills: setup
+	$(BIN)/python -m tests.engine_kills
 
 # make checkpoint-kills  whole jobs killed at random moments and started again (RUNS jobs, five kills each; SEED)
 checkpoint-kills: setup

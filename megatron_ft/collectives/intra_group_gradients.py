@@ -86,6 +86,10 @@ class OwnGradients(_OfGroup):
         self._first = self._ends[inner.position] - engine.num_buckets
         self.num_buckets = self._ends[-1]
 
+    def number(self, bucket: Bucket) -> Bucket:
+        """Return the number in the group of a bucket of this rank's engine."""
+        return self._first + bucket
+
     def owner(self, bucket: Bucket) -> int:
         return bisect_right(self._ends, bucket)
 

@@ -2,14 +2,16 @@
 starts.
 
 DeepSpeed's own keys define the division: ``pipeline.stages``, and ``tensor_parallel.autotp_size`` (the slices of a
-stage). ``fault_tolerance.model`` describes the model with the keys of Hugging Face's ``config.json``. Functions here
+stage). ``fault_tolerance.inner_shards`` says among how many ranks the samples of a microbatch are divided (FSDP, ZeRO-2 and
+3, experts). ``fault_tolerance.model`` describes the model with the keys of Hugging Face's ``config.json``. Functions here
 raise ``ConfigError``, with the value, the rule and the remedy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 from megatron_ft.config.validators import whole_number
 from megatron_ft.errors import ConfigError, EngineError
@@ -19,7 +21,7 @@ WITHOUT_EFFECT = frozenset(
     monitor_config autotuning checkpoint memory_breakdown""".split()
 )
 """Settings of DeepSpeed that do not affect the result of training."""
-STAGES, SLICES = "pipeline.stages", "tensor_parallel.autotp_size"
+STAGES, SLICES, SHARDS = "pipeline.stages", "tensor_parallel.autotp_size", "fault_tolerance.inner_shards"
 
 
 def stages(engine: Mapping[str, Any]) -> int:
@@ -32,10 +34,16 @@ def slices(engine: Mapping[str, Any]) -> int:
     return _count(engine, SLICES)
 
 
-def ranks_per_group(engine: Mapping[str, Any], asked: int | None) -> int:
-    """Return ``stages x slices``, or ``asked`` where the config does not divide the model: such ranks share
-    microbatches."""
-    needed, has = stages(engine) * slices(engine), f"{STAGES} {stages(engine)} x {SLICES} {slices(engine)}"
+def inner_shards(config: Mapping[str, Any]) -> int:
+    """Return the number of ranks among which a group divides the samples of each microbatch."""
+    return _count(config, SHARDS)
+
+
+def ranks_per_group(config: Mapping[str, Any], asked: int | None) -> int:
+    """Return ``stages x slices x inner_shards``, or ``asked`` where the config does not divide the model: such ranks share
+    microbatches. ``config``: the whole file."""
+    sizes = {STAGES: stages(config), SLICES: slices(config), SHARDS: inner_shards(config)}
+    needed, has = prod(sizes.values()), " x ".join(f"{name} {size}" for name, size in sizes.items())
     if asked is None or asked == needed or needed == 1:
         return needed if asked is None else asked
     if asked % needed:
@@ -46,12 +54,33 @@ def ranks_per_group(engine: Mapping[str, Any], asked: int | None) -> int:
     )
 
 
-def refuse_whole_model(engine: Mapping[str, Any], kind: str) -> None:
+class Divided(Protocol):
+    """The sizes of a group (``config.schema.RunConfig``)."""
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def slices(self) -> int: ...
+
+    @property
+    def inner_shards(self) -> int: ...
+
+
+def refuse_whole_model(run: Divided, kind: str) -> None:
     """Raise ``EngineError`` when the config divides the model, but the engine holds it whole in every rank."""
-    if stages(engine) * slices(engine) > 1:
+    if run.stages * run.slices * run.inner_shards > 1:
         raise EngineError(
-            f"{STAGES} is {stages(engine)} and {SLICES} is {slices(engine)}, but {kind} is not split; make it a "
-            f"PipelineModule and use session.deepspeed, or leave these settings out"
+            f"{STAGES} is {run.stages}, {SLICES} is {run.slices} and {SHARDS} is {run.inner_shards}, but {kind} is not "
+            f"divided; divide it (docs/engines.md says how), or leave these settings out"
+        )
+
+
+def refuse_stages(run: Divided, kind: str) -> None:
+    """Raise ``EngineError`` when the config asks for a pipeline, but the engine has none."""
+    if run.stages > 1:
+        raise EngineError(
+            f"{STAGES} is {run.stages}, but {kind} has no stages; give its stages to session.pipeline, or leave {STAGES} out"
         )
 
 

@@ -270,6 +270,9 @@ class FaultToleranceConfig:
     """The unit over which the loss and the gradient of a step are averaged. ``microbatch``: the loss function returns the
     mean loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens'
     losses and the number of these tokens, and all tokens of the step have equal weight."""
+    inner_shards: int = setting(1, whole_number(1))
+    """Number of ranks of a group among which the samples of each microbatch are divided, >= 1: FSDP's shards, the ranks of
+    DeepSpeed's ZeRO-2 and 3, Megatron's data-parallel ranks. A group has stages x slices x inner_shards ranks."""
     overlap: bool = setting(True, TRUE_OR_FALSE)
     """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
     either way."""
@@ -369,6 +372,11 @@ class RunConfig:
         return parallelism.slices(self.engine)
 
     @property
+    def inner_shards(self) -> int:
+        """Number of ranks of a group among which the samples of a microbatch are divided."""
+        return self.fault_tolerance.inner_shards
+
+    @property
     def model(self) -> Mapping[str, Any]:
         """Description of the model, ``fault_tolerance.model``."""
         return self.fault_tolerance.model
@@ -438,8 +446,8 @@ def resolve(
     Args:
         raw: The content of a config file.
         groups: Number of groups, >= 1.
-        ranks_per_group: Number of ranks in each group, >= 1. None: the number that the pipeline and tensor parallelism
-            of ``raw`` need.
+        ranks_per_group: Number of ranks in each group, >= 1. None: the number that the pipeline, tensor parallelism and
+            inner shards of ``raw`` need.
         shards: Number of shards. None: one for each group. A run that goes on from a checkpoint gives the number it
         began with.
 
@@ -482,6 +490,11 @@ def resolve(
         section = replace(section, checkpoint=where)
     shards = shards or groups
     samples, per_group = _batch(raw, shards)
+    if samples % section.inner_shards:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {samples} and {parallelism.SHARDS} is {section.inner_shards}, among which "
+            f"the samples of a microbatch are divided evenly; use a multiple of {section.inner_shards}"
+        )
     run = RunConfig(
         groups=groups,
         shards=shards,

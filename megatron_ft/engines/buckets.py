@@ -25,7 +25,7 @@ from megatron_ft.data.order import step_seed
 from megatron_ft.engines import exact_rounding, tensor_checksum
 from megatron_ft.engines.buffers import Buffers
 from megatron_ft.engines.exact_rounding import ExactBucket, Rounding, square_norm
-from megatron_ft.engines.port import DIGEST, OWN, TAIL, Miscount, Progress, StepResult, manual_seed
+from megatron_ft.engines.port import DIGEST, OWN, TAIL, Miscount, Progress, Ready, StepResult, manual_seed
 from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
@@ -212,12 +212,12 @@ class Buckets(Sequence[Bucket]):
             raise Miscount(f"step {step}: buckets hold {counts} microbatches, not {microbatches}")
         return losses[0]
 
-    def average(self, divisor: int, microbatches: int, norm: float, clipping: float) -> None:
+    def average(self, divisor: int, passes: int, norm: float, clipping: float) -> None:
         """Turn the sums of gradients into means and clip them to ``clipping``, unless that is 0, in one pass.
 
         Clips as ``torch.nn.utils.clip_grad_norm_`` clips the means, whose norm is ``norm``. Each pass over the
         gradients that is saved pays for half of the copy that reductions need (``collectives.bucket_allreduce``).
-        Riders are divided by the number of microbatches, and not clipped.
+        Riders are divided by the number of forward passes, and not clipped.
         """
         clipped = clipping / (norm + _CLIP_EPSILON)
         for bucket in self._buckets:
@@ -227,7 +227,7 @@ class Buckets(Sequence[Bucket]):
             else:
                 gradients.div_(divisor)
         if self._riders:
-            self.sum_riders.div_(microbatches)
+            self.sum_riders.div_(passes)
 
 
 class Bucketed:
@@ -246,6 +246,12 @@ class Bucketed:
         in_flight: see :class:`~megatron_ft.engines.buffers.Buffers`.
         exact_bits: see :class:`Buckets`.
     """
+
+    takes_gradients = False
+    """True: gradients of a microbatch are left in ``.grad`` without exact reduction, too, and :meth:`collect` adds them.
+    False: autograd, or the engine, adds them to the buckets."""
+    _divided = 1
+    """The number of ranks of the group that make a forward pass of each microbatch, each of some of its samples."""
 
     def __init__(
         self,
@@ -356,7 +362,7 @@ class Bucketed:
         self._buffers.take(self._buckets.riders_to[self._first_change :], add)
 
     def collect(self, digest: bool = False) -> int:
-        if self._rounding is None:
+        if self._rounding is None and not self.takes_gradients:
             return 0
         found = [self._gradients_of(bucket) for bucket in self._buckets]
         known = (one for gradients in found for one in gradients if one is not None)
@@ -370,17 +376,36 @@ class Bucketed:
 
     def _take(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of the present microbatch in one bucket."""
-        assert self._rounding is not None
-        if not self._buckets.muted:
+        if self._buckets.muted:
+            return
+        if self._rounding is not None:
             self._rounding.buckets[number].add(gradients)
+            return
+        pairs = zip(self._buckets[number].adds_to.views, gradients, strict=True)
+        known = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        torch._foreach_add_([view for view, _ in known], [gradient for _, gradient in known])
 
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the present microbatch, where autograd or the engine has left them."""
         return [parameter.grad for parameter in bucket.parameters]
 
+    def _complete(self, ready: Ready | None, number: int) -> None:
+        """Within backward: a bucket has all gradients of the microbatch. They are in the cache now, and their memory is
+        free for those that follow."""
+        bucket = self._buckets[number]
+        self._take(number, self._gradients_of(bucket))
+        self._taken.add(number)
+        self._forget(bucket)
+        if ready is not None:
+            ready(number)
+
+    def _forget(self, bucket: Bucket) -> None:
+        """Clear the gradients that :meth:`_gradients_of` returns."""
+        bucket.clear_gradients()
+
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
-            bucket.clear_gradients()
+            self._forget(bucket)
 
     def must_discard(self, microbatches: int) -> bool:
         return self._rounding is not None and self._rounding.judge(microbatches)
@@ -404,7 +429,7 @@ class Bucketed:
         divisor = tokens if self._per_token else microbatches
         # Without a token there is no mean: the step counts, and its update is skipped.
         loss, norm = (loss / divisor, norm / divisor) if divisor else (nan, nan)
-        self._buckets.average(max(divisor, 1), microbatches, norm, self._clipping)
+        self._buckets.average(max(divisor, 1), microbatches * self._divided, norm, self._clipping)
         progress("update")
         result = StepResult(step, loss, microbatches, norm, tokens, self._learning_rate())
         self.repeat(result)
@@ -423,7 +448,7 @@ class Bucketed:
 
     def repeat(self, result: StepResult) -> None:
         if isfinite(result.gradient_norm):
-            self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches)
+            self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches * self._divided)
             manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
             self._optimize()
         if self._rounding is not None:

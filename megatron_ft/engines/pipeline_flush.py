@@ -20,39 +20,25 @@ Failures it assumes: a rank that vanishes; ``control`` then raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ft.core.scheduling import pipeline_1f1b
 from megatron_ft.core.scheduling.pipeline_1f1b import Progress
+from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Control, Listed, Work
-from megatron_ft.types import Microbatch
+from megatron_ft.engines.rounds import parse, words
 
 _END, _FORWARD, _BACKWARD = 0, 1, 2
 _KINDS = {_FORWARD: "forward", _BACKWARD: "backward"}
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 
-class Layout(NamedTuple):
-    """``stage`` of ``stages`` and ``slice`` of ``slices`` (tensor parallel) of a rank. Positions count slices first."""
-
-    stage: int
-    stages: int
-    slice: int = 0
-    slices: int = 1
-
-    @property
-    def head(self) -> int:
-        """The position that decides for its stage."""
-        return self.stage * self.slices
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The positions with which messages are exchanged."""
-        if self.slice:
-            return (self.head,)
-        heads = [self.head + step * self.slices for step in (-1, 1) if 0 <= self.stage + step < self.stages]
-        return (*heads, *range(self.head + 1, self.head + self.slices))
+def peers(layout: Layout) -> tuple[int, ...]:
+    """Return the positions with which a rank exchanges messages."""
+    if layout.position != layout.head:
+        return (layout.head,)
+    heads = [layout.head + step * layout.width for step in (-1, 1) if 0 <= layout.stage + step < layout.stages]
+    return (*heads, *range(layout.head + 1, layout.head + layout.width))
 
 
 class Pass(NamedTuple):
@@ -75,7 +61,7 @@ class Flow:
     def next(self) -> Pass | None:
         """Return the next pass, or None when the flush is over here and in all earlier stages."""
         layout = self._layout
-        if layout.slice:
+        if layout.position != layout.head:
             return self._obey()
         found = self._first() if layout.stage == 0 else self._later()
         self._tell_slices(found)
@@ -94,7 +80,7 @@ class Flow:
         return self._decide()
 
     def _later(self) -> Pass | None:
-        before, layout = self._layout.head - self._layout.slices, self._layout
+        before, layout = self._layout.head - self._layout.width, self._layout
         while not self._ended and (word := self._control.heard(before)) is not None:
             self._on_word(word)
         while not self._ended:
@@ -118,32 +104,23 @@ class Flow:
         if kind == _END:
             self._ended = True
         else:
-            self._listed.append(_parse(rest))
+            self._listed.append(parse(rest))
 
     def _tell_next(self, found: Pass | None) -> None:
         """Send the decision to the head of the next stage."""
         layout = self._layout
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
-        words = (_END,) if found is None else (_FORWARD, self._count, *_words(found.listed))
-        self._control.send_words(layout.head + layout.slices, words)
+        said = (_END,) if found is None else (_FORWARD, self._count, *words(found.listed))
+        self._control.send_words(layout.head + layout.width, said)
 
     def _tell_slices(self, found: Pass | None) -> None:
-        words: tuple[int, ...] = (_END,)
+        said: tuple[int, ...] = (_END,)
         if found is not None:
-            words = (_NUMBERS[found.kind], found.index, *_words(found.listed))
-        for other in range(self._layout.head + 1, self._layout.head + self._layout.slices):
-            self._control.send_words(other, words)
+            said = (_NUMBERS[found.kind], found.index, *words(found.listed))
+        for other in range(self._layout.head + 1, self._layout.head + self._layout.width):
+            self._control.send_words(other, said)
 
     def _obey(self) -> Pass | None:
         kind, index, *rest = self._control.receive_words(self._layout.head)
-        return None if kind == _END else Pass(_KINDS[kind], index, _parse(rest))
-
-
-def _words(listed: Listed) -> tuple[int, ...]:
-    return listed.patch + 2 * listed.digest, listed.part, *listed.microbatch
-
-
-def _parse(words: Sequence[int]) -> Listed:
-    flags, part, *microbatch = words[:5]
-    return Listed(Microbatch(*microbatch), bool(flags % 2), part, flags >= 2)
+        return None if kind == _END else Pass(_KINDS[kind], index, parse(rest))

@@ -245,6 +245,14 @@ class Work(Protocol):
         """Return the group's microbatches in the order in which they should begin, at position 0 only. More may come at any
         time, and those that have not begun may change their order; those that have begun keep theirs."""
 
+    def closes(self, listed: Sequence[Listed]) -> bool:
+        """Return whether these microbatches, which begin now, are the last of the step, so that no other may join them; at
+        position 0 only."""
+
+    def ready(self) -> Ready | None:
+        """Return the function to call with each bucket that is complete within the last microbatches of the step; None: no
+        bucket may be sent yet. At every rank, after :meth:`closes` has returned True at position 0."""
+
     def batch(self, microbatch: Microbatch) -> Any:
         """Return the samples of ``microbatch``."""
 

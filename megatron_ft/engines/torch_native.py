@@ -9,20 +9,19 @@ refused with an ``EngineError``, which ends this group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ft.engines.buckets import Bucket as GradientBucket
+from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.port import Progress, Ready, manual_seed
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
-from megatron_ft.types import Bucket, Microbatch
+from megatron_ft.types import Microbatch
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
 """(model, batch) -> scalar loss, the mean over the microbatch; with ``loss_reduction`` ``"token"``: (sum of the tokens'
@@ -32,56 +31,6 @@ _REPLACED = (
     "a gradient was replaced during a microbatch (zero_grad or a hook in loss_fn?); leave .grad to the engine: it keeps the "
     "gradients until the step is committed"
 )
-
-
-class _Arrivals:
-    """The gradients of the present microbatch that have been added, as reported by autograd's hooks.
-
-    A parameter whose gradient comes in several parts (reentrant checkpointing of layers that share it) makes its bucket
-    look complete too early. So no bucket is reported before one whole backward pass has shown that there are no such
-    parts.
-    """
-
-    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
-        self._buckets = buckets
-        self._arrived: list[set[int]] = [set() for _ in buckets]
-        self._told: set[Bucket] = set()
-        self._watching, self._seen_whole, self._in_parts = False, False, False
-        self._ready: Ready | None = None
-        for number, bucket in enumerate(buckets):
-            for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._add, number, index))
-
-    @contextmanager
-    def watch(self, ready: Ready | None) -> Iterator[None]:
-        """Watch a backward pass; ``ready`` is called with each complete bucket."""
-        for arrived in self._arrived:
-            arrived.clear()
-        self._told.clear()
-        self._ready = ready if self._seen_whole and not self._in_parts else None
-        self._watching = True
-        try:
-            yield
-            self._seen_whole = True
-        finally:
-            self._watching, self._ready = False, None
-
-    def _add(self, number: Bucket, index: int, parameter: nn.Parameter) -> None:
-        if not self._watching:
-            return
-        bucket, arrived = self._buckets[number], self._arrived[number]
-        if not bucket.statistics and parameter.grad is not bucket.adds_to.views[index]:
-            raise EngineError(_REPLACED)
-        if number in self._told:
-            raise EngineError(
-                f"a parameter of shape {tuple(parameter.shape)} got its gradient in several parts, which it did not before, "
-                f"and the first ones have been sent; set fault_tolerance.overlap to false"
-            )
-        self._in_parts |= index in arrived
-        arrived.add(index)
-        if self._ready is not None and not self._in_parts and len(arrived) == len(bucket.parameters):
-            self._told.add(number)
-            self._ready(number)
 
 
 class TorchNativeEngine(Bucketed):
@@ -111,7 +60,7 @@ class TorchNativeEngine(Bucketed):
         parameters = _trainable(model)
         _check_optimizer(optimizer, parameters)
         super().__init__(model, parameters, **settings)
-        self._arrivals = _Arrivals(self._buckets)
+        self._arrivals = Arrivals([bucket.parameters for bucket in self._buckets], self._refuse_replaced)
 
     replicated = True
 
@@ -145,14 +94,9 @@ class TorchNativeEngine(Bucketed):
             raise EngineError(_REPLACED)
         self._buffers.restore()  # after backward: autograd may have kept them
 
-    def _complete(self, ready: Ready | None, number: Bucket) -> None:
-        """Within backward: a bucket has all gradients of the microbatch. They are in the cache now, and their memory is
-        free for those that follow."""
-        self._take(number, self._gradients_of(self._buckets[number]))
-        self._taken.add(number)
-        self._buckets[number].clear_gradients()
-        if ready is not None:
-            ready(number)
+    def _refuse_replaced(self, number: int, index: int, parameter: nn.Parameter) -> None:
+        if self._rounding is None and parameter.grad is not self._buckets[number].adds_to.views[index]:
+            raise EngineError(_REPLACED)
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer

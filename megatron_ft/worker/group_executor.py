@@ -31,9 +31,14 @@ class GroupExecutor:
         self._tell(order)
         return order.run(self.rank)
 
-    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Listed, bool], None]) -> None:
+    def flush(
+        self,
+        listed: Callable[[], Sequence[Listed]],
+        finished: Callable[[Listed, bool], None],
+        closes: Callable[[Sequence[Listed]], bool],
+    ) -> None:
         """Compute the listed microbatches together. No rank receives an order during a flush: it comes after it."""
-        order = orders.Flush(listed, finished)
+        order = orders.Flush(listed, finished, closes)
         self._tell(order)
         self._deferred = []
         order.run(self.rank)

@@ -445,8 +445,7 @@ class GroupLeader:
         parts, asked = list(map(self._part, microbatches)), self._digests()
         digests = [microbatch in asked for microbatch in microbatches]
         ahead = None
-        last = not state.reported and state.connected and state.todo == microbatches
-        if last and not any(parts) and not any(digests) and not self._promoted():  # local gradients will be complete
+        if self._complete_after(microbatches) and not any(parts) and not any(digests):
             ahead = self._rank.ahead(state.step, state.unfinished, asked)
         order = orders.Compute(microbatches, patched, parts, digests, state.view.epoch, ahead)
         prefetched, seconds = self._executor.carry_out(order)
@@ -455,6 +454,12 @@ class GroupLeader:
         for microbatch, part in zip(microbatches, parts, strict=True):
             self._feed(machine.Computed(microbatch, part == DIGEST))
         self._glance()
+
+    def _complete_after(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Return whether this group's gradients of the step are complete after these microbatches, so that its buckets may
+        be sent within them."""
+        state = self._state
+        return not state.reported and state.connected and set(state.todo) == set(microbatches) and not self._promoted()
 
     def _glance(self) -> None:
         """Look for the next view without waiting, if it is being agreed on."""
@@ -491,7 +496,13 @@ class GroupLeader:
                 for one in map(ordered.__getitem__, order)
             ]
 
-        self._executor.flush(listed, lambda one, prefetched: ended.append((one, prefetched)))
+        def closes(last: Sequence[Listed]) -> bool:
+            whole = len(self._state.unfinished) == self._rank.num_buckets and not self._digests()
+            return (
+                whole and not any(one.part for one in last) and self._complete_after([one.microbatch for one in last])
+            )
+
+        self._executor.flush(listed, lambda one, prefetched: ended.append((one, prefetched)), closes)
         listed()
         self._timer.computed(len(listing), time.monotonic() - started)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.data.order import microbatch_seed
-from megatron_ft.engines.port import OWN, Listed
+from megatron_ft.engines.port import OWN, Listed, Ready
 from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class JointWork:
-    """The ``Work`` of one flush. Position 0 calls ``listed``, and ``finished`` with each microbatch."""
+    """The ``Work`` of one flush. Position 0 calls ``listed``, ``closes``, and ``finished`` with each microbatch."""
 
     def __init__(
         self,
@@ -31,10 +31,14 @@ class JointWork:
         seed: int,
         listed: Callable[[], Sequence[Listed]],
         finished: Callable[[Listed, bool], None],
+        closes: Callable[[Sequence[Listed]], bool],
     ) -> None:
         self._rank, self._seed = rank, seed
-        self.listed, self._finished = listed, finished
+        self.listed, self._finished, self.closes = listed, finished, closes
         self._prefetched: dict[Microbatch, bool] = {}
+
+    def ready(self) -> Ready | None:
+        return self._rank.ahead_together()
 
     def batch(self, microbatch: Microbatch) -> Any:
         batch, self._prefetched[microbatch] = self._rank.samples(microbatch)

@@ -130,13 +130,15 @@ class Compute(Order[tuple[bool, float]]):
 @dataclass(frozen=True)
 class Flush(Order[None]):
     """Compute microbatches jointly (``engines.port.JointEngine``). ``listed`` returns those that are due, ``finished``
-    is called with each computed one, and with True if its samples were in memory."""
+    is called with each computed one, and with True if its samples were in memory; ``closes`` says whether some are the last
+    of the step."""
 
     listed: Callable[[], Sequence[Listed]] = leaders(lambda: ())
     finished: Callable[[Listed, bool], None] = leaders(lambda listed, prefetched: None)
+    closes: Callable[[Sequence[Listed]], bool] = leaders(lambda listed: False)
 
     def run(self, rank: RankExecutor) -> None:
-        rank.flush(self.listed, self.finished)
+        rank.flush(self.listed, self.finished, self.closes)
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ class RankExecutor:
         if settings.rejoin.enabled:
             where = lambda place: self.agreement.put(address_key(self.group, self.position), place)  # noqa: E731
             self._sender = StateSender(self._env, engine, self.states, self.registered, self._epoch_of_state, where)
-        overlap = settings.overlap and self._shared is None and settings.nonfinite != "recompute"
+        alone = self._shared is None or self.joint
+        overlap = settings.overlap and alone and settings.nonfinite != "recompute"
         self._reduction = Reduction(self._gradients, self.points, dtype=settings.reduce_dtype, overlap=overlap)
 
     @property
@@ -253,10 +254,16 @@ class RankExecutor:
             return microbatches if self._joint_engine.needs_samples else ()
         return microbatches[self.position :: self.size]
 
-    def flush(self, listed: Callable[[], Sequence[Listed]], finished: Callable[[Listed, bool], None]) -> None:
+    def flush(
+        self,
+        listed: Callable[[], Sequence[Listed]],
+        finished: Callable[[Listed, bool], None],
+        closes: Callable[[Sequence[Listed]], bool],
+    ) -> None:
         """Compute the listed microbatches jointly with the group's other ranks; ``finished`` is called with each
-        computed one, and with True if its samples were in memory. Both functions are used at position 0 only."""
-        work = JointWork(self, self._settings.seed, listed, finished)
+        computed one, and with True if its samples were in memory; ``closes`` returns whether microbatches are the last of
+        the step. The functions are used at position 0 only."""
+        work = JointWork(self, self._settings.seed, listed, finished, closes)
         self._inside(lambda: self._joint_engine.flush(given(self._lines), work))
 
     def want(self, microbatches: Sequence[Microbatch]) -> None:
@@ -320,6 +327,15 @@ class RankExecutor:
         self._settle(state=False)
         self._say_digests(digests)
         return None if self.points.corrupts(step) else self._reduction.ahead(given(self.link.outer), step, buckets)
+
+    def ahead_together(self) -> Ready | None:
+        """Return :meth:`ahead` for all buckets of a rank that computes together with the others of its group."""
+        shared = self._shared
+        if shared is None:
+            return self.ahead(self._step, range(self.num_buckets), ())
+        assert isinstance(shared, OwnGradients)
+        ready = self.ahead(self._step, shared.mine(range(shared.num_buckets)), ())
+        return None if ready is None else lambda bucket: ready(shared.number(bucket))
 
     def _say_digests(self, digests: Sequence[Microbatch]) -> None:
         if digests:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -51,6 +52,7 @@ from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.loader import Loader, of_dataloader
 from megatron_ft.data.prefetch import Dataset
+from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
 from megatron_ft.errors import ConfigError, StoreError
@@ -68,6 +70,8 @@ from megatron_ft.worker.registered_state import Stateful
 from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
 
 _log = logging.getLogger(__name__)
@@ -144,6 +148,7 @@ class Session:
         self.group, self.position = env.group, env.position
         self._total, self._entered, self._leaving = 0, False, ""
         self._world: World | None = None
+        self._mesh: DeviceMesh | None = None
         self._store_away = False
         self._claimant = self._take_part_in_claims()
         where = env.store if self._claimant is None else self._claimant.log
@@ -358,8 +363,9 @@ class Session:
         FinalSave(self._agreement, Path(path).absolute(), self.env.seat, self.position == 0).save(write)
         return Path(path)
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> TorchNativeEngine:
-        """Return an engine for a plain PyTorch model.
+    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> Engine:
+        """Return an engine for a PyTorch model: a plain one, or one that FSDP2 (``fully_shard``) or tensor parallelism has
+        divided over the ranks of the group, with :meth:`mesh`.
 
         The engine owns the optimizer, the learning-rate scheduler and the gradients from here on.
 
@@ -367,28 +373,71 @@ class Session:
             model: all its trainable parameters must be fp32.
             optimizer: any torch optimizer over the parameters of ``model``.
             loss_fn: (model, batch) -> scalar mean loss of one microbatch; with ``loss_reduction`` ``"token"``: (sum of
-                the tokens' losses, number of tokens).
+                the tokens' losses, number of tokens). With ``inner_shards`` the batch is this rank's share of the samples.
             scheduler: learning-rate scheduler, stepped once per committed step. Default: none.
 
         Raises:
             EngineError: the engine cannot train this model or optimizer.
-            ConfigError: the config asks for a parallelism, or has another setting, that only :meth:`deepspeed` uses.
+            ConfigError: the config asks for a parallelism that the model does not have, or has another setting that only
+                :meth:`deepspeed` uses.
         """
-        parallelism.refuse_whole_model(self.config.engine, "a model given to session.wrap")
         parallelism.refuse_unused(self.config.engine, "session.wrap")
+        if _is_divided(model):
+            from megatron_ft.engines.fsdp import FsdpEngine
+
+            parallelism.refuse_stages(self.config, "a model given to session.wrap")
+            mesh = self.mesh()
+            with self._until_lost(), given(self._world).made_here():
+                self._engine = FsdpEngine(
+                    model,
+                    optimizer,
+                    loss_fn,
+                    scheduler=scheduler,
+                    layout=self._layout,
+                    mesh=mesh["dp"],
+                    **self._engine_settings(shared=False),
+                )
+            return self._engine
+        parallelism.refuse_whole_model(self.config, "a model given to session.wrap")
         self._engine = TorchNativeEngine(
-            model,
-            optimizer,
-            loss_fn,
-            scheduler=scheduler,
-            bucket_mb=None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
-            gradient_clipping=self.config.gradient_clipping,
-            slots=self._slots(shared=True),
-            loss_reduction=self._settings.loss_reduction,
-            seed=self._settings.seed,
-            exact_bits=self.config.exact_bits,
+            model, optimizer, loss_fn, scheduler=scheduler, **self._engine_settings(shared=True)
         )
         return self._engine
+
+    def _engine_settings(self, shared: bool) -> dict[str, Any]:
+        """Return the settings that all engines have (``engines.buckets.Bucketed``); ``shared``: see :meth:`_slots`."""
+        return {
+            "bucket_mb": None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
+            "gradient_clipping": self.config.gradient_clipping,
+            "slots": self._slots(shared),
+            "loss_reduction": self._settings.loss_reduction,
+            "seed": self._settings.seed,
+            "exact_bits": self.config.exact_bits,
+        }
+
+    @property
+    def _layout(self) -> Layout:
+        config = self.config
+        sizes = {"stages": config.stages, "slices": config.slices, "shards": config.inner_shards}
+        return Layout.of(self.position, **sizes)
+
+    def mesh(self, device: str | None = None) -> DeviceMesh:
+        """Return the ranks of this group as a mesh with the axes ``pp`` (``pipeline.stages``), ``dp``
+        (``fault_tolerance.inner_shards``, for ``fully_shard``) and ``tp`` (``tensor_parallel.autotp_size``, for
+        ``parallelize_module``). ``torch.distributed`` is initialised as by :meth:`init_distributed`.
+
+        Args:
+            device: type of the devices, such as ``"cpu"``. Default: that of torch's accelerator, else the CPU.
+        """
+        self._join_world(None if device is None else {"cuda": "nccl"}.get(device, "gloo"))
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            layout, device = self._layout, device or ("cuda" if torch.cuda.is_available() else "cpu")
+            sizes = layout.stages, layout.shards, layout.slices
+            with self._until_lost(), given(self._world).made_here():
+                self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        return self._mesh
 
     def init_distributed(self, backend: str | None = None) -> None:
         """Initialise ``torch.distributed`` with this group as the world.
@@ -403,14 +452,17 @@ class Session:
         Raises:
             EngineError: ``torch.distributed`` is already initialised.
         """
-        if self._world is None:
-            with self._until_lost():
-                self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
+        self._join_world(backend)
         expected = self.config.engine and importlib.util.find_spec("deepspeed") is not None
         if "deepspeed" in sys.modules or expected:
             from megatron_ft.engines.deepspeed import build
 
             build.init_communication()
+
+    def _join_world(self, backend: str | None) -> None:
+        if self._world is None:
+            with self._until_lost():
+                self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
 
     def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline | DeepSpeedData:
         """Return a DeepSpeed engine for ``model``; replaces ``deepspeed.initialize``.
@@ -429,7 +481,7 @@ class Session:
         self.init_distributed()
         assert self._world is not None
         with self._until_lost(), self._world.made_here():
-            self._engine = build.build(model, self.config, slots=self._slots, **options)
+            self._engine = build.build(model, self.config, settings=self._engine_settings, **options)
         return self._engine
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
@@ -730,6 +782,13 @@ class Session:
             return
         patience_s = self._settings.store_patience_s
         wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """Return whether ranks hold parts of the model's parameters, as DTensors. Does not import what defines these: it takes
+    a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
 
 
 def _plain(name: object, value: Any) -> float | str:

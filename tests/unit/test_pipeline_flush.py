@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.engines.pipeline_flush import Flow, Layout, Pass
+from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.pipeline_flush import Flow, Pass
 from megatron_ft.engines.port import Listed
 from megatron_ft.types import Microbatch
 
@@ -94,7 +95,7 @@ def play(stages: int, slices: int, work: Growing) -> list[list[Pass]]:
     done: list[list[Pass]] = [[] for _ in range(stages * slices)]
     threads = []
     for position in range(stages * slices):
-        layout = Layout(position // slices, stages, position % slices, slices)
+        layout = Layout.of(position, stages=stages, slices=slices)
         own = work if position == 0 else None
         arguments = (layout, position, wire, own, done[position], failed)
         threads.append(threading.Thread(target=run_stage, args=arguments, daemon=True))

@@ -182,7 +182,7 @@ PIPELINE = {"pipeline": {"stages": 2}}
         (
             PIPELINE,
             3,
-            ["--ranks-per-group is 3", "pipeline.stages 2 x tensor_parallel.autotp_size 1 are 2", "leave it out"],
+            ["--ranks-per-group is 3", "pipeline.stages 2 x tensor_parallel.autotp_size 1", "are 2", "leave it out"],
         ),
         (
             PIPELINE,
@@ -230,9 +230,18 @@ def test_an_impossible_split_of_a_group_is_refused(raw, ranks, words):
 
 
 def test_a_model_that_is_not_split_contradicts_stages():
-    with pytest.raises(EngineError, match="pipeline.stages is 2 .* the model is not split"):
-        parallelism.refuse_whole_model(PIPELINE, "the model")
-    parallelism.refuse_whole_model({"zero_optimization": {"stage": 1}}, "the model")
+    with pytest.raises(EngineError, match="pipeline.stages is 2, .* the model is not divided"):
+        parallelism.refuse_whole_model(schema.resolve(PIPELINE, groups=2), "the model")
+    parallelism.refuse_whole_model(schema.resolve({"zero_optimization": {"stage": 1}}, groups=2), "the model")
+
+
+def test_the_ranks_of_a_group_are_stages_times_slices_times_shards():
+    raw = {**PIPELINE, "train_micro_batch_size_per_gpu": 6, "fault_tolerance": {"inner_shards": 3}}
+    assert schema.resolve(raw, groups=2).ranks_per_group == 6
+    with pytest.raises(ConfigError, match="inner_shards is 3, among which .* divided evenly; use a multiple of 3"):
+        schema.resolve({**raw, "train_micro_batch_size_per_gpu": 4}, groups=2)
+    with pytest.raises(ConfigError, match="fault_tolerance.inner_shards 3 are 6"):
+        schema.resolve(raw, groups=2, ranks_per_group=4)
 
 
 def test_the_model_may_be_in_a_file_of_its_own(tmp_path):

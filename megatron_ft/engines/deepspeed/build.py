@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_ft.config import parallelism
-from megatron_ft.config.schema import AUTO, RunConfig
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import EngineError
 from megatron_ft.utils import extras
 
@@ -44,7 +44,7 @@ def build(
     model: nn.Module,
     run: RunConfig,
     *,
-    slots: Callable[[bool], int],
+    settings: Callable[[bool], dict[str, Any]],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
@@ -52,16 +52,7 @@ def build(
 ) -> DeepSpeedPipeline | DeepSpeedData:
     """Build the engine; see ``Session.deepspeed``.
 
-    ``slots``: (True if the ranks of a group sum their gradients) -> number of elements of bucket 0 for the session."""
-    bucket_mb = run.fault_tolerance.bucket_mb
-    settings = {
-        "bucket_mb": None if bucket_mb == AUTO else bucket_mb,
-        "gradient_clipping": run.gradient_clipping,
-        "slots": slots(not isinstance(model, PipelineModule)),
-        "loss_reduction": run.fault_tolerance.loss_reduction,
-        "seed": run.fault_tolerance.seed,
-        "exact_bits": run.exact_bits,
-    }
+    ``settings``: (True if the ranks of a group sum their gradients) -> settings of ``engines.buckets.Bucketed``."""
     given = {
         "args": None,
         "model": model,
@@ -79,8 +70,8 @@ def build(
         )
         config = group_config(run, pipelined=True)
         given |= {"mpu": model.mpu(), "config": config, "config_class": DeepSpeedConfig(config, model.mpu())}
-        return DeepSpeedPipeline(FlushingEngine(**given), **settings)
-    parallelism.refuse_whole_model(run.engine, "the model")
+        return DeepSpeedPipeline(FlushingEngine(**given), **settings(False))
+    parallelism.refuse_whole_model(run, "the model")
     if loss_fn is None:
         raise EngineError(
             "session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule"
@@ -89,7 +80,7 @@ def build(
     engine = DeepSpeedEngine(**given, config=config, config_class=DeepSpeedConfig(config, None))
     engine.enable_backward_allreduce = False  # gradients are summed in the group, and between groups, by megatron_ft
     engine.set_gradient_accumulation_boundary(False)
-    return DeepSpeedData(engine, loss_fn, **settings)
+    return DeepSpeedData(engine, loss_fn, **settings(True))
 
 
 def init_communication() -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from megatron_ft.engines import pipeline_flush
 from megatron_ft.engines.buckets import Bucket, Bucketed
 from megatron_ft.engines.deepspeed.optimizers import adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
-from megatron_ft.engines.exact_rounding import square_norm
+from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.port import Control, Progress, Ready, Work, manual_seed
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
@@ -127,13 +127,13 @@ class _Adapter(Bucketed, ABC):
         return named_state(self.engine.module, optimizer.inner, self._buffers.unsaved(), optimizer.masters())
 
 
-class DeepSpeedPipeline(_Adapter):
+class DeepSpeedPipeline(_Adapter, JointBucketed):
     """A ``JointEngine``, made by ``Session.deepspeed``."""
 
     engine: FlushingEngine
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
-        super().__init__(engine, in_flight=True, **settings)
+        super().__init__(engine, in_flight=True, layout=engine.layout, **settings)
         engine.begins, engine.adds_to, engine.passed = self._buffers.restore, self.add_to, self._passed
         if self._per_token and engine.is_last_stage():
             self._count_in_loss_fn(engine.module)
@@ -146,10 +146,7 @@ class DeepSpeedPipeline(_Adapter):
 
     @property
     def peers(self) -> Sequence[int]:
-        return self.engine.layout.peers
-
-    def compute(self, *arguments: Any, **options: Any) -> None:
-        raise AssertionError("the ranks of a pipeline compute together: flush")
+        return pipeline_flush.peers(self.engine.layout)
 
     def flush(self, control: Control, work: Work) -> None:
         self.engine.flush(control, work)
@@ -159,7 +156,7 @@ class DeepSpeedPipeline(_Adapter):
     def _passed(self) -> None:
         """After a forward pass: add its changes, and at the last stage its loss."""
         self._take_changes()
-        self._buckets.count(self.engine.total_loss)
+        self._count_loss(self.engine.total_loss)
         self.engine.total_loss = None
 
     def _count_in_loss_fn(self, module: Any) -> None:
@@ -178,19 +175,6 @@ class DeepSpeedPipeline(_Adapter):
 
         module.loss_fn = counted
 
-    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
-        self._sum_tied()
-        told = torch.zeros(3, dtype=torch.float64, device=self.engine.device)
-        if self.engine.layout.slice == 0:  # only the last stage has any
-            told[0], told[2] = loss, tokens
-        if self._rounding is not None:
-            told[1] = square_norm(self._views(self._counted)) + self._flaw()
-        else:
-            norms = torch._foreach_norm(self._views(self._counted))
-            told[1] = sum(norm.double().square() for norm in norms) + self._flaw()
-        dist.all_reduce(told)
-        return float(told[0]), sqrt(float(told[1])), int(told[2])
-
     def _unique(self) -> set[nn.Parameter]:
         """Return the parameters that this rank counts in norms; one rank of the group counts each parameter."""
         first_slice = self.engine.layout.slice == 0
@@ -198,22 +182,10 @@ class DeepSpeedPipeline(_Adapter):
         sharded = {p for p in self._parameters if any(getattr(p, name, False) for name in _SHARDED)}
         return {p for p in self._parameters if p not in elsewhere and (first_slice or p in sharded)}
 
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._counted
-
-    def _sum_tied(self) -> None:
+    def _sum_inside(self) -> None:
         for weight, group in self._tied:
             (view,) = self._views({weight})
             dist.all_reduce(view, group=group)
-
-    def _views(self, parameters: set[nn.Parameter]) -> list[torch.Tensor]:
-        """Return the views of ``parameters`` in the step's sums."""
-        return [
-            view
-            for bucket in self._buckets
-            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
-            if parameter in parameters
-        ]
 
 
 class DeepSpeedData(_Adapter):

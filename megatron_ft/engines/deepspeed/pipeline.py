@@ -21,7 +21,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megatron_ft.engines.pipeline_flush import Flow, Layout
+from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.pipeline_flush import Flow
 from megatron_ft.engines.port import Control, Work, manual_seed
 from megatron_ft.types import Microbatch, given
 

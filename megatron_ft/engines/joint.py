@@ -1,0 +1,118 @@
+"""The part that is the same in all engines whose ranks compute every microbatch together (``port.JointEngine``).
+
+Every rank has its own parameters, or its part of each, and buckets of their gradients. What concerns the whole group (the
+norm, the loss, the number of tokens) is summed over its ranks when the step is committed, after the sums over the groups.
+
+Failures it assumes: any rank of the group may vanish; a collective inside the group then raises ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_ft.engines.buckets import Bucketed
+from megatron_ft.engines.exact_rounding import square_norm
+from megatron_ft.engines.layout import Layout
+from megatron_ft.errors import EngineError
+
+
+class JointBucketed(Bucketed):
+    """The common part.
+
+    Args:
+        model, parameters: see :class:`~megatron_ft.engines.buckets.Bucketed`.
+        layout: the place of this rank.
+        shard_group: the ranks among which the samples of a microbatch are divided, if there are several.
+        settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
+    """
+
+    replicated = False
+    """False: each rank has its own part of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        layout: Layout,
+        shard_group: dist.ProcessGroup | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, parameters, **settings)
+        self.layout = layout
+        self._shard_group = shard_group
+        self._divided = layout.shards
+        self._counted = set(parameters)
+
+    def compute(self, *arguments: Any, **options: Any) -> None:
+        raise AssertionError("the ranks of the group compute together: flush")
+
+    def _count_loss(self, loss: torch.Tensor | None) -> None:
+        """Count a microbatch, with the loss over this rank's share of its samples if this rank has computed it."""
+        whole = loss if loss is None or self._per_token else loss / self.layout.shards
+        self._buckets.count(whole)
+
+    def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
+        self._sum_inside()
+        views = self._views(self._counted)
+        told = torch.zeros(3, dtype=torch.float64, device=self._buckets[0].local.device)
+        if self.layout.slice == 0:  # the slices of a stage compute the same loss; of the stages only the last has one
+            told[0], told[2] = loss, tokens
+        if self._rounding is not None:
+            told[1] = square_norm(views)
+        elif views:
+            told[1] = sum(norm.double().square() for norm in torch._foreach_norm(views))
+        told[1] += self._flaw()
+        dist.all_reduce(told)
+        return float(told[0]), sqrt(float(told[1])), int(told[2])
+
+    def _sum_inside(self) -> None:
+        """Sum over the ranks of the group what the step's sums have in several of them: the changes of buffers, of which
+        each shard has those of its samples."""
+        changes = self._buckets.sum_riders[self._first_change :]
+        if self._shard_group is not None and len(changes):
+            dist.all_reduce(changes, group=self._shard_group)
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._counted
+
+    def _views(self, parameters: Collection[nn.Parameter]) -> list[torch.Tensor]:
+        """Return the views of ``parameters`` in the step's sums."""
+        return [
+            view
+            for bucket in self._buckets
+            for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
+            if parameter in parameters
+        ]
+
+
+def share(batch: Any, layout: Layout) -> Any:
+    """Return this rank's share of the samples of a microbatch: the same of each tensor's first axis.
+
+    Raises ``EngineError`` for a batch of another type, or of a number of samples that cannot be divided evenly.
+    """
+    if layout.shards == 1:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        if not batch.dim() or len(batch) % layout.shards:
+            raise EngineError(
+                f"a batch holds a tensor of shape {list(batch.shape)}, whose first axis cannot be divided among "
+                f"fault_tolerance.inner_shards {layout.shards}; let the first axis of each tensor be that of the samples"
+            )
+        size = len(batch) // layout.shards
+        return batch[layout.shard * size : (layout.shard + 1) * size]
+    if isinstance(batch, Mapping):
+        return {key: share(value, layout) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [share(value, layout) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise EngineError(
+        f"a batch holds a {type(batch).__name__}, which cannot be divided among fault_tolerance.inner_shards "
+        f"{layout.shards}; a batch may be a tensor, or lists, tuples and mappings of tensors"
+    )

@@ -1,0 +1,104 @@
+"""The engines under test. A new engine is one entry of :data:`KITS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_ft.engines.layout import Layout
+from tests.conformance import model as toy
+
+
+@dataclass(frozen=True)
+class Kit(ABC):
+    """One engine in one layout. ``exact``: it declares that equal microbatches give equal bits in every group."""
+
+    stages: int = 1
+    shards: int = 1
+    slices: int = 1
+    exact: bool = True
+    joint: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.shards * self.slices
+
+    def layout(self, rank: int) -> Layout:
+        return Layout.of(rank, stages=self.stages, slices=self.slices, shards=self.shards)
+
+    @abstractmethod
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        """Return an engine with the weights of ``model.whole``. ``torch.distributed`` is initialised."""
+
+    @abstractmethod
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers as in ``model.whole().state_dict()``, each whole, those that this rank knows. All
+        ranks call it."""
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def loss_of(settings: Mapping[str, Any]) -> Any:
+    return toy.token_loss_fn if settings.get("loss_reduction") == "token" else toy.loss_fn
+
+
+class Native(Kit):
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from megatron_ft.engines.torch_native import TorchNativeEngine
+
+        model = toy.whole(dropout)
+        return TorchNativeEngine(model, adamw(model.parameters()), loss_of(settings), **settings)
+
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        return dict(engine.model.state_dict())
+
+
+class Fsdp(Kit):
+    """FSDP2 over the shards, tensor parallelism over the slices."""
+
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        from megatron_ft.engines.fsdp import FsdpEngine
+
+        mesh = init_device_mesh("cpu", (self.shards, self.slices), mesh_dim_names=("dp", "tp"))
+        model = toy.whole(dropout)
+        for block in list(model)[1:-1]:
+            divide(block, mesh["tp"])
+        if self.shards > 1:
+            for block in list(model)[1:-1]:
+                fully_shard(block, mesh=mesh["dp"], **self.options)
+            fully_shard(model, mesh=mesh["dp"], **self.options)
+        optimizer = adamw(model.parameters())
+        return FsdpEngine(model, optimizer, loss_of(settings), layout=layout, mesh=mesh["dp"], **settings)
+
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        return {name: full(tensor) for name, tensor in engine.model.state_dict().items()}
+
+
+def divide(block: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    if mesh.size() > 1:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+KITS: dict[str, Kit] = {
+    "torch-native": Native(joint=False),
+    "fsdp 2": Fsdp(shards=2),
+    "tp 2": Fsdp(slices=2),
+    "tp 2 x fsdp 2": Fsdp(slices=2, shards=2),
+}

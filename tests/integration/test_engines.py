@@ -1,0 +1,37 @@
+"""A rank of a group whose ranks compute together dies, and the step is kept, in every engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import engine_kills, support
+
+IN_CI = (
+    "3 x FSDP2: rank 1 of group 1 in the last backward pass",
+    "3 x FSDP2: rank 1 of group 1, rank 0 of group 2 as another group takes a microbatch over",
+    "2 x PP2 x TP2: rank 0 of group 1 in the second forward pass",
+    "2 x PP2 x TP2: rank 2 of group 1 in the last backward pass",
+    "3 x PP2: rank 0 of group 1 in the optimizer's update",
+    "3 x PP2: rank 1 of group 1, rank 0 of group 2 as another group takes a microbatch over",
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, data_dir):
+    """Failure-free runs by engine; each is made once."""
+    found: dict[str, support.Run] = {}
+
+    def run(kit: str) -> support.Run:
+        if kit not in found:
+            found[kit] = engine_kills.start(kit, tmp_path_factory.mktemp("alone") / "run", data_dir)
+            found[kit].check()
+        return found[kit]
+
+    return run
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_rank_that_dies_costs_no_step(tmp_path, data_dir, alone, name):
+    (case,) = [case for kit in engine_kills.KITS for case in engine_kills.cases(kit) if case.name == name]
+    run = engine_kills.play(case, tmp_path / "run", data_dir)
+    assert not engine_kills.judge(run, case, alone(case.kit), exact=False)[0], run.logs()
