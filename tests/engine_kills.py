@@ -109,8 +109,19 @@ def fsdp(*arguments: Any, **options: Any) -> support.Run:
     return _example("pretrain_gpt_fsdp", *arguments, **{"own": ("--layers", 2), **options})
 
 
+def native(*arguments: Any, schedule: str = "1f1b", **options: Any) -> support.Run:
+    own = ("--layers", 4 if schedule != "1f1b" else 2, "--schedule", schedule)
+    return _example("pretrain_gpt_native3d", *arguments, **{"own": own, **options})
+
+
 KITS = {
     "3 x FSDP2": Kit(3, 2, fsdp, {"shards": 2}),
+    "2 x TP2 x FSDP2": Kit(2, 4, native, {"slices": 2, "shards": 2}),
+    "3 x torch PP2": Kit(3, 2, native, {"stages": 2}),
+    "2 x torch PP2 interleaved": Kit(2, 2, native, {"stages": 2, "schedule": "interleaved"}),
+    "2 x torch PP2 zero bubble": Kit(2, 2, native, {"stages": 2, "schedule": "zero-bubble"}),
+    "2 x torch PP2 x TP2": Kit(2, 4, native, {"stages": 2, "slices": 2}),
+    "2 x torch PP2 x FSDP2": Kit(2, 4, native, {"stages": 2, "shards": 2}),
     "3 x PP2": Kit(3, 2, deepspeed_kills.start, {"stages": 2}, deepspeed_kills.patch_violations),
     "2 x PP2 x TP2": Kit(2, 4, deepspeed_kills.start, {"stages": 2, "slices": 2}, deepspeed_kills.patch_violations),
 }

@@ -131,6 +131,7 @@ class Buckets(Sequence[Bucket]):
         slots: number of elements of bucket 0 between its riders and its tail, for the session.
         riders: number of elements of bucket 0 after its gradients; each microbatch adds to them as to a gradient.
         exact_bits: see ``core.exactness.grid.lowest``; 0: sums are rounded.
+        apart: parameter -> number; those with different numbers are in different buckets.
     """
 
     def __init__(
@@ -140,10 +141,11 @@ class Buckets(Sequence[Bucket]):
         slots: int,
         riders: int = 0,
         exact_bits: int = 0,
+        apart: Mapping[nn.Parameter, int] = {},
     ) -> None:
         self.slots, self._riders = slots, riders
         self._buckets: list[Bucket] = []
-        for group in _fill(parameters, bucket_mb):
+        for group in _fill(parameters, bucket_mb, apart):
             first = not self._buckets
             units = len(group) + (2 if first else 0) if exact_bits else 0  # the loss and the changes are units, too
             self._buckets.append(Bucket(group, riders + slots if first else 0, units))
@@ -244,7 +246,7 @@ class Bucketed:
             the number of its tokens.
         seed: seed of the random numbers that the optimizer may draw, together with the number of the step.
         in_flight: see :class:`~megatron_ft.engines.buffers.Buffers`.
-        exact_bits: see :class:`Buckets`.
+        exact_bits, apart: see :class:`Buckets`.
     """
 
     takes_gradients = False
@@ -265,6 +267,7 @@ class Bucketed:
         seed: int = 0,
         in_flight: bool = False,
         exact_bits: int = 0,
+        apart: Mapping[nn.Parameter, int] = {},
     ) -> None:
         self._parameters, self._model = parameters, model
         self._clipping, self._seed = gradient_clipping, seed
@@ -272,7 +275,7 @@ class Bucketed:
         self._first_change = _TOKENS if self._per_token else 0
         self._buffers = Buffers(model, in_flight=in_flight)
         riders = self._first_change + self._buffers.elements
-        self._buckets = Buckets(parameters, bucket_mb, slots, riders, exact_bits)
+        self._buckets = Buckets(parameters, bucket_mb, slots, riders, exact_bits, apart)
         self._rounding = self._buckets.rounding
         self._part = OWN
         self._taken: set[int] = set()  # buckets whose gradients of the present microbatch were added before its end
@@ -361,17 +364,32 @@ class Bucketed:
         add = None if self._rounding is None or self._buckets.muted else self._rounding.add_changes
         self._buffers.take(self._buckets.riders_to[self._first_change :], add)
 
+    def _add_changes(self, changes: torch.Tensor) -> None:
+        """Add the changes of buffers that several forward passes of one microbatch have made, as ``Buffers.take`` adds them
+        to zeros."""
+        total, values = self._buckets.riders_to[self._first_change :], self._buffers.changes
+        if self._rounding is None or self._buckets.muted:
+            total.add_(changes)
+        elif values:
+            self._rounding.add_changes(changes[:values], total[:values])
+            total[values:].add_(changes[values:])
+
     def collect(self, digest: bool = False) -> int:
         if self._rounding is None and not self.takes_gradients:
             return 0
-        found = [self._gradients_of(bucket) for bucket in self._buckets]
-        known = (one for gradients in found for one in gradients if one is not None)
+        said = self._collect(range(len(self._buckets)), digest)
+        self._forget_gradients()
+        return said
+
+    def _collect(self, numbers: Sequence[int], digest: bool) -> int:
+        """Add the gradients of the present microbatch in some buckets. Return their digest if ``digest``, else 0."""
+        found = {number: self._gradients_of(self._buckets[number]) for number in numbers}
+        known = (one for gradients in found.values() for one in gradients if one is not None)
         said = tensor_checksum.checksum(("", one) for one in known) if digest else 0
-        for number, gradients in enumerate(found):
+        for number, gradients in found.items():
             if number not in self._taken:
                 self._take(number, gradients)
         self._taken.clear()
-        self._forget_gradients()
         return said
 
     def _take(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -505,13 +523,18 @@ def _shown(outcome: Any) -> str:
     return f"a {type(outcome).__name__}"
 
 
-def _fill(parameters: Sequence[nn.Parameter], bucket_mb: float | None) -> list[list[nn.Parameter]]:
+def _fill(
+    parameters: Sequence[nn.Parameter], bucket_mb: float | None, apart: Mapping[nn.Parameter, int]
+) -> list[list[nn.Parameter]]:
+    def kind(parameter: nn.Parameter) -> tuple[torch.device, int]:
+        return parameter.device, apart.get(parameter, 0)
+
     total_mb = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
     limit = (bucket_mb or min(max(total_mb / _PARTS, _LEAST_MB), _MOST_MB)) * 2**20 / 4
     buckets: list[list[nn.Parameter]] = []
     filled = 0.0
     for parameter in reversed(parameters):
-        if not buckets or filled + parameter.numel() > limit or buckets[-1][0].device != parameter.device:
+        if not buckets or filled + parameter.numel() > limit or kind(buckets[-1][0]) != kind(parameter):
             buckets.append([])
             filled = 0.0
         buckets[-1].append(parameter)

@@ -102,8 +102,9 @@ class Buffers:
         self._merged = self._floats + self._integers
         self._fixed = [entry for entry in entries if not _can_be_merged(entry.tensor)]
         self._in_flight = in_flight
-        self._changes = sum(entry.tensor.numel() for entry in self._merged)
-        self.elements = self._changes + len(self._merged)
+        self.changes = sum(entry.tensor.numel() for entry in self._merged)
+        """Number of elements of the buffers that forward may write."""
+        self.elements = self.changes + len(self._merged)
         """Number of elements in bucket 0: the changes, and a sign of a write for each buffer (:meth:`take`)."""
         self._uncounted = [entry.uncounted for entry in self._merged]
         for entry in self._merged:
@@ -153,8 +154,8 @@ class Buffers:
         written = total.new_tensor([entry.written or uncounted for entry, uncounted in pairs])
         self._owners = self._owners.to(total.device)
         changed = torch.zeros_like(written).index_add_(0, self._owners, (change != 0).to(total)).clamp_(max=1)
-        (add or (lambda one, other: other.add_(one)))(change, total[: self._changes])
-        total[self._changes :].add_(changed + written)
+        (add or (lambda one, other: other.add_(one)))(change, total[: self.changes])
+        total[self.changes :].add_(changed + written)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -174,7 +175,7 @@ class Buffers:
 
         Raises ``EngineError``, in every group alike, when an integer would not stay one.
         """
-        mean, signs = mean[: self._changes], mean[self._changes :] * microbatches
+        mean, signs = mean[: self.changes], mean[self.changes :] * microbatches
         if microbatches > 1:
             flipped = (signs.round() == 1).to(self._owners.device)[self._owners].to(mean.device)
             mean = torch.where(flipped, 0, mean)

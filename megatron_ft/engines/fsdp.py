@@ -10,44 +10,34 @@ Failures it assumes: any rank of the group may vanish; FSDP's collectives then r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from megatron_ft.engines import rounds
 from megatron_ft.engines.arrivals import Arrivals
-from megatron_ft.engines.buckets import Bucket
-from megatron_ft.engines.joint import JointBucketed, share
+from megatron_ft.engines.dtensors import DTensorBucketed
+from megatron_ft.engines.joint import share
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Control, Work, manual_seed
-from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.engines.torch_native import LossFn
-from megatron_ft.errors import EngineError
 
 
-class FsdpEngine(JointBucketed):
+class FsdpEngine(DTensorBucketed):
     """The ``JointEngine`` port on DTensors, made by ``Session.wrap``.
 
     Args:
-        model: its trainable parameters are fp32 DTensors, or plain tensors that all slices of tensor parallelism hold
-            alike. ``MixedPrecisionPolicy`` computes in bf16.
+        model: see :class:`~megatron_ft.engines.dtensors.DTensorBucketed`. ``MixedPrecisionPolicy`` computes in bf16.
         optimizer, loss_fn, scheduler: see :class:`~megatron_ft.engines.torch_native.TorchNativeEngine`. ``loss_fn`` gets
             this rank's share of the samples.
         layout: the place of this rank.
         mesh: the mesh of the shards, if there are several.
         settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
-
-    Raises:
-        EngineError: a parameter that the engine cannot keep equal in all groups.
     """
-
-    takes_gradients = True
 
     def __init__(
         self,
@@ -60,11 +50,9 @@ class FsdpEngine(JointBucketed):
         mesh: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
-        self.model, self.optimizer, self.loss_fn, self.scheduler = model, optimizer, loss_fn, scheduler
-        self._whole = _parts(model, layout)
         group = None if mesh is None else mesh.get_group()
-        super().__init__(model, list(self._whole), layout=layout, shard_group=group, **settings)
-        self._counted = {part for part, whole in self._whole.items() if _counts_here(whole, layout)}
+        super().__init__(model, optimizer, scheduler, layout=layout, shard_group=group, **settings)
+        self.loss_fn = loss_fn
         self._arrivals = Arrivals([[self._whole[part] for part in bucket.parameters] for bucket in self._buckets])
 
     @property
@@ -93,141 +81,3 @@ class FsdpEngine(JointBucketed):
                     (loss * self.layout.shards if self._per_token else loss).backward()
                 self._buffers.restore()
             work.computed(listed)
-
-    def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        return [_local_gradient(self._whole[part]) for part in bucket.parameters]
-
-    def _forget(self, bucket: Bucket) -> None:
-        for part in bucket.parameters:
-            self._whole[part].grad = None
-
-    def _optimize(self) -> None:
-        for bucket in self._buckets:
-            bucket.give()
-            for part in bucket.parameters:
-                self._whole[part].grad = _like(self._whole[part], part.grad)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self._forget_gradients()
-
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer
-
-    def state(self) -> Mapping[str, Any]:
-        state = {"model": _local(self.model.state_dict()), "optimizer": _local(self.optimizer.state_dict())}
-        state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
-        state |= self._grid()
-        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._load_grid(state)
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, value in state["model"].items():
-                _local(own[name]).copy_(value)
-        self.optimizer.load_state_dict(self._optimizer_state(state["optimizer"]))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self._buffers.load(state.get("buffers", {}))
-
-    def _optimizer_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state with a DTensor for each tensor that is shaped like its parameter."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        states = {
-            number: {
-                key: _like(whole, value)
-                if isinstance(value, torch.Tensor) and value.shape == _local(whole).shape
-                else value
-                for key, value in saved["state"][number].items()
-            }
-            for number, whole in enumerate(parameters)
-            if number in saved["state"]
-        }
-        return {**saved, "state": states}
-
-    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in named_state(self.model, self.optimizer, self._buffers.unsaved()):
-            yield name, _local(tensor)
-
-
-def _parts(model: nn.Module, layout: Layout) -> dict[nn.Parameter, nn.Parameter]:
-    """Return the part of each trainable parameter that this rank holds, as a view -> the parameter."""
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    for name, whole in model.named_parameters():
-        if not whole.requires_grad:
-            continue
-        if whole.dtype != torch.float32:
-            raise EngineError(
-                f"parameter {name} is {whole.dtype}; parameters must be torch.float32 (for bf16 compute, pass "
-                f"MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) to fully_shard)"
-            )
-        if not isinstance(whole, DTensor) and layout.shards > 1:
-            raise EngineError(
-                f"parameter {name} is not sharded, so that the shards of the group would come to hold different values; "
-                f"call fully_shard(model, mesh=session.mesh()['dp']) on the whole model"
-            )
-        elif layout.shards > 1 and "shard" not in _split(whole, layout):
-            raise EngineError(
-                f"parameter {name} is not divided among the inner_shards ({layout.shards}) of the group: its placements are "
-                f"{getattr(whole, 'placements', 'none')}; call fully_shard(model, mesh=session.mesh()['dp'])"
-            )
-        part = _local(whole.detach())
-        if part.numel():
-            found[nn.Parameter(part)] = whole
-    if not found:
-        raise EngineError(
-            f"rank {layout.position} of the group holds no part of any trainable parameter; use fewer inner_shards, or a "
-            f"larger model"
-        )
-    return found
-
-
-def _split(whole: torch.Tensor, layout: Layout) -> set[str]:
-    """Return the axes of the layout along which a parameter is divided, each into as many parts as the axis has ranks."""
-    found: set[str] = set()
-    if not isinstance(whole, DTensor):
-        return found
-    for axis, placement in enumerate(whole.placements):
-        ranks = dist.get_process_group_ranks(whole.device_mesh.get_group(axis))
-        places = [Layout.of(rank, stages=layout.stages, slices=layout.slices, shards=layout.shards) for rank in ranks]
-        for name, size in (("shard", layout.shards), ("slice", layout.slices)):
-            if not placement.is_replicate() and len({getattr(place, name) for place in places}) == size == len(ranks):
-                found.add(name)
-    return found
-
-
-def _counts_here(whole: torch.Tensor, layout: Layout) -> bool:
-    """Return whether this rank counts its part in norms. One of the ranks that hold the same part counts it."""
-    split = _split(whole, layout)
-    return ("shard" in split or layout.shard == 0) and ("slice" in split or layout.slice == 0)
-
-
-def _local(value: Any) -> Any:
-    """Return a state with the local part of each DTensor, as a view."""
-    if isinstance(value, DTensor):
-        with torch.no_grad():
-            return value.to_local()
-    if isinstance(value, Mapping):
-        return {key: _local(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_local(item) for item in value)
-    return value
-
-
-def _local_gradient(whole: torch.Tensor) -> torch.Tensor | None:
-    gradient = whole.grad
-    if not isinstance(gradient, DTensor) or not isinstance(whole, DTensor):
-        return gradient
-    if gradient.placements != whole.placements:  # a sum over the slices that is still to be made
-        gradient = gradient.redistribute(placements=whole.placements)
-    return gradient.to_local()
-
-
-def _like(whole: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor with this local part, placed like a parameter."""
-    if part is None or not isinstance(whole, DTensor):
-        return part
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )

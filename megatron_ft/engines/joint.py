@@ -53,10 +53,10 @@ class JointBucketed(Bucketed):
     def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of the group compute together: flush")
 
-    def _count_loss(self, loss: torch.Tensor | None) -> None:
+    def _count_loss(self, loss: torch.Tensor | None, microbatches: int = 1) -> None:
         """Count a microbatch, with the loss over this rank's share of its samples if this rank has computed it."""
         whole = loss if loss is None or self._per_token else loss / self.layout.shards
-        self._buckets.count(whole)
+        self._buckets.count(whole, microbatches)
 
     def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
         self._sum_inside()

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +71,7 @@ from megatron_ft.worker.step_timer import slots_of_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import PipelineStage
 
     from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
 
@@ -402,6 +403,50 @@ class Session:
         self._engine = TorchNativeEngine(
             model, optimizer, loss_fn, scheduler=scheduler, **self._engine_settings(shared=True)
         )
+        return self._engine
+
+    def pipeline(
+        self,
+        stages: Sequence[PipelineStage],
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Any],
+        schedule: type[Any],
+        scheduler: Any = None,
+        split: Callable[[Any], Any] | None = None,
+    ) -> Engine:
+        """Return an engine for stages of ``torch.distributed.pipelining``, made on :meth:`mesh`.
+
+        Args:
+            stages: this rank's stages, each a ``PipelineStage`` with ``group=session.mesh()["pp"].get_group()``. Tensor
+                parallelism and FSDP2 may divide their modules further. All trainable parameters must be fp32.
+            optimizer: any torch optimizer over the parameters of all of them.
+            loss_fn: (output of the last stage, target) -> mean loss of a microbatch, or the pair that ``loss_reduction``
+                asks for.
+            schedule: a class such as ``Schedule1F1B`` or ``ScheduleInterleaved1F1B``. Each step runs it with as many
+                microbatches as the plan has for this group; a number that it cannot run is divided, or run by a simpler one.
+            scheduler: learning-rate scheduler, stepped once per committed step. Default: none.
+            split: batch -> (tuple of the first stage's inputs, target). Default: a pair, or ``input_ids`` and ``labels``.
+
+        Raises:
+            EngineError: the engine cannot train these stages.
+            ConfigError: the config has a setting that only :meth:`deepspeed` uses.
+        """
+        from megatron_ft.engines.torch_pipeline import TorchPipeline, split_batch
+
+        parallelism.refuse_unused(self.config.engine, "session.pipeline")
+        mesh = self.mesh()
+        with self._until_lost(), given(self._world).made_here():
+            self._engine = TorchPipeline(
+                stages,
+                optimizer,
+                loss_fn,
+                schedule,
+                scheduler=scheduler,
+                split=split or split_batch,
+                layout=self._layout,
+                mesh=mesh,
+                **self._engine_settings(shared=False),
+            )
         return self._engine
 
     def _engine_settings(self, shared: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,39 @@ class Fsdp(Kit):
         return {name: full(tensor) for name, tensor in engine.model.state_dict().items()}
 
 
+class Pipeline(Kit):
+    """A pipeline of torch's, with tensor parallelism or FSDP2 inside its stages. ``options``: ``schedule``, its name;
+    ``chunks``, the number of stages of each rank."""
+
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from torch.distributed import pipelining
+        from torch.distributed.fsdp import fully_shard
+
+        from megatron_ft.engines.torch_pipeline import TorchPipeline
+
+        mesh = init_device_mesh("cpu", (self.stages, self.shards, self.slices), mesh_dim_names=("pp", "dp", "tp"))
+        chunks = self.options.get("chunks", 1)
+        count, stages = self.stages * chunks, []
+        for chunk in range(chunks):
+            number = chunk * self.stages + layout.stage
+            mine = range(number * toy.PARTS // count, (number + 1) * toy.PARTS // count)
+            module = nn.Sequential(OrderedDict((str(one), toy.part(one, dropout)) for one in mine))
+            for block in module:
+                if isinstance(block, toy.Block):
+                    divide(block, mesh["tp"])
+            if self.shards > 1:
+                fully_shard(module, mesh=mesh["dp"])
+            group = mesh["pp"].get_group()
+            stages.append(pipelining.PipelineStage(module, number, count, torch.device("cpu"), group=group))
+        optimizer = adamw([parameter for stage in stages for parameter in stage.submod.parameters()])
+        loss = toy.of_tokens if settings.get("loss_reduction") == "token" else toy.of_outputs
+        schedule = getattr(pipelining, self.options["schedule"])
+        return TorchPipeline(stages, optimizer, loss, schedule, layout=layout, mesh=mesh, **settings)
+
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        return {name.partition(".")[2]: full(tensor) for name, tensor in engine.model.state_dict().items()}
+
+
 def divide(block: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -101,4 +135,9 @@ KITS: dict[str, Kit] = {
     "fsdp 2": Fsdp(shards=2),
     "tp 2": Fsdp(slices=2),
     "tp 2 x fsdp 2": Fsdp(slices=2, shards=2),
+    "pp 2": Pipeline(stages=2, options={"schedule": "Schedule1F1B"}),
+    "pp 2 interleaved": Pipeline(stages=2, options={"schedule": "ScheduleInterleaved1F1B", "chunks": 2}),
+    "pp 2 zero bubble": Pipeline(stages=2, options={"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2}),
+    "pp 2 x tp 2": Pipeline(stages=2, slices=2, options={"schedule": "Schedule1F1B"}),
+    "pp 2 x fsdp 2": Pipeline(stages=2, shards=2, options={"schedule": "Schedule1F1B"}),
 }

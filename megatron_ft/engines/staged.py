@@ -1,0 +1,126 @@
+"""What a pipeline's engine does around each pass of a stage, when another library runs the schedule.
+
+Each microbatch has its own random seed, starts from the buffers of the step, and adds its gradient where it belongs as soon
+as a stage has it. A rank may have several stages (an interleaved schedule): a microbatch counts when it has passed all of
+them.
+
+Failures it assumes: a stage that vanishes; what waits for it then raises ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ft.engines import rounds
+from megatron_ft.engines.joint import JointBucketed
+from megatron_ft.engines.port import Listed, Ready, Work, manual_seed
+from megatron_ft.engines.tensor_checksum import BITS
+from megatron_ft.errors import EngineError
+from megatron_ft.types import Microbatch
+
+
+class Staged(JointBucketed):
+    """The common part. A subclass calls :meth:`_forward` and :meth:`_backward` around the passes of the library, and sets
+    ``_of_stage``: for each stage of this rank the numbers of its buckets."""
+
+    _of_stage: Sequence[Sequence[int]]
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, in_flight=True, **settings)
+        self._listed: Sequence[Listed] = ()  # the microbatches of the present run of the schedule
+        self._work: Work
+        self._ready: Ready | None = None
+        self._awaits_loss = False
+        self._passed: dict[Microbatch, int] = {}  # number of local stages that a microbatch has passed forward
+        self._changes: dict[Microbatch, torch.Tensor] = {}
+        self._returned: dict[Microbatch, tuple[int, int]] = {}  # the same backward, and the digest so far
+        self._at: tuple[int, Microbatch] = (0, Microbatch(0, 0, 0))  # whose gradients are taken
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return rounds.peers(self.layout)
+
+    @contextmanager
+    def _forward(self, listed: Listed, stage: int, last: bool) -> Iterator[None]:
+        """Surround a forward pass. ``stage``: its number in the whole pipeline; ``last``: its output is the loss function's
+        input, and :meth:`_count_step_loss` follows."""
+        with self._work.span("forward", listed):
+            self.add_to(listed.part)
+            # The slices of a stage drop from the same activations; stages and shards from different ones.
+            self._seed_pass(
+                (self._work.seed(listed.microbatch) + stage * self.layout.shards + self.layout.shard) % 2**63
+            )
+            self._buffers.restore()
+            self._awaits_loss = last
+            yield
+            self._on_forward(listed)
+
+    def _seed_pass(self, seed: int) -> None:
+        manual_seed(seed)
+
+    def _on_forward(self, listed: Listed) -> None:
+        """Collect the changes of buffers, and count a microbatch that has passed all stages of this rank."""
+        one = listed.microbatch
+        if one not in self._changes:
+            self._changes[one] = torch.zeros_like(self._buckets.riders_to[self._first_change :])
+        self._buffers.take(self._changes[one])
+        self._passed[one] = self._passed.get(one, 0) + 1
+        if self._passed[one] == len(self._of_stage):
+            self._add_changes(self._changes.pop(one))
+            self._count_loss(None)
+            del self._passed[one]
+
+    def _count_step_loss(self, outcome: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return the loss function's result, loss and tokens, and count it if it is that of a microbatch: libraries also
+        call loss functions to learn the shapes of tensors."""
+        loss, tokens = self._split_loss(outcome)
+        if self._awaits_loss:
+            self._awaits_loss = False
+            self._count_loss(loss, 0)
+            self._count_tokens(tokens)
+        return loss, tokens
+
+    def _backward(self, number: int, listed: Listed) -> None:
+        """After a stage, the ``number``-th of this rank, has the whole gradient of a microbatch: add it."""
+        one = listed.microbatch
+        self.add_to(listed.part)
+        count, digest = self._returned.pop(one, (0, 0))
+        self._at = number, one
+        if count + 1 < len(self._of_stage):
+            self._returned[one] = count + 1, self._take_stage(listed.digest, digest)
+        else:
+            self._returned[one] = count + 1, digest
+            self._work.computed(listed)
+        if self._ready is not None and listed == self._listed[-1]:
+            for bucket in self._of_stage[number]:
+                self._ready(bucket)
+
+    def collect(self, digest: bool = False) -> int:
+        _, before = self._returned.pop(self._at[1])
+        return self._take_stage(digest, before)
+
+    def _take_stage(self, asked: bool, before: int) -> int:
+        """Add the gradients of the stage that has just made a backward pass. Return the digest of the microbatch so far."""
+        numbers = self._of_stage[self._at[0]]
+        found = self._collect(numbers, asked)
+        for number in numbers:
+            self._forget(self._buckets[number])
+        return (before + found) % (1 << BITS) or 1 if asked else 0
+
+    def _by_stage(self, stages: int, stage_of: Callable[[Any], int]) -> list[list[int]]:
+        """Return the numbers of the buckets of each of this rank's ``stages``; ``stage_of``: parameter -> its stage.
+
+        Raises ``EngineError`` for a stage without parameters."""
+        found: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self._buckets):
+            found.setdefault(stage_of(bucket.parameters[0]), []).append(number)
+        if len(found) < stages:
+            raise EngineError(
+                f"rank {self.layout.position} of the group has {stages} stages, of which {len(found)} have trainable "
+                f"parameters; give each stage some"
+            )
+        return [found[stage] for stage in sorted(found)]
