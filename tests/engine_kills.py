@@ -114,6 +114,11 @@ def native(*arguments: Any, schedule: str = "1f1b", **options: Any) -> support.R
     return _example("pretrain_gpt_native3d", *arguments, **{"own": own, **options})
 
 
+def megatron(*arguments: Any, own: Sequence[object] = (), **options: Any) -> support.Run:
+    extra = ["--preload", "megatron.core.models.gpt,megatron.core.optimizer"]
+    return _example("pretrain_gpt_megatron", *arguments, **{"own": ("--layers", 2, *own), "extra": extra, **options})
+
+
 KITS = {
     "3 x FSDP2": Kit(3, 2, fsdp, {"shards": 2}),
     "2 x TP2 x FSDP2": Kit(2, 4, native, {"slices": 2, "shards": 2}),
@@ -122,6 +127,9 @@ KITS = {
     "2 x torch PP2 zero bubble": Kit(2, 2, native, {"stages": 2, "schedule": "zero-bubble"}),
     "2 x torch PP2 x TP2": Kit(2, 4, native, {"stages": 2, "slices": 2}),
     "2 x torch PP2 x FSDP2": Kit(2, 4, native, {"stages": 2, "shards": 2}),
+    "2 x Megatron PP2 x TP2": Kit(2, 4, megatron, {"stages": 2, "slices": 2, "own": ("--sequence-parallel",)}),
+    "2 x Megatron EP2": Kit(2, 2, megatron, {"shards": 2, "own": ("--experts", 4)}),
+    "3 x Megatron DP2, distributed optimizer": Kit(3, 2, megatron, {"shards": 2, "own": ("--distributed-optimizer",)}),
     "3 x PP2": Kit(3, 2, deepspeed_kills.start, {"stages": 2}, deepspeed_kills.patch_violations),
     "2 x PP2 x TP2": Kit(2, 4, deepspeed_kills.start, {"stages": 2, "slices": 2}, deepspeed_kills.patch_violations),
 }

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage ``number`` of ``count``: token ids -> activations -> logits. Its parameters have the names of the whole model."""
+    """Stage ``number`` of ``count``: token ids -> activations -> logits. Parameters have their names in the whole model."""
 
     def __init__(self, config: GPTConfig, number: int, count: int, seed: int) -> None:
         super().__init__()

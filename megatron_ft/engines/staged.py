@@ -20,7 +20,6 @@ from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.port import Listed, Ready, Work, manual_seed
 from megatron_ft.engines.tensor_checksum import BITS
 from megatron_ft.errors import EngineError
-from megatron_ft.types import Microbatch
 
 
 class Staged(JointBucketed):
@@ -31,23 +30,30 @@ class Staged(JointBucketed):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, in_flight=True, **settings)
-        self._listed: Sequence[Listed] = ()  # the microbatches of the present run of the schedule
         self._work: Work
-        self._ready: Ready | None = None
         self._awaits_loss = False
-        self._passed: dict[Microbatch, int] = {}  # number of local stages that a microbatch has passed forward
-        self._changes: dict[Microbatch, torch.Tensor] = {}
-        self._returned: dict[Microbatch, tuple[int, int]] = {}  # the same backward, and the digest so far
-        self._at: tuple[int, Microbatch] = (0, Microbatch(0, 0, 0))  # whose gradients are taken
+        # By the index of a microbatch in the run:
+        self._passed: dict[int, int]  # number of local stages that it has passed forward
+        self._changes: dict[int, torch.Tensor]
+        self._returned: dict[int, tuple[int, int]]  # the same backward, and the digest so far
+        self._begin_run((), None)
+        self._at = (0, 0)  # local stage and microbatch whose gradients are taken
 
     @property
     def peers(self) -> Sequence[int]:
         return rounds.peers(self.layout)
 
+    def _begin_run(self, listed: Sequence[Listed], ready: Ready | None, filling: int = 0) -> None:
+        """Begin a run of the schedule. ``ready``: see ``Work.ready``; ``filling``: the number of microbatches at the end
+        that are there because the schedule needs so many; they have been computed, and are added to nothing."""
+        self._listed, self._ready, self._filling = listed, ready, filling
+        self._passed, self._changes, self._returned = {}, {}, {}
+
     @contextmanager
-    def _forward(self, listed: Listed, stage: int, last: bool) -> Iterator[None]:
-        """Surround a forward pass. ``stage``: its number in the whole pipeline; ``last``: its output is the loss function's
-        input, and :meth:`_count_step_loss` follows."""
+    def _forward(self, index: int, stage: int, last: bool) -> Iterator[None]:
+        """Surround the forward pass of a microbatch of the run. ``stage``: its number in the whole pipeline; ``last``: its
+        output is the loss function's input, and :meth:`_count_step_loss` follows."""
+        listed = self._listed[index]
         with self._work.span("forward", listed):
             self.add_to(listed.part)
             # The slices of a stage drop from the same activations; stages and shards from different ones.
@@ -57,22 +63,21 @@ class Staged(JointBucketed):
             self._buffers.restore()
             self._awaits_loss = last
             yield
-            self._on_forward(listed)
+            self._on_forward(index)
 
     def _seed_pass(self, seed: int) -> None:
         manual_seed(seed)
 
-    def _on_forward(self, listed: Listed) -> None:
+    def _on_forward(self, index: int) -> None:
         """Collect the changes of buffers, and count a microbatch that has passed all stages of this rank."""
-        one = listed.microbatch
-        if one not in self._changes:
-            self._changes[one] = torch.zeros_like(self._buckets.riders_to[self._first_change :])
-        self._buffers.take(self._changes[one])
-        self._passed[one] = self._passed.get(one, 0) + 1
-        if self._passed[one] == len(self._of_stage):
-            self._add_changes(self._changes.pop(one))
+        if index not in self._changes:
+            self._changes[index] = torch.zeros_like(self._buckets.riders_to[self._first_change :])
+        self._buffers.take(self._changes[index])
+        self._passed[index] = self._passed.get(index, 0) + 1
+        if self._passed[index] == len(self._of_stage):
+            self._add_changes(self._changes.pop(index))
             self._count_loss(None)
-            del self._passed[one]
+            del self._passed[index]
 
     def _count_step_loss(self, outcome: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return the loss function's result, loss and tokens, and count it if it is that of a microbatch: libraries also
@@ -84,18 +89,18 @@ class Staged(JointBucketed):
             self._count_tokens(tokens)
         return loss, tokens
 
-    def _backward(self, number: int, listed: Listed) -> None:
-        """After a stage, the ``number``-th of this rank, has the whole gradient of a microbatch: add it."""
-        one = listed.microbatch
+    def _backward(self, number: int, index: int) -> None:
+        """After a stage, the ``number``-th of this rank, has the whole gradient of a microbatch of the run: add it."""
+        listed = self._listed[index]
         self.add_to(listed.part)
-        count, digest = self._returned.pop(one, (0, 0))
-        self._at = number, one
-        if count + 1 < len(self._of_stage):
-            self._returned[one] = count + 1, self._take_stage(listed.digest, digest)
+        count, digest = self._returned.pop(index, (0, 0))
+        self._at = number, index
+        if count + 1 < len(self._of_stage) or index >= len(self._listed) - self._filling:
+            self._returned[index] = count + 1, self._take_stage(listed.digest, digest)
         else:
-            self._returned[one] = count + 1, digest
+            self._returned[index] = count + 1, digest
             self._work.computed(listed)
-        if self._ready is not None and listed == self._listed[-1]:
+        if self._ready is not None and index == len(self._listed) - 1 - self._filling:
             for bucket in self._of_stage[number]:
                 self._ready(bucket)
 

@@ -23,7 +23,7 @@ from megatron_ft.engines import rounds
 from megatron_ft.engines.dtensors import DTensorBucketed
 from megatron_ft.engines.joint import share
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Listed, Work
+from megatron_ft.engines.port import Control, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.errors import EngineError
 
@@ -117,9 +117,9 @@ class TorchPipeline(DTensorBucketed, Staged):
         for listed, last in rounds.rounds(self.layout, control, work, most=_MOST):
             while listed:
                 count, schedule = self._schedule(len(listed))
-                self._listed, listed = listed[:count], listed[count:]
-                self._ready = work.ready() if last and not listed else None
+                self._begin_run(listed[:count], work.ready() if last and count == len(listed) else None)
                 self._compute(schedule)
+                listed = listed[count:]
         self._buffers.restore()
 
     def _schedule(self, count: int) -> tuple[int, Any]:
@@ -164,25 +164,23 @@ class TorchPipeline(DTensorBucketed, Staged):
         backward: Callable[..., Any] = stage.backward_one_chunk
         weight: Callable[..., Any] = stage.backward_weight_one_chunk
 
-        def complete(listed: Listed) -> None:
+        def complete(chunk: int) -> None:
             stage.perform_reduce_grad(1)  # inside the group, with FSDP
-            self._backward(number, listed)
+            self._backward(number, chunk)
 
         def forward_one_chunk(chunk: int, *arguments: Any, **options: Any) -> Any:
-            listed = self._listed[chunk]
-            with self._forward(listed, stage.stage_index, stage.is_last):
+            with self._forward(chunk, stage.stage_index, stage.is_last):
                 return forward(chunk, *arguments, **options)
 
         def backward_one_chunk(chunk: int, *arguments: Any, full_backward: bool = True, **options: Any) -> None:
-            listed = self._listed[chunk]
-            with self._work.span("backward", listed):
+            with self._work.span("backward", self._listed[chunk]):
                 backward(chunk, *arguments, full_backward=full_backward, **options)
             if full_backward:
-                complete(listed)
+                complete(chunk)
 
         def backward_weight_one_chunk(chunk: int, *arguments: Any, **options: Any) -> None:
             weight(chunk, *arguments, **options)
-            complete(self._listed[chunk])
+            complete(chunk)
 
         for replacement in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk):
             setattr(stage, replacement.__name__, replacement)

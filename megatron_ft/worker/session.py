@@ -55,7 +55,7 @@ from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
-from megatron_ft.errors import ConfigError, StoreError
+from megatron_ft.errors import ConfigError, EngineError, StoreError
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
@@ -445,6 +445,53 @@ class Session:
                 split=split or split_batch,
                 layout=self._layout,
                 mesh=mesh,
+                **self._engine_settings(shared=False),
+            )
+        return self._engine
+
+    def megatron(
+        self,
+        chunks: Sequence[nn.Module],
+        optimizer: Any,
+        forward_step: Callable[[Iterator[Any], nn.Module], Any],
+        scheduler: Any = None,
+        *,
+        seq_length: int,
+    ) -> Engine:
+        """Return an engine for a model of megatron-core; replaces the calls of its schedule, ``finalize_model_grads`` and
+        ``optimizer.step``.
+
+        Call :meth:`init_distributed`, then Megatron's ``initialize_model_parallel`` with the sizes of the config, before the
+        model is built: the world is this group.
+
+        Args:
+            chunks: this rank's model chunks (one without virtual stages), each in Megatron's ``DistributedDataParallel``.
+            optimizer: of Megatron's ``get_megatron_optimizer``; its ``clip_grad`` is the config's ``gradient_clipping``.
+            forward_step: Megatron's: (iterator over batches, model) -> (output, loss function). A batch holds this rank's
+                share of the samples of a microbatch.
+            scheduler: Megatron's ``OptimizerParamScheduler``, or one of torch's; stepped once per committed step.
+            seq_length: length of the sequences, in tokens.
+
+        Raises:
+            EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
+            ConfigError: the config has a setting that only :meth:`deepspeed` uses.
+        """
+        from megatron_ft.engines.megatron.engine import MegatronEngine
+
+        parallelism.refuse_unused(self.config.engine, "session.megatron")
+        if self._world is None:
+            raise EngineError(
+                "session.megatron before session.init_distributed(), which makes this group Megatron's world"
+            )
+        with self._until_lost(), self._world.made_here():
+            self._engine = MegatronEngine(
+                chunks,
+                optimizer,
+                forward_step,
+                scheduler=scheduler,
+                seq_length=seq_length,
+                samples=self.config.samples_per_microbatch // self.config.inner_shards,
+                layout=self._layout,
                 **self._engine_settings(shared=False),
             )
         return self._engine

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.chaos import campaign
 from tests.chaos.plan import OTHERS
+from tests.chaos.play import ENGINES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="exact reduction: bits are compared, and the seeds take turns with policies",
     )
+    parser.add_argument("--engine", choices=ENGINES, help="an engine whose ranks compute together (default: plain)")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument(
         "--dir", type=Path, help="work there and keep everything; else what kept its promises is deleted"
@@ -44,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for seed in seeds:
         how = {"keep": options.dir is not None, "policy": options.policy or "", "exact": options.exact}
+        how["engine"] = options.engine or ""
         results.append(campaign.run(seed, directory, **how))
         print("\n".join(campaign.tell(results[-1], directory)), flush=True)
         if options.out:

@@ -15,16 +15,21 @@ from megatron_ft.runlog import invariants
 from tests import support
 from tests.chaos import judge as judge_module
 from tests.chaos import play as play_module
-from tests.chaos.plan import SILENCE_LIMIT_S, draw, draw_exact, draw_with
+from tests.chaos.plan import SILENCE_LIMIT_S, draw, draw_exact, draw_for, draw_with
 from tests.chaos.play import Played
 
 _TEXT = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
 
 
-def run(seed: int, directory: Path, keep: bool = False, policy: str = "", exact: bool = False) -> dict[str, Any]:
+def run(
+    seed: int, directory: Path, keep: bool = False, policy: str = "", exact: bool = False, engine: str = ""
+) -> dict[str, Any]:
     """Play the run of that seed, with a policy, and judge it. Its directory stays if it broke a promise
     (``directory/seed-SEED``). ``exact``: with exact reduction, and then the bits are compared."""
-    plan = draw_exact(seed, policy) if exact else draw_with(policy, seed) if policy else draw(seed)
+    if engine:
+        plan = draw_for(engine, seed, policy, exact)
+    else:
+        plan = draw_exact(seed, policy) if exact else draw_with(policy, seed) if policy else draw(seed)
     why = play_module.missing(plan)
     if why:
         return {"seed": seed, "kind": plan.job.kind, "skipped": why, "violations": [], "faults": []}
@@ -52,6 +57,7 @@ def _result(played: Played, reference: list[dict], violations: list[str]) -> dic
     return {
         "seed": played.plan.seed,
         "kind": job.kind,
+        "engine": job.engine,
         "outcome": outcome(lines),
         "groups": job.groups,
         "ranks": job.ranks,
@@ -133,7 +139,8 @@ def tell(result: dict[str, Any], directory: Path) -> Iterator[str]:
     yield from (f"  {fault['state']}: {_fault(fault)}" for fault in result["faults"])
     policy = result["policy"].get("standby", result["policy"]["policy"])
     exact = " --exact" if result["policy"].get("reduction") == "exact" else ""
-    yield f"  again: python -m tests.chaos{exact} --seed {result['seed']} --policy {policy}"
+    engine = f" --engine {result['engine']}" if result.get("engine") else ""
+    yield f"  again: python -m tests.chaos{exact}{engine} --seed {result['seed']} --policy {policy}"
     yield f"  kept: {directory}/seed-{result['seed']}"
 
 

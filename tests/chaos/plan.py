@@ -84,6 +84,8 @@ class Job:
     policy: str = STACKED_QUOTA
     redundancy: int = 0
     exact: bool = False
+    engine: str = ""
+    """One of ``tests.chaos.play.ENGINES``, whose ranks compute together; empty: plain PyTorch."""
 
     @property
     def settings(self) -> dict[str, object]:
@@ -103,7 +105,7 @@ class Job:
 
     @property
     def key(self) -> tuple[int, int, int, str]:
-        return self.groups, self.per_group, self.steps, "exact" if self.exact else "fast"
+        return self.groups, self.per_group, self.steps, ("exact" if self.exact else "fast") + self.engine
 
     def groups_of(self, host: int) -> frozenset[int]:
         """Return the groups of a host, as the launcher spreads them."""
@@ -162,6 +164,15 @@ def draw_exact(seed: int, policy: str = "") -> Plan:
     policy = policy or turns[seed % len(turns)]
     plan = draw_with(policy, seed) if policy else draw(seed)
     return replace(plan, job=replace(plan.job, exact=True))
+
+
+def draw_for(engine: str, seed: int, policy: str = "", exact: bool = False) -> Plan:
+    """Draw a run for an engine: of the runs with groups of two ranks, that of the seed."""
+    for number in range(seed * 1000, (seed + 1) * 1000):
+        plan = draw_exact(number, policy) if exact else draw_with(policy, number) if policy else draw(number)
+        if plan.job.ranks == 2 and plan.job.hosts == 1 and plan.job.kind == "plain":
+            return replace(plan, seed=seed, job=replace(plan.job, engine=engine))
+    raise AssertionError("one run in some has groups of two ranks")
 
 
 def draw(seed: int) -> Plan:

@@ -30,6 +30,20 @@ from tests import netlab, support, warm
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
 SCRIPT = Path(__file__).with_name("train.py")
+_EXAMPLES = support.ROOT / "examples"
+ENGINES: dict[str, tuple[Path, dict[str, object], dict[str, object], list[object]]] = {
+    "fsdp": (_EXAMPLES / "pretrain_gpt_fsdp" / "train.py", {}, {"inner_shards": 2}, []),
+    "torch-pipeline": (_EXAMPLES / "pretrain_gpt_native3d" / "train.py", {"pipeline": {"stages": 2}}, {}, []),
+    "tp": (_EXAMPLES / "pretrain_gpt_native3d" / "train.py", {"tensor_parallel": {"autotp_size": 2}}, {}, []),
+    "megatron": (
+        _EXAMPLES / "pretrain_gpt_megatron" / "train.py",
+        {},
+        {"inner_shards": 2},
+        ["--preload", "megatron.core.models.gpt,megatron.core.optimizer"],
+    ),
+}
+"""Engines with groups of two ranks that compute together: script, settings, those of ``fault_tolerance``, options of the
+launcher."""
 HANGS_S = 150.0
 """A run that takes longer hangs. It takes 5 to 20 s, and the longest timeout inside of it is 60 s."""
 _STARTS_WITHIN_S = 60.0
@@ -100,7 +114,8 @@ def reference(job: Job, directory: Path, data: Path) -> list[dict]:
     again."""
     directory = directory / "reference-{}x{}x{}-{}".format(*job.key)
     if not (directory / "done").exists():
-        plain = Job(*job.key[:3], job.bucket_mb, exact=job.exact)
+        # Another engine has other sums: its reference has groups of as many ranks.
+        plain = Job(*job.key[:3], job.bucket_mb, job.ranks if job.engine else 1, exact=job.exact, engine=job.engine)
         played = play(Plan(0, plain, 0, Schedule(())), directory, data)
         if played.code != 0:
             raise RuntimeError(f"the run without failures ended with {played.code}; see {directory}")
@@ -144,7 +159,8 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
     config = directory / "config.json"
     detector = {"stopped_timeout_s": STOPPED_LIMIT_S, "heartbeat_timeout_s": SILENCE_LIMIT_S}
     changes = {"detector": detector, "nonfinite": job.nonfinite, "store": "embedded", **job.settings}
-    support.write_config(config, bucket_mb=job.bucket_mb, **changes)
+    script, engine, section, extra = ENGINES.get(job.engine, (SCRIPT, {}, {}, []))
+    support.write_config(config, engine, bucket_mb=job.bucket_mb, **changes, **section)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"gradient_accumulation_steps": job.per_group}))
     options = [
         "--groups",
@@ -160,7 +176,8 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
     launchers = []
     for host in range(job.hosts):
         where = [] if lab is None else ["--hosts", job.hosts, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]
-        arguments, env = ["launch", *where, *options, SCRIPT, "--", *own], {**os.environ, "OMP_NUM_THREADS": "1"}
+        arguments = ["launch", *where, *options, *extra, script, "--", *own]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (directory / f"launcher{host or ''}.log").open("wb") as output:
             start = warm.launch if lab is None else functools.partial(warm.launch_on_host, lab, host)
             launchers.append(start(*arguments, env=env, stdout=output))

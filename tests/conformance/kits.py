@@ -119,6 +119,74 @@ class Pipeline(Kit):
         return {name.partition(".")[2]: full(tensor) for name, tensor in engine.model.state_dict().items()}
 
 
+class Megatron(Kit):
+    """megatron-core's parallelism around the same model. ``options``: ``chunks``, the number of stages of each rank;
+    ``distributed``: its distributed optimizer; ``bf16``."""
+
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from megatron_ft.engines.megatron import on_cpu
+
+        on_cpu.install()
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+
+        from megatron_ft.engines.megatron.engine import MegatronEngine
+        from tests.conformance import megatron_model
+
+        chunks = self.options.get("chunks", 1)
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(
+                self.slices,
+                self.stages,
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                create_gloo_process_groups=False,
+            )
+        per_token = settings.get("loss_reduction") == "token"
+        config = TransformerConfig(
+            num_layers=toy.BLOCKS,
+            hidden_size=toy.WIDTH,
+            num_attention_heads=2,
+            tensor_model_parallel_size=self.slices,
+            pipeline_model_parallel_size=self.stages,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pipeline_dtype=torch.float32,
+            overlap_p2p_comm=chunks > 1,
+            batch_p2p_comm=chunks == 1,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+            calculate_per_token_loss=per_token,
+            hidden_dropout=dropout,
+        )
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.options.get("distributed", False)
+        )
+        count = self.stages * chunks
+        numbers = [chunk * self.stages + layout.stage for chunk in range(chunks)]
+        stages = [megatron_model.Stage(config, number, count, dropout) for number in numbers]
+        models = [DistributedDataParallel(config, ddp, stage) for stage in stages]
+        how = OptimizerConfig(
+            optimizer="adam",
+            lr=0.01,
+            weight_decay=0.1,
+            clip_grad=settings["gradient_clipping"],
+            use_distributed_optimizer=ddp.use_distributed_optimizer,
+        )
+        optimizer = get_megatron_optimizer(how, models, use_gloo_process_groups=False)
+        for group in optimizer.param_groups:  # as torch.optim.AdamW in the reference: all weights decay
+            group["weight_decay"] = group["wd_mult"] = 0.1
+        sizes = {"seq_length": toy.LENGTH, "samples": toy.SAMPLES // self.shards}
+        return MegatronEngine(
+            models, optimizer, megatron_model.forward_step(per_token), layout=layout, **sizes, **settings
+        )
+
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        from tests.conformance import megatron_model
+
+        return {name.partition(".")[2]: megatron_model.full(t) for name, t in engine._model.named_parameters()}
+
+
 def divide(block: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -140,4 +208,8 @@ KITS: dict[str, Kit] = {
     "pp 2 zero bubble": Pipeline(stages=2, options={"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2}),
     "pp 2 x tp 2": Pipeline(stages=2, slices=2, options={"schedule": "Schedule1F1B"}),
     "pp 2 x fsdp 2": Pipeline(stages=2, shards=2, options={"schedule": "Schedule1F1B"}),
+    "megatron dp 2": Megatron(shards=2),
+    "megatron dp 2, distributed optimizer": Megatron(shards=2, options={"distributed": True}),
+    "megatron pp 2 x tp 2": Megatron(stages=2, slices=2),
+    "megatron pp 2, virtual stages": Megatron(stages=2, options={"chunks": 2}),
 }

@@ -1,0 +1,357 @@
+"""The engine port on megatron-core: tensor, pipeline (with virtual stages), sequence and expert parallelism, and its
+distributed optimizer, inside a group.
+
+A flush runs Megatron's own schedule over the microbatches that the plan has left for the group; the passes are surrounded
+(``engines.staged``). Megatron adds gradients up in ``main_grad``, from where they are taken. They are first summed over the
+groups. When the step is committed, Megatron's ``finalize_model_grads`` makes of these sums what it makes of a group's own
+gradients (the sum over data-parallel ranks, of layer norms over tensor-parallel ranks, of a shared embedding), so the sum
+over the groups can be repeated any number of times. Its optimizer then takes the step.
+
+Failures it assumes: any rank of the group may vanish; Megatron's collectives then raise ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_ft.engines import rounds
+from megatron_ft.engines.buckets import Bucket
+from megatron_ft.engines.joint import share
+from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.port import DIGEST, Control, Listed, Work
+from megatron_ft.engines.staged import Staged
+from megatron_ft.engines.state_tensors import named_state
+from megatron_ft.errors import EngineError
+from megatron_ft.utils import extras
+
+try:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+except ImportError as error:
+    raise EngineError(f"megatron-core cannot be imported ({error}); install it: {extras.install('megatron')}") from None
+
+ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[[Any], Any]]]
+"""Megatron's ``forward_step``: (iterator over batches, model) -> (output, loss function of the output). The loss function
+returns (mean loss of the microbatch, report), or with ``calculate_per_token_loss`` (sum, number of tokens, report)."""
+
+_MOST = 1 << 20
+"""More microbatches than a group has in a step."""
+
+
+class MegatronEngine(Staged):
+    """A ``JointEngine``, made by ``Session.megatron``.
+
+    Args:
+        chunks: this rank's model chunks, each in Megatron's ``DistributedDataParallel``.
+        optimizer: of ``get_megatron_optimizer``.
+        forward_step: see :data:`ForwardStep`.
+        scheduler: Megatron's ``OptimizerParamScheduler``, or any torch scheduler.
+        seq_length: length of the sequences that stages exchange.
+        samples: samples of a microbatch at each data-parallel rank.
+        layout: the place of this rank.
+        settings: see :class:`~megatron_ft.engines.joint.JointBucketed`.
+
+    Raises:
+        EngineError: a setting of Megatron's with which a step could not be repeated or shared.
+    """
+
+    takes_gradients = True
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        optimizer: Any,
+        forward_step: ForwardStep,
+        *,
+        scheduler: Any = None,
+        seq_length: int,
+        samples: int,
+        layout: Layout,
+        **settings: Any,
+    ) -> None:
+        self._chunks: list[Any] = list(chunks)
+        self._megatron, self._scheduler = optimizer, scheduler
+        self._config = _checked(self._chunks, optimizer, layout, settings)
+        self._step, self._seq_length, self._samples = forward_step, seq_length, samples
+        self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
+        self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
+        self._inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one.optimizer]
+        modules: list[Any] = [chunk.module for chunk in self._chunks]
+        model = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
+        number_of = {p: number for number, module in enumerate(modules) for p in module.parameters()}
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True) if layout.shards > 1 else None
+        super().__init__(model, parameters, layout=layout, shard_group=group, apart=number_of, **settings)
+        self._of_stage = self._by_stage(len(self._chunks), lambda parameter: number_of[parameter])
+        self._counted = {parameter for parameter in parameters if _counts_here(parameter)}
+        self._begun = [0] * len(self._chunks)  # microbatches of the present run that have begun at each chunk
+        self._outputs: dict[int, tuple[int, int, Any]] = {}  # id of an output -> chunk, index in the run, the output
+
+    @property
+    def needs_samples(self) -> bool:
+        return bool(parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage())
+
+    def flush(self, control: Control, work: Work) -> None:
+        self._work = work
+        for listed, last in rounds.rounds(self.layout, control, work, most=_MOST):
+            filled = self._filled(listed)
+            self._begin_run(filled, work.ready() if last else None, len(filled) - len(listed))
+            self._run()
+        self._buffers.restore()
+
+    def _filled(self, listed: tuple[Listed, ...]) -> tuple[Listed, ...]:
+        """Return as many microbatches as an interleaved schedule can run: some are computed again, and added to nothing."""
+        stages, group = self.layout.stages, self._config.microbatch_group_size_per_vp_stage or self.layout.stages
+        count = len(listed)
+        if len(self._chunks) > 1:
+            count = max(count, group)
+            if 0 < count % group < stages:
+                count += stages - count % group
+        again = Listed(listed[-1].microbatch, False, DIGEST)
+        return (*listed, *[again] * (count - len(listed)))
+
+    def _run(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._begun = [0] * len(self._chunks)
+        self._outputs.clear()
+        batches: list[Iterator[Any]] = [map(self._batch, iter(self._listed)) for _ in self._chunks]
+        run = get_forward_backward_func()
+        with self._surrounded():
+            run(
+                forward_step_func=self._forward_step,
+                data_iterator=batches if len(self._chunks) > 1 else batches[0],
+                model=self._chunks,
+                num_microbatches=len(self._listed),
+                seq_length=self._seq_length,
+                micro_batch_size=self._samples,
+                forward_only=False,
+            )
+
+    def _batch(self, listed: Listed) -> Any:
+        return share(self._work.batch(listed.microbatch), self.layout)
+
+    # --- around Megatron's passes ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _surrounded(self) -> Iterator[None]:
+        """Let this engine take part in each pass of Megatron's schedules, which call these functions of their module."""
+        forward, backward = schedules.forward_step, schedules.backward_step
+        schedules.forward_step = partial(self._forward_pass, forward)
+        schedules.backward_step = partial(self._backward_pass, backward)
+        try:
+            yield
+        finally:
+            schedules.forward_step, schedules.backward_step = forward, backward
+
+    def _forward_pass(
+        self,
+        forward: Callable[..., Any],
+        step: Any,
+        batches: Any,
+        model: nn.Module,
+        count: int,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        number = self._chunks.index(model)
+        index = self._begun[number]
+        self._begun[number] += 1
+        stage = number * self.layout.stages + self.layout.stage
+        last = stage == len(self._chunks) * self.layout.stages - 1
+        with self._forward(index, stage, last):
+            # For one microbatch: a gradient must not depend on the number of those in this run.
+            output, tokens = forward(step, batches, model, 1, *rest, **options)
+        self._outputs[id(_single(output))] = number, index, output
+        return output, tokens
+
+    def _backward_pass(self, backward: Callable[..., Any], inputs: Any, output: Any, *rest: Any, **options: Any) -> Any:
+        number, index, _ = self._outputs.pop(id(_single(output)))
+        with self._work.span("backward", self._listed[index]):
+            gradient = backward(inputs, output, *rest, **options)
+        self._backward(number, index)
+        return gradient
+
+    def _forward_step(self, batches: Iterator[Any], model: nn.Module) -> Any:
+        output, loss_function = self._step(batches, model)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            found = loss_function(*arguments, **options)
+            self._count_step_loss(
+                (found[0].detach().clone(), found[1]) if self._per_token else found[0].detach().clone()
+            )
+            return found
+
+        return output, counted
+
+    def _seed_pass(self, seed: int) -> None:
+        super()._seed_pass(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def _gradients_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        parameters: list[Any] = list(bucket.parameters)
+        return [parameter.main_grad for parameter in parameters]
+
+    def _forget(self, bucket: Bucket) -> None:
+        torch._foreach_zero_(self._gradients_of(bucket))
+
+    # --- the step's end -------------------------------------------------------------------------------------------------
+
+    def _sum_inside(self) -> None:
+        super()._sum_inside()
+        self._give()
+        # The bias follows from counts of tokens in buffers, which are added when the step counts.
+        bias, self._config.moe_router_enable_expert_bias = (
+            getattr(self._config, "moe_router_enable_expert_bias", False),
+            False,
+        )
+        try:
+            self._finalize(self._chunks, None, force_all_reduce=True)
+        finally:
+            self._config.moe_router_enable_expert_bias = bias
+        for bucket in self._buckets:
+            for view, gradient in zip(bucket.sum_views, self._gradients_of(bucket), strict=True):
+                view.copy_(gradient)
+
+    def _give(self) -> None:
+        """Put the step's sums where Megatron looks for gradients."""
+        for bucket in self._buckets:
+            for view, gradient in zip(bucket.sum_views, self._gradients_of(bucket), strict=True):
+                gradient.copy_(view)
+
+    def _optimize(self) -> None:
+        self._give()
+        if getattr(self._config, "moe_router_enable_expert_bias", False):
+            _update_router_expert_bias(self._chunks, self._config)
+        # Without Megatron's clipping: the mean is clipped already.
+        if self._megatron.prepare_grads():
+            raise EngineError("Megatron's optimizer skips a step whose gradient is finite; leave loss scaling out")
+        self._megatron.step_with_ready_grads()
+        self._megatron.zero_grad()  # a gradient that is left would be added to the next one
+        if self._scheduler is not None:
+            self._scheduler.step(*(() if isinstance(self._scheduler, torch.optim.lr_scheduler.LRScheduler) else (1,)))
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return self._inner[0]
+
+    def state(self) -> Mapping[str, Any]:
+        state = {
+            "model": {
+                name: value for name, value in self._model.state_dict().items() if isinstance(value, torch.Tensor)
+            },
+            "optimizers": [inner.state_dict() for inner in self._inner],
+            "masters": self._masters(),
+        }
+        state |= {"scheduler": self._scheduler.state_dict()} if self._scheduler is not None else {}
+        state |= self._grid()
+        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._load_grid(state)
+        own = self._model.state_dict()
+        with torch.no_grad():  # in place: Megatron's flat buffers are the same memory
+            for name, value in state["model"].items():
+                own[name].copy_(value)
+            for mine, theirs in zip(self._masters(), state["masters"], strict=True):
+                mine.copy_(theirs)
+        for inner, saved in zip(self._inner, state["optimizers"], strict=True):
+            inner.load_state_dict(saved)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        self._buffers.load(state.get("buffers", {}))
+
+    def _masters(self) -> list[torch.Tensor]:
+        """Return the weights that the optimizer updates where they are not the model's: fp32 copies, or its shards."""
+        known = {id(parameter) for parameter in self._parameters}
+        groups = (group for inner in self._inner for group in inner.param_groups)
+        return [p.detach() for group in groups for p in group["params"] if id(p) not in known]
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        first, *others = self._inner
+        yield from named_state(self._model, first, self._buffers.unsaved(), self._masters())
+        for number, inner in enumerate(others, 1):
+            for name, tensor in named_state(nn.Module(), inner, {}):
+                yield f"{name}, optimizer {number}", tensor
+
+
+def _checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, settings: Mapping[str, Any]) -> Any:
+    """Return Megatron's config of the model. Raises ``EngineError`` for one that cannot be made fault-tolerant."""
+    if not chunks or not all(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
+        raise EngineError(
+            "session.megatron takes a list of model chunks, each in megatron.core's DistributedDataParallel; wrap them"
+        )
+    config: Any = chunks[0].config
+    ddp: Any = chunks[0].ddp_config
+    sizes = {
+        "pipeline_model_parallel_size": (parallel_state.get_pipeline_model_parallel_world_size(), layout.stages),
+        "tensor_model_parallel_size": (parallel_state.get_tensor_model_parallel_world_size(), layout.slices),
+        "data_parallel_size": (parallel_state.get_data_parallel_world_size(with_context_parallel=True), layout.shards),
+    }
+    names = {
+        "pipeline_model_parallel_size": "pipeline.stages",
+        "tensor_model_parallel_size": "tensor_parallel.autotp_size",
+    }
+    for name, (has, said) in sizes.items():
+        if has != said:
+            raise EngineError(
+                f"Megatron's {name} is {has} and {names.get(name, 'fault_tolerance.inner_shards')} of the config is {said}; "
+                f"make them equal"
+            )
+    clipping, per_token = settings["gradient_clipping"], settings.get("loss_reduction") == "token"
+    refused = [
+        (optimizer.config.fp16, "fp16", "use bf16: every group would have a loss scale of its own"),
+        (
+            ddp.overlap_grad_reduce,
+            "overlap_grad_reduce",
+            "leave it out: gradients are reduced when a step is committed",
+        ),
+        (ddp.overlap_param_gather, "overlap_param_gather", "leave it out"),
+        (ddp.average_in_collective, "average_in_collective", "leave it out"),
+        (not ddp.grad_reduce_in_fp32, "grad_reduce_in_fp32 false", "set it to true: sums over groups are fp32"),
+        (config.delay_wgrad_compute, "delay_wgrad_compute", "leave it out"),
+        (
+            len(chunks) > 1 and layout.stages == 2 and config.batch_p2p_comm,
+            "virtual stages on 2 ranks with batch_p2p_comm",
+            "set batch_p2p_comm to false and overlap_p2p_comm to true: Megatron would mix up what the two ranks send",
+        ),
+    ]
+    for wrong, what, remedy in refused:
+        if wrong:
+            raise EngineError(f"Megatron is configured with {what}, which megatron_ft does not support; {remedy}")
+    if optimizer.config.clip_grad != clipping:
+        raise EngineError(
+            f"OptimizerConfig.clip_grad is {optimizer.config.clip_grad} and gradient_clipping of the config is {clipping}; "
+            f"make them equal"
+        )
+    if bool(config.calculate_per_token_loss) != per_token:
+        raise EngineError(
+            f"Megatron's calculate_per_token_loss is {config.calculate_per_token_loss}, which needs "
+            f'fault_tolerance.loss_reduction "{"token" if config.calculate_per_token_loss else "microbatch"}"; set it'
+        )
+    return config
+
+
+def _counts_here(parameter: nn.Parameter) -> bool:
+    """Return whether this rank counts a parameter in norms. One of the ranks that hold it counts it."""
+    if getattr(parameter, "allreduce", True):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    else:
+        group = parallel_state.get_expert_data_parallel_group()
+    alone = dist.get_rank(group) == 0
+    return alone and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+
+
+def _single(output: Any) -> Any:
+    """Return the tensor that stands for a pass: schedules wrap an output in a list, and take it out again."""
+    return output[0] if isinstance(output, list | tuple) else output
