@@ -39,6 +39,12 @@ def inner_shards(config: Mapping[str, Any]) -> int:
     return _count(config, SHARDS)
 
 
+def zero_stage(engine: Mapping[str, Any]) -> int:
+    """Return the stage of DeepSpeed's ZeRO, 0 to 3."""
+    zero = engine.get("zero_optimization", {})
+    return int(zero.get("stage", 0) if isinstance(zero, Mapping) else zero)
+
+
 def ranks_per_group(config: Mapping[str, Any], asked: int | None) -> int:
     """Return ``stages x slices x inner_shards``, or ``asked`` where the config does not divide the model: such ranks share
     microbatches. ``config``: the whole file."""
@@ -107,13 +113,11 @@ def _asks(engine: Mapping[str, Any], key: str) -> bool:
 
 def check(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Refuse settings that cannot be made fault-tolerant, and a model that cannot be divided so."""
-    zero = engine.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
+    zero, stage = engine.get("zero_optimization", {}), zero_stage(engine)
     refuse = [
-        (stage == 3, "zero_optimization.stage is 3", "split the model by a pipeline, or use stage 1 or 2"),
         (
-            stage == 2 and stages(engine) > 1,
-            f"zero_optimization.stage is 2 and {STAGES} {stages(engine)}",
+            stage > 1 and stages(engine) > 1,
+            f"zero_optimization.stage is {stage} and {STAGES} {stages(engine)}",
             "use 0 or 1",
         ),
         (

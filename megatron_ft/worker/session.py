@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage
 
-    from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline
 
 _log = logging.getLogger(__name__)
 
@@ -556,7 +555,7 @@ class Session:
             with self._until_lost():
                 self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
 
-    def deepspeed(self, model: nn.Module, **options: Any) -> DeepSpeedPipeline | DeepSpeedData:
+    def deepspeed(self, model: nn.Module, **options: Any) -> Engine:
         """Return a DeepSpeed engine for ``model``; replaces ``deepspeed.initialize``.
 
         Args:

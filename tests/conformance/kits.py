@@ -18,13 +18,15 @@ from tests.conformance import model as toy
 
 @dataclass(frozen=True)
 class Kit(ABC):
-    """One engine in one layout. ``exact``: it declares that equal microbatches give equal bits in every group."""
+    """One engine in one layout. ``exact``: it declares that equal microbatches give equal bits in every group. ``joint``:
+    its ranks compute every microbatch together. ``overlaps``: it tells when a bucket is complete."""
 
     stages: int = 1
     shards: int = 1
     slices: int = 1
     exact: bool = True
     joint: bool = True
+    overlaps: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -187,6 +189,49 @@ class Megatron(Kit):
         return {name.partition(".")[2]: megatron_model.full(t) for name, t in engine._model.named_parameters()}
 
 
+class DeepSpeed(Kit):
+    """DeepSpeed's engine around the whole model. ``options``: ``stage`` of ZeRO; others are settings of DeepSpeed."""
+
+    def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from megatron_ft.config import schema
+        from megatron_ft.engines.deepspeed import build
+
+        build.init_communication()
+        own = {key: value for key, value in self.options.items() if key != "stage"}
+        zero = {"stage": self.options.get("stage", 0), "stage3_param_persistence_threshold": 100}
+        section = {"inner_shards": self.shards, "loss_reduction": settings.get("loss_reduction", "microbatch")}
+        raw = {
+            "train_micro_batch_size_per_gpu": toy.SAMPLES,
+            "fault_tolerance": section,
+            "zero_optimization": zero,
+            **own,
+        }
+        run = schema.resolve(raw, groups=1, ranks_per_group=self.ranks)
+        if self.stages > 1:
+            model = self._pipeline(dropout, settings.get("loss_reduction") == "token")
+            optimizer = adamw(model.parameters())
+            return build.build(model, run, settings=lambda shared: settings, optimizer=optimizer)
+        model = toy.whole(dropout)
+        loss = loss_of(settings)
+        return build.build(
+            model, run, settings=lambda shared: settings, loss_fn=loss, optimizer=adamw(model.parameters())
+        )
+
+    def _pipeline(self, dropout: float, per_token: bool) -> nn.Module:
+        from deepspeed.pipe import PipelineModule
+
+        layers = [toy.part(number, dropout) for number in range(toy.PARTS)]
+        loss = toy.of_tokens if per_token else toy.of_outputs
+        return PipelineModule(layers, num_stages=self.stages, loss_fn=loss, partition_method="uniform")
+
+    def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        module = engine.engine.module
+        with GatheredParameters(list(module.parameters()), enabled=self.options.get("stage") == 3):
+            return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
 def divide(block: nn.Module, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -208,6 +253,10 @@ KITS: dict[str, Kit] = {
     "pp 2 zero bubble": Pipeline(stages=2, options={"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2}),
     "pp 2 x tp 2": Pipeline(stages=2, slices=2, options={"schedule": "Schedule1F1B"}),
     "pp 2 x fsdp 2": Pipeline(stages=2, shards=2, options={"schedule": "Schedule1F1B"}),
+    "deepspeed zero 1": DeepSpeed(joint=False, overlaps=False, options={"stage": 1}),
+    "deepspeed zero 2": DeepSpeed(shards=2, options={"stage": 2}),
+    "deepspeed zero 3": DeepSpeed(shards=2, options={"stage": 3}),
+    "deepspeed pp 2": DeepSpeed(stages=2, overlaps=False, options={"pipeline": {"stages": 2}}),
     "megatron dp 2": Megatron(shards=2),
     "megatron dp 2, distributed optimizer": Megatron(shards=2, options={"distributed": True}),
     "megatron pp 2 x tp 2": Megatron(stages=2, slices=2),

@@ -35,6 +35,8 @@ deepspeed.ops.__compatible_ops__ = {}
 
 from megatron_ft.engines.deepspeed.engine import DeepSpeedData, DeepSpeedPipeline  # noqa: E402
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine  # noqa: E402
+from megatron_ft.engines.deepspeed.zero import DeepSpeedZero  # noqa: E402
+from megatron_ft.engines.layout import Layout  # noqa: E402
 
 _OURS = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "fault_tolerance", "tensor_parallel")
 """Settings removed from DeepSpeed's config: it would split the model itself, which its pipeline does not support."""
@@ -49,7 +51,7 @@ def build(
     optimizer: Any = None,
     model_parameters: Any = None,
     lr_scheduler: Any = None,
-) -> DeepSpeedPipeline | DeepSpeedData:
+) -> DeepSpeedPipeline | DeepSpeedData | DeepSpeedZero:
     """Build the engine; see ``Session.deepspeed``.
 
     ``settings``: (True if the ranks of a group sum their gradients) -> settings of ``engines.buckets.Bucketed``."""
@@ -71,15 +73,26 @@ def build(
         config = group_config(run, pipelined=True)
         given |= {"mpu": model.mpu(), "config": config, "config_class": DeepSpeedConfig(config, model.mpu())}
         return DeepSpeedPipeline(FlushingEngine(**given), **settings(False))
-    parallelism.refuse_whole_model(run, "the model")
+    divided = parallelism.zero_stage(run.engine) >= 2
+    if not divided or run.stages * run.slices > 1:
+        parallelism.refuse_whole_model(run, "the model")
+    if divided and run.inner_shards != run.ranks_per_group:
+        raise EngineError(
+            f"zero_optimization.stage is {parallelism.zero_stage(run.engine)}, which divides gradients over the "
+            f"{run.ranks_per_group} ranks of a group, so they compute together; set {parallelism.SHARDS} to "
+            f"{run.ranks_per_group} in place of --ranks-per-group"
+        )
     if loss_fn is None:
         raise EngineError(
             "session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule"
         )
     config = group_config(run, pipelined=False)
     engine = DeepSpeedEngine(**given, config=config, config_class=DeepSpeedConfig(config, None))
+    engine.set_gradient_accumulation_boundary(divided)
+    if divided:
+        layout = Layout.of(torch.distributed.get_rank(), shards=run.inner_shards)
+        return DeepSpeedZero(engine, loss_fn, layout, **settings(False))
     engine.enable_backward_allreduce = False  # gradients are summed in the group, and between groups, by megatron_ft
-    engine.set_gradient_accumulation_boundary(False)
     return DeepSpeedData(engine, loss_fn, **settings(True))
 
 
@@ -95,10 +108,9 @@ def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
     Raises ``EngineError``; ``megatron_ft.config.parallelism`` has refused all other unsupported settings before the
     start."""
     given = run.engine
-    zero = given.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else zero
-    if pipelined and stage == 2:  # the config need not name the pipeline (``megatron_ft.config.parallelism``)
-        raise EngineError("zero_optimization.stage is 2, which a pipeline cannot have; use 0 or 1")
+    zero, stage = given.get("zero_optimization", {}), parallelism.zero_stage(given)
+    if pipelined and stage > 1:  # the config need not name the pipeline (``megatron_ft.config.parallelism``)
+        raise EngineError(f"zero_optimization.stage is {stage}, which a pipeline cannot have; use 0 or 1")
     config = {key: value for key, value in given.items() if key not in _OURS}
     config |= {"train_micro_batch_size_per_gpu": run.samples_per_microbatch, "gradient_accumulation_steps": 1}
     config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
@@ -108,11 +120,10 @@ def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
     config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if "optimizer" in given:
         config["optimizer"] = _not_compiled(given["optimizer"])
-    if stage == 2 or parallelism.on(given, "bf16"):
-        # Every rank keeps the whole local gradient, because a reduction is repeated from it: there is nothing left that
-        # stage 2 could split. bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
+    if stage < 2 and parallelism.on(given, "bf16"):
+        # bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
         config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
-    if parallelism.on(given, "bf16"):
+    if parallelism.on(given, "bf16") or stage >= 2:
         config["data_types"] = {"grad_accum_dtype": "fp32", **given.get("data_types", {})}
     return config
 

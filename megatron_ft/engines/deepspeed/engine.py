@@ -28,7 +28,7 @@ from torch import nn
 
 from megatron_ft.engines import pipeline_flush
 from megatron_ft.engines.buckets import Bucket, Bucketed
-from megatron_ft.engines.deepspeed.optimizers import adapter
+from megatron_ft.engines.deepspeed.optimizers import InPlace, adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
 from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.port import Control, Progress, Ready, Work, manual_seed
@@ -49,18 +49,27 @@ def _sharding(module: nn.Module) -> dict[str, list[int]]:
     }
 
 
-class _Adapter(Bucketed, ABC):
-    """The common part of both adapters.
+class Adapter(Bucketed, ABC):
+    """The common part of all adapters.
 
     Args:
         engine: the group's DeepSpeed engine, used by this adapter only.
+        parameters: those whose gradients are reduced. Default: the trainable ones of the model.
+        optimizer: the adapter of its optimizer. Default: one that fits it.
         settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, **settings: Any) -> None:
-        super().__init__(engine.module, [p for p in engine.module.parameters() if p.requires_grad], **settings)
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        parameters: Sequence[nn.Parameter] = (),
+        optimizer: InPlace | None = None,
+        **settings: Any,
+    ) -> None:
+        own = parameters or [p for p in engine.module.parameters() if p.requires_grad]
+        super().__init__(engine.module, own, **settings)
         self.engine = engine
-        self._optimizer = adapter(engine.optimizer, self._buckets)
+        self._optimizer = adapter(engine.optimizer, self._buckets) if optimizer is None else optimizer
 
     replicated = False
     """False: each rank has its own part of the model, or of the optimizer's state (ZeRO)."""
@@ -98,10 +107,14 @@ class _Adapter(Bucketed, ABC):
         # accumulation.
         self.engine._take_model_step({})
 
+    def _module_state(self) -> Mapping[str, Any]:
+        """Return the model's tensors that are part of the state, by name."""
+        return dict(nn.Module.state_dict(self.engine.module))
+
     def state(self) -> Mapping[str, Any]:
         scheduler = self.engine.lr_scheduler
         state = {
-            "module": dict(nn.Module.state_dict(self.engine.module)),
+            "module": self._module_state(),
             "optimizer": self._optimizer.state(),
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
@@ -112,7 +125,7 @@ class _Adapter(Bucketed, ABC):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._load_grid(state)
-        own = nn.Module.state_dict(self.engine.module)
+        own = self._module_state()
         with torch.no_grad():  # in place: DeepSpeed's flat buffers are the same memory
             for name, value in state["module"].items():
                 own[name].copy_(value)
@@ -127,7 +140,7 @@ class _Adapter(Bucketed, ABC):
         return named_state(self.engine.module, optimizer.inner, self._buffers.unsaved(), optimizer.masters())
 
 
-class DeepSpeedPipeline(_Adapter, JointBucketed):
+class DeepSpeedPipeline(Adapter, JointBucketed):
     """A ``JointEngine``, made by ``Session.deepspeed``."""
 
     engine: FlushingEngine
@@ -188,7 +201,7 @@ class DeepSpeedPipeline(_Adapter, JointBucketed):
             dist.all_reduce(view, group=group)
 
 
-class DeepSpeedData(_Adapter):
+class DeepSpeedData(Adapter):
     """An ``Engine``, made by ``Session.deepspeed``. ``loss_fn``: (engine, batch) -> mean loss of one microbatch, or
     with ``loss_reduction`` ``"token"`` (sum of the tokens' losses, number of these tokens)."""
 

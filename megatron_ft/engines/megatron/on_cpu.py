@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _installed: list[TorchFunctionMode] = []
@@ -46,7 +47,7 @@ class _Stream:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments, **options: None
+        return lambda *arguments, **options: self
 
     def __enter__(self) -> _Stream:
         return self
@@ -87,12 +88,28 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = _Stream
     cuda.get_device_capability = lambda *arguments: (0, 0)
 
+    exchange = dist.all_to_all_single
+
+    def exchange_with_lists(output: Any, mine: Any, to: Any = None, sent: Any = None, **options: Any) -> Any:
+        # It moves the sizes from a GPU to numpy, and here finds them moved already.
+        sizes = {"output_split_sizes": to, "input_split_sizes": sent}
+        for name in sizes:
+            size = options.pop(name, sizes[name])
+            options[name] = size.tolist() if isinstance(size, torch.Tensor) else size
+        return exchange(output, mine, **options)
+
+    dist.all_to_all_single = exchange_with_lists
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of missing kernels for GPUs
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for it without Transformer Engine, too
+        moe_utils.te_general_gemm = None
 
     random._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *arguments, **options: torch.set_rng_state(state)
     _allow_sequence_parallel()
+    torch.compiler.set_stance("force_eager")  # what it compiles for a GPU takes longer than a run here
     # It warns of a change of the CPU's random state, which here is the GPU's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     mode = _CudaIsCpu()

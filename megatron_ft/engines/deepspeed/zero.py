@@ -1,0 +1,203 @@
+"""ZeRO-2 and ZeRO-3 inside a group: gradients stay divided over its ranks, with ZeRO-3 the parameters, too.
+
+The ranks compute every microbatch together, each of its share of the samples. DeepSpeed sums gradients inside the group
+within each backward pass, and leaves each rank its *partition*: a flat piece of the gradients, which is the gradient of the
+fp32 weights that this rank updates. The partition is then summed over the groups like any gradient.
+
+Failures it assumes: any rank of the group may vanish; DeepSpeed's collectives then raise ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from megatron_ft.engines import rounds
+from megatron_ft.engines.buckets import Bucket, Buckets
+from megatron_ft.engines.deepspeed.engine import Adapter
+from megatron_ft.engines.deepspeed.optimizers import InPlace
+from megatron_ft.engines.joint import JointBucketed, share
+from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.port import Control, Work, manual_seed
+from megatron_ft.engines.state_tensors import named_state
+
+_PIECE = 1 << 20
+"""Most elements of a partition that are in one bucket because they cannot be divided."""
+
+
+class _Piece(NamedTuple):
+    """Elements ``begin`` to ``end`` of this rank's partition of a group of parameters."""
+
+    group: int
+    begin: int
+    end: int
+
+
+class Partitioned(InPlace):
+    """The partitions of DeepSpeed's optimizer, of stage 2 or 3."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.buckets: Buckets
+        self.pieces: dict[nn.Parameter, _Piece] = {}
+        for group, master in enumerate(self.masters()):
+            for begin in range(0, master.numel(), _PIECE):
+                piece = _Piece(group, begin, min(begin + _PIECE, master.numel()))
+                self.pieces[nn.Parameter(master.detach()[piece.begin : piece.end])] = piece
+        self._flat: dict[int, torch.Tensor | None] = {}
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer
+
+    @property
+    def divides_parameters(self) -> bool:
+        """True with ZeRO-3."""
+        return hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+
+    def masters(self) -> list[torch.Tensor]:
+        if self.divides_parameters:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    @contextmanager
+    def whole(self) -> Iterator[torch.optim.Optimizer]:
+        """Give the torch optimizer all its parameters for a moment: with ZeRO-3 it has them in its step only."""
+        groups = self.inner.param_groups
+        before = [group["params"] for group in groups]
+        if self.divides_parameters:
+            for group in groups:
+                group["params"] = []
+            for number, master in enumerate(self.masters()):
+                groups[self.optimizer.sub_group_to_group_id[number]]["params"].append(master)
+        try:
+            yield self.inner
+        finally:
+            for group, parameters in zip(self.inner.param_groups, before, strict=True):
+                group["params"] = parameters if self.divides_parameters else group["params"]
+
+    def state(self) -> Mapping[str, Any]:
+        with self.whole():
+            return super().state()
+
+    def aim(self) -> None:
+        """Do nothing: gradients are taken from the partitions."""
+
+    def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        found = []
+        for parameter in bucket.parameters:
+            piece = self.pieces[parameter]
+            if piece.group not in self._flat:
+                self._flat[piece.group] = self._flattened(piece.group)
+            flat = self._flat[piece.group]
+            found.append(None if flat is None else flat[piece.begin : piece.end])
+        return found
+
+    def _flattened(self, group: int) -> torch.Tensor | None:
+        parts = self.optimizer.averaged_gradients.get(group)
+        if parts is None:
+            return None
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        size = self.masters()[group].numel()
+        return torch.cat([flat, flat.new_zeros(size - flat.numel())]) if flat.numel() < size else flat
+
+    def forget(self) -> None:
+        self._flat.clear()
+        optimizer = self.optimizer
+        for group, parts in optimizer.averaged_gradients.items():
+            if self.divides_parameters:  # they are views of a buffer, to which the next backward pass may add
+                torch._foreach_zero_([part for part in parts or () if part.numel()])
+            else:
+                optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+
+    def give(self) -> None:
+        given: dict[int, list[torch.Tensor]] = {}
+        for bucket in self.buckets:
+            bucket.give()
+            for parameter in bucket.parameters:
+                assert parameter.grad is not None
+                given.setdefault(self.pieces[parameter].group, []).append(parameter.grad)
+                parameter.grad = None
+        # Buckets hold the last elements first.
+        for group, parts in given.items():
+            self.optimizer.averaged_gradients[group] = [torch.cat(parts[::-1])]
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        with self.whole():
+            super().load_state(state)
+        if not self.divides_parameters:
+            return
+        optimizer = self.optimizer
+        for group in range(len(self.masters())):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:  # those that stay whole at every rank
+            for parameter in optimizer.persistent_parameters:
+                parameter.partition(has_been_updated=False)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+class DeepSpeedZero(Adapter, JointBucketed):
+    """A ``JointEngine``, made by ``Session.deepspeed``. ``loss_fn``: as for ``DeepSpeedData``; its batch is this rank's
+    share of the samples."""
+
+    takes_gradients = True
+    _optimizer: Partitioned
+
+    def __init__(
+        self, engine: DeepSpeedEngine, loss_fn: Callable[[Any, Any], torch.Tensor], layout: Layout, **settings: Any
+    ) -> None:
+        optimizer = Partitioned(engine.optimizer)
+        super().__init__(
+            engine, list(optimizer.pieces), optimizer, layout=layout, shard_group=dist.group.WORLD, **settings
+        )
+        optimizer.buckets = self._buckets
+        self.loss_fn = loss_fn
+
+    @property
+    def needs_samples(self) -> bool:
+        return True
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return rounds.peers(self.layout)
+
+    def flush(self, control: Control, work: Work) -> None:
+        for (listed,), last in rounds.rounds(self.layout, control, work, most=1):
+            with work.span("forward", listed):
+                self.add_to(listed.part)
+                manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
+                batch = share(work.batch(listed.microbatch), self.layout)
+                loss, tokens = self._split_loss(self.loss_fn(self.engine, batch))
+                self._count_loss(loss)
+                self._count_tokens(tokens)
+                self._take_changes()
+            with work.span("backward", listed):
+                # DeepSpeed takes the mean over the ranks, of which each has lost a part of the sum.
+                self.engine.backward(loss * self.layout.shards if self._per_token else loss)
+                self._buffers.restore()
+            work.computed(listed)
+            ready = work.ready() if last else None
+            if ready is not None:
+                for bucket in range(self.num_buckets):
+                    ready(bucket)
+
+    def _module_state(self) -> Mapping[str, Any]:
+        if not self._optimizer.divides_parameters:
+            return super()._module_state()
+        return dict(self.engine.module.named_buffers())
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        optimizer, module = self._optimizer, self.engine.module
+        known = nn.Module() if optimizer.divides_parameters else module
+        with optimizer.whole() as inner:
+            found = list(named_state(known, inner, self._buffers.unsaved(), optimizer.masters()))
+        if optimizer.divides_parameters:
+            found += [(f"buffer {name}", tensor) for name, tensor in self._module_state().items()]
+            found += [(f"part of parameter {name}", one.ds_tensor) for name, one in module.named_parameters()]
+        yield from found
