@@ -37,6 +37,28 @@ def start(
     return support.start(directory, data_dir, holds, **{**known, **options})
 
 
+PLAIN = """
+from megatron_ft.worker.session import Session
+import deepspeed
+
+def wrap(self, model, optimizer, loss_fn, scheduler):
+    return self.deepspeed(model, loss_fn=loss_fn, optimizer=optimizer, lr_scheduler=scheduler)
+
+Session.wrap = wrap
+"""
+"""What makes plain PyTorch's example one of a ``DeepSpeedEngine``."""
+
+
+def zero(
+    directory: Path, data_dir: Path, holds: Sequence[Breakpoint] = (), *, stage: int, shards: int = 2, **options
+) -> support.Run:
+    """Start plain PyTorch's example with ZeRO-2 or 3 inside groups of ``shards`` ranks."""
+    script = support.changed_script(directory.with_suffix(".py"), PLAIN)
+    engine = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}}
+    known = {"steps": STEPS, "script": script, "extra": ["--preload", "deepspeed"], "engine": engine}
+    return support.start(directory, data_dir, holds, **{**known, "inner_shards": shards, **options})
+
+
 def kinds(run: support.Run, group: int, position: int) -> list[str]:
     """Return what a rank did in the step of the (first) death, in order."""
     lines = (run.directory / "timeline" / f"g{group}.p{position}.jsonl").read_text().splitlines()

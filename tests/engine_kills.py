@@ -130,6 +130,8 @@ KITS = {
     "2 x Megatron PP2 x TP2": Kit(2, 4, megatron, {"stages": 2, "slices": 2, "own": ("--sequence-parallel",)}),
     "2 x Megatron EP2": Kit(2, 2, megatron, {"shards": 2, "own": ("--experts", 4)}),
     "3 x Megatron DP2, distributed optimizer": Kit(3, 2, megatron, {"shards": 2, "own": ("--distributed-optimizer",)}),
+    "2 x ZeRO-2": Kit(2, 2, deepspeed_kills.zero, {"stage": 2}),
+    "2 x ZeRO-3": Kit(2, 2, deepspeed_kills.zero, {"stage": 3}),
     "3 x PP2": Kit(3, 2, deepspeed_kills.start, {"stages": 2}, deepspeed_kills.patch_violations),
     "2 x PP2 x TP2": Kit(2, 4, deepspeed_kills.start, {"stages": 2, "slices": 2}, deepspeed_kills.patch_violations),
 }

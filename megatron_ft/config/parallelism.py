@@ -50,8 +50,15 @@ def ranks_per_group(config: Mapping[str, Any], asked: int | None) -> int:
     microbatches. ``config``: the whole file."""
     sizes = {STAGES: stages(config), SLICES: slices(config), SHARDS: inner_shards(config)}
     needed, has = prod(sizes.values()), " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if asked is None or asked == needed or needed == 1:
-        return needed if asked is None else asked
+    if asked is None or asked == needed:
+        return needed
+    if needed == 1 and zero_stage(config) > 1:
+        raise ConfigError(
+            f"zero_optimization.stage is {zero_stage(config)}, which divides gradients over the ranks of a group, so they "
+            f"compute together; set {SHARDS} to {asked} in place of --ranks-per-group"
+        )
+    if needed == 1:
+        return asked
     if asked % needed:
         raise ConfigError(f"--ranks-per-group is {asked} but {has} are {needed}; leave it out, or correct one of them")
     raise ConfigError(
@@ -125,7 +132,6 @@ def check(engine: Mapping[str, Any], model: Mapping[str, Any]) -> None:
             "zero_optimization offloads",
             "gradients are reduced between groups where they are: leave it out",
         ),
-        (on(engine, "fp16"), "fp16 is enabled", "its loss scale would differ between groups: use bf16"),
         (on(engine, "amp"), "amp is enabled", "use bf16"),
         (
             on(engine, "elasticity"),

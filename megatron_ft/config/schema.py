@@ -485,6 +485,11 @@ def resolve(
     if not policies.policy(section.policy).balances:  # a slow group keeps its load
         section = replace(section, detector=replace(section.detector, straggler_factor=0.0))
     parallelism.check(raw, section.model)
+    if parallelism.on(raw, "fp16") and section.nonfinite != "skip":
+        raise ConfigError(
+            f'fp16 is enabled and fault_tolerance.nonfinite is "{section.nonfinite}"; a loss scale is found by skipping '
+            f'steps that overflow: use "skip", or bf16'
+        )
     if section.checkpoint.directory:  # a rank may be started elsewhere, and a script may go elsewhere
         where = replace(section.checkpoint, directory=os.path.abspath(section.checkpoint.directory))
         section = replace(section, checkpoint=where)

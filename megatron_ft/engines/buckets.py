@@ -102,14 +102,17 @@ class Bucket:
             self.point_gradients_at(self.adds_to.views)
 
     def give(self) -> None:
-        """Put the step's sum where an optimizer looks for gradients: in fp32, if need be in memory of the buffer that the
-        step does not need any more."""
+        """Put the step's sum where an optimizer looks for gradients."""
+        self.point_gradients_at(self.fp32_sum())
+
+    def fp32_sum(self) -> list[torch.Tensor]:
+        """Return the step's sum for each parameter in fp32, if need be in memory of the buffer that the step does not need
+        any more."""
         if not self.statistics:
-            self.point_gradients_at(self.sum_views)
-            return
+            return self.sum_views
         free = self.local if self.sum is self.reduced else self.reduced
         flat = free.view(torch.float32)[: self.elements].copy_(self.sum[: self.elements])
-        self.point_gradients_at(self._views(flat))
+        return self._views(flat)
 
     def point_gradients_at(self, views: list[torch.Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -446,12 +449,19 @@ class Bucketed:
         loss, norm, tokens = self._totals(loss, int(low) + _BASE * int(high))
         divisor = tokens if self._per_token else microbatches
         # Without a token there is no mean: the step counts, and its update is skipped.
-        loss, norm = (loss / divisor, norm / divisor) if divisor else (nan, nan)
+        loss, norm = (loss / divisor, norm / divisor / self._loss_scale()) if divisor else (nan, nan)
         self._buckets.average(max(divisor, 1), microbatches * self._divided, norm, self._clipping)
         progress("update")
         result = StepResult(step, loss, microbatches, norm, tokens, self._learning_rate())
         self.repeat(result)
         return result
+
+    def _loss_scale(self) -> float:
+        """Return the factor of all gradients of the step, which the optimizer takes out (fp16)."""
+        return 1.0
+
+    def _skip(self) -> None:
+        """Note a step whose gradient is not finite: its update is left out."""
 
     def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
         """Return loss, norm of the gradients and tokens of the step's sums; the same at all ranks of the group."""
@@ -469,6 +479,8 @@ class Bucketed:
             self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches * self._divided)
             manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
             self._optimize()
+        else:
+            self._skip()
         if self._rounding is not None:
             self._rounding.advance(result.microbatches)
 

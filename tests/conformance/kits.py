@@ -19,7 +19,8 @@ from tests.conformance import model as toy
 @dataclass(frozen=True)
 class Kit(ABC):
     """One engine in one layout. ``exact``: it declares that equal microbatches give equal bits in every group. ``joint``:
-    its ranks compute every microbatch together. ``overlaps``: it tells when a bucket is complete."""
+    its ranks compute every microbatch together. ``overlaps``: it tells when a bucket is complete.
+    ``tolerance``: a factor of the differences from fp32 that are allowed."""
 
     stages: int = 1
     shards: int = 1
@@ -27,6 +28,7 @@ class Kit(ABC):
     exact: bool = True
     joint: bool = True
     overlaps: bool = True
+    tolerance: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -193,10 +195,14 @@ class DeepSpeed(Kit):
     """DeepSpeed's engine around the whole model. ``options``: ``stage`` of ZeRO; others are settings of DeepSpeed."""
 
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
+        from deepspeed.accelerator import get_accelerator
+
         from megatron_ft.config import schema
         from megatron_ft.engines.deepspeed import build
 
         build.init_communication()
+        if "fp16" in self.options:  # whatever DeepSpeed thinks of this processor
+            get_accelerator().is_fp16_supported = lambda: True
         own = {key: value for key, value in self.options.items() if key != "stage"}
         zero = {"stage": self.options.get("stage", 0), "stage3_param_persistence_threshold": 100}
         section = {"inner_shards": self.shards, "loss_reduction": settings.get("loss_reduction", "microbatch")}
@@ -243,6 +249,8 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+HALF = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
+
 KITS: dict[str, Kit] = {
     "torch-native": Native(joint=False),
     "fsdp 2": Fsdp(shards=2),
@@ -256,6 +264,8 @@ KITS: dict[str, Kit] = {
     "deepspeed zero 1": DeepSpeed(joint=False, overlaps=False, options={"stage": 1}),
     "deepspeed zero 2": DeepSpeed(shards=2, options={"stage": 2}),
     "deepspeed zero 3": DeepSpeed(shards=2, options={"stage": 3}),
+    "deepspeed zero 2, fp16": DeepSpeed(shards=2, tolerance=300, options={"stage": 2, "fp16": HALF}),
+    "deepspeed zero 1, fp16": DeepSpeed(joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}),
     "deepspeed pp 2": DeepSpeed(stages=2, overlaps=False, options={"pipeline": {"stages": 2}}),
     "megatron dp 2": Megatron(shards=2),
     "megatron dp 2, distributed optimizer": Megatron(shards=2, options={"distributed": True}),

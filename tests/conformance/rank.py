@@ -191,15 +191,21 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 def trains_what_one_process_trains(group: Group, **settings: Any) -> None:
     """Uneven plans, also a group without any microbatch; clipping; buffers."""
     reference, expected = alone(settings, len(SPLITS))
+    loose = group.kit.tolerance
     engine = group.build(**settings)
     for step, split in enumerate(SPLITS):
         result = group.step(engine, split, step)
-        assert math.isclose(result.loss, expected[step].loss, rel_tol=1e-5), (result, expected[step])
-        assert math.isclose(result.gradient_norm, expected[step].gradient_norm, rel_tol=1e-4), (result, expected[step])
+        assert math.isclose(result.loss, expected[step].loss, rel_tol=1e-5 * loose), (result, expected[step])
+        norm = expected[step].gradient_norm
+        assert math.isclose(result.gradient_norm, norm, rel_tol=1e-4 * loose), (result, expected[step])
         assert result.tokens == expected[step].tokens, (result, expected[step])
     known = reference.model.state_dict()
     for name, tensor in group.kit.tensors(engine).items():
-        assert torch.allclose(tensor, known[name], rtol=1e-4, atol=1e-5), (name, (tensor - known[name]).abs().max())
+        off = (tensor - known[name]).abs()
+        if loose > 1:  # Adam turns rounding of a gradient near 0 into a whole step
+            assert off.mean() < 1e-5 * loose, (name, off.mean())
+        else:
+            assert torch.allclose(tensor, known[name], rtol=1e-4, atol=1e-5), (name, off.max())
 
 
 def counts_tokens(group: Group) -> None:

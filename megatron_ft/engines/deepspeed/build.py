@@ -76,12 +76,6 @@ def build(
     divided = parallelism.zero_stage(run.engine) >= 2
     if not divided or run.stages * run.slices > 1:
         parallelism.refuse_whole_model(run, "the model")
-    if divided and run.inner_shards != run.ranks_per_group:
-        raise EngineError(
-            f"zero_optimization.stage is {parallelism.zero_stage(run.engine)}, which divides gradients over the "
-            f"{run.ranks_per_group} ranks of a group, so they compute together; set {parallelism.SHARDS} to "
-            f"{run.ranks_per_group} in place of --ranks-per-group"
-        )
     if loss_fn is None:
         raise EngineError(
             "session.deepspeed needs loss_fn=(engine, batch) -> loss for a model that is no PipelineModule"
@@ -120,8 +114,8 @@ def group_config(run: RunConfig, *, pipelined: bool) -> dict[str, Any]:
     config["pipeline"] = {**given.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if "optimizer" in given:
         config["optimizer"] = _not_compiled(given["optimizer"])
-    if stage < 2 and parallelism.on(given, "bf16"):
-        # bf16 with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
+    if stage < 2 and (parallelism.on(given, "bf16") or parallelism.on(given, "fp16")):
+        # 16 bits with fp32 master weights is DeepSpeed's stage 1, in a world of one rank, too.
         config["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": 1}
     if parallelism.on(given, "bf16") or stage >= 2:
         config["data_types"] = {"grad_accum_dtype": "fp32", **given.get("data_types", {})}

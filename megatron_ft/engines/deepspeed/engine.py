@@ -101,6 +101,12 @@ class Adapter(Bucketed, ABC):
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer.inner
 
+    def _loss_scale(self) -> float:
+        return self._optimizer.loss_scale
+
+    def _skip(self) -> None:
+        self._optimizer.skip()
+
     def _optimize(self) -> None:
         self._optimizer.give()
         # The same call as in ``DeepSpeedEngine.step`` and ``PipelineEngine``'s OptimizerStep at the end of an

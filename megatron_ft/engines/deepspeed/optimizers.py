@@ -60,11 +60,32 @@ class InPlace:
         """Return the tensors that are kept between steps beside the parameters and the torch optimizer's state."""
         return []
 
+    # The loss scale of fp16 follows from the steps that were skipped, which are the same in all groups. So it is, too.
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.optimizer, "loss_scaler", None)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of all gradients, which the optimizer's step takes out."""
+        return 1.0 if self._scaler is None else float(self._scaler.loss_scale)
+
+    def skip(self) -> None:
+        """Note a step whose update is left out, because its gradient is not finite."""
+        if self._scaler is not None:
+            self._scaler.update_scale(True)
+
     def state(self) -> Mapping[str, Any]:
-        return {"torch": self.inner.state_dict(), "masters": self.masters()}
+        state = {"torch": self.inner.state_dict(), "masters": self.masters()}
+        scaler = {} if self._scaler is None else vars(self._scaler)
+        numbers = {name: value for name, value in scaler.items() if isinstance(value, bool | int | float)}
+        return state | ({"loss_scaler": numbers} if getattr(self._scaler, "dynamic", False) else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state["torch"])
+        if self._scaler is not None:
+            vars(self._scaler).update(state.get("loss_scaler", {}))
         with torch.no_grad():
             for mine, theirs in zip(self.masters(), state["masters"], strict=True):
                 mine.copy_(theirs)
@@ -78,10 +99,14 @@ class Zero(InPlace):
         return self.optimizer.optimizer
 
     def give(self) -> None:
-        super().give()
         zero = self.optimizer
+        sums = {
+            parameter: gradient
+            for bucket in self.buckets
+            for parameter, gradient in zip(bucket.parameters, bucket.fp32_sum(), strict=True)
+        }
         for number, parameters in enumerate(zero.params_in_partition):
-            zero.all_grad_tensors[number] = [parameter.grad for parameter in parameters]
+            zero.all_grad_tensors[number] = [sums[parameter] for parameter in parameters]
             zero.averaged_gradients[number] = zero.get_flat_partition(
                 parameters,
                 zero.first_offset[number],
@@ -97,6 +122,23 @@ class Zero(InPlace):
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
+
+
+class ZeroHalf(Zero):
+    """ZeRO-1 of fp16 parameters: backward leaves fp16 gradients in ``.grad``."""
+
+    def aim(self) -> None:
+        """Do nothing: :meth:`collect` moves the gradients."""
+
+    def collect(self) -> None:
+        for bucket in self.buckets:
+            for view, parameter in zip(bucket.adds_to.views, bucket.parameters, strict=True):
+                if parameter.grad is not None:
+                    view.add_(parameter.grad)
+                    parameter.grad = None
+
+    def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
+        return [None if one is None else one.float() for one in super().gradients(bucket)]
 
 
 class Bf16(InPlace):
@@ -155,10 +197,10 @@ def adapter(optimizer: Any, buckets: Buckets) -> InPlace:
     if isinstance(optimizer, BF16_Optimizer):
         return Bf16(optimizer, buckets)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return Zero(optimizer, buckets)
+        return Zero(optimizer, buckets) if optimizer.dtype == torch.float32 else ZeroHalf(optimizer, buckets)
     if isinstance(optimizer, torch.optim.Optimizer):
         return InPlace(optimizer, buckets)
     raise EngineError(
-        f"DeepSpeed's {type(optimizer).__name__} is not supported; use fp32, or bf16 with "
+        f"DeepSpeed's {type(optimizer).__name__} is not supported; use fp32, fp16 with ZeRO, or bf16 with "
         f'"data_types": {{"grad_accum_dtype": "fp32"}} and ZeRO stage 1'
     )

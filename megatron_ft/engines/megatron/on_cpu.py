@@ -98,7 +98,8 @@ def install() -> None:
             options[name] = size.tolist() if isinstance(size, torch.Tensor) else size
         return exchange(output, mine, **options)
 
-    dist.all_to_all_single = exchange_with_lists
+    world: Any = dist
+    world.all_to_all_single = exchange_with_lists
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of missing kernels for GPUs
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
