@@ -8,6 +8,7 @@ marked `ft` make it fault-tolerant.
 """
 
 import argparse
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,10 @@ SCHEDULES = {
 
 def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def whole_loss_fn(device: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss_fn(model(batch["input_ids"].to(device)), batch["labels"].to(device))
 
 
 def main() -> None:
@@ -69,8 +74,7 @@ def main() -> None:
         ]
         engine = session.pipeline(stages, optimizer, loss_fn, SCHEDULES[args.schedule])  # ft: instead of the schedule
     else:
-        whole = lambda model, batch: loss_fn(model(batch["input_ids"]), batch["labels"])  # noqa: E731
-        engine = session.wrap(modules[0], optimizer, whole)  # ft
+        engine = session.wrap(modules[0], optimizer, partial(whole_loss_fn, args.device))  # ft
     for step in session.steps(args.steps):  # ft
         result = session.train_step(engine, dataset)  # ft: instead of schedule.step, clip_grad_norm_, optimizer.step
         print(f"step {step}  loss {result.loss:.4f}  |g| {result.gradient_norm:.3f}", flush=True)

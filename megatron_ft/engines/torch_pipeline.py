@@ -150,10 +150,11 @@ class TorchPipeline(DTensorBucketed, Staged):
         inputs, targets = [], []
         if self.needs_samples:
             batches = [self._split(share(self._work.batch(one.microbatch), self.layout)) for one in self._listed]
-            inputs = [torch.cat(column) for column in zip(*(args for args, _ in batches), strict=True)]
+            device = self._stages[0].device
+            inputs = [torch.cat(column).to(device) for column in zip(*(args for args, _ in batches), strict=True)]
             targets = [target for _, target in batches]
         first, last = (any(getattr(stage, place) for stage in self._stages) for place in ("is_first", "is_last"))
-        target = {"target": torch.cat(targets)} if last else {}
+        target = {"target": torch.cat(targets).to(self._stages[0].device)} if last else {}
         schedule.step(*(inputs if first else ()), **target, return_outputs=False)
 
     # --- around torch's passes ----------------------------------------------------------------------------------------

@@ -38,8 +38,12 @@ try:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
+    from megatron.core.transformer.moe import moe_utils
 except ImportError as error:
     raise EngineError(f"megatron-core cannot be imported ({error}); install it: {extras.install('megatron')}") from None
+
+if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None where Transformer Engine is missing, too
+    moe_utils.te_general_gemm = None
 
 ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[[Any], Any]]]
 """Megatron's ``forward_step``: (iterator over batches, model) -> (output, loss function of the output). The loss function

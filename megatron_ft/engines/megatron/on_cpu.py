@@ -102,10 +102,6 @@ def install() -> None:
     world.all_to_all_single = exchange_with_lists
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of missing kernels for GPUs
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for it without Transformer Engine, too
-        moe_utils.te_general_gemm = None
 
     random._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *arguments, **options: torch.set_rng_state(state)
