@@ -92,7 +92,8 @@ KEPT = dict([
             "megatron_ft/faults", *RUN),
     _result("corruption", "-m tests.corruption --runs 67", "megatron_ft/faults", *RUN),
     _result("exact", "benchmarks/exact.py", *STEP),
-    _result("gpu_h200", "-m pytest tests/gpu/test_training_gpu.py tests/gpu/test_exact_gpu.py", "tests/gpu",
+    _result("gpu_h200", "-m pytest tests/gpu/test_training_gpu.py tests/gpu/test_exact_gpu.py "
+            "tests/gpu/test_engines_gpu.py", "tests/gpu",
             "benchmarks/exact.py", *STEP),
     _result("exact_quality", "benchmarks/exact.py --part quality", *STEP),
     _result("exact_training", "benchmarks/exact.py --part training", *STEP),
