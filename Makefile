@@ -109,7 +109,7 @@ fuzz: setup
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/overhead.py --unblock
-	$(BIN)/python benchmarks/deepspeed_overhead.py
+	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/recovery.py --hogs 10
 	$(BIN)/python benchmarks/rejoin.py

@@ -38,8 +38,6 @@ class DTensorBucketed(JointBucketed):
         EngineError: a parameter that the engine cannot keep equal in all groups.
     """
 
-    takes_gradients = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -56,6 +54,16 @@ class DTensorBucketed(JointBucketed):
         numbers = {part: module_of.get(whole, 0) for part, whole in self._whole.items()}
         super().__init__(model, list(self._whole), layout=layout, apart=numbers, **settings)
         self._counted = {part for part, whole in self._whole.items() if _counts_here(whole, layout)}
+        # Autograd adds to a plain gradient in place, to a DTensor it may not.
+        divided = any(isinstance(whole, DTensor) for whole in self._whole.values())
+        self.takes_gradients = divided or self._rounding is not None
+
+    def _aim(self, part: int) -> None:
+        super()._aim(part)
+        if not self.takes_gradients:
+            for bucket in self._buckets:
+                for piece, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
+                    self._whole[piece].grad = view
 
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         return [_local_gradient(self._whole[part]) for part in bucket.parameters]

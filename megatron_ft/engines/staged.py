@@ -89,10 +89,19 @@ class Staged(JointBucketed):
             self._count_tokens(tokens)
         return loss, tokens
 
-    def _backward(self, number: int, index: int) -> None:
-        """After a stage, the ``number``-th of this rank, has the whole gradient of a microbatch of the run: add it."""
+    @contextmanager
+    def _backward(self, number: int, index: int, complete: bool = True) -> Iterator[None]:
+        """Surround a backward pass of a stage, the ``number``-th of this rank, with a microbatch of the run.
+        ``complete``: it has the whole gradient then, which is added."""
         listed = self._listed[index]
         self.add_to(listed.part)
+        with self._work.span("backward", listed):
+            yield
+        if complete:
+            self._on_backward(number, index)
+
+    def _on_backward(self, number: int, index: int) -> None:
+        listed = self._listed[index]
         count, digest = self._returned.pop(index, (0, 0))
         self._at = number, index
         if count + 1 < len(self._of_stage) or index >= len(self._listed) - self._filling:
@@ -110,6 +119,8 @@ class Staged(JointBucketed):
 
     def _take_stage(self, asked: bool, before: int) -> int:
         """Add the gradients of the stage that has just made a backward pass. Return the digest of the microbatch so far."""
+        if not self.takes_gradients:
+            return 0
         numbers = self._of_stage[self._at[0]]
         found = self._collect(numbers, asked)
         for number in numbers:

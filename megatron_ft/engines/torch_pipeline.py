@@ -126,11 +126,12 @@ class TorchPipeline(DTensorBucketed, Staged):
         """Return a schedule for the first of ``count`` microbatches, and for how many."""
         if self._run[0] == count:
             return self._run
-        for kind, most in ((self._kind, count), (self._kind, count - 1), *((kind, count) for kind in self._others())):
-            for number in range(most, 0 if kind is not self._kind else most - 1, -1):
-                if number and (schedule := self._made(kind, number)) is not None:
-                    self._run = number, schedule
-                    return self._run
+        own = [(self._kind, number) for number in (count, count - 1) if number]
+        simpler = [(kind, number) for kind in self._others() for number in range(count, 0, -1)]
+        for kind, number in own + simpler:
+            if (schedule := self._made(kind, number)) is not None:
+                self._run = number, schedule
+                return self._run
         raise EngineError(
             f"neither {self._kind.__name__} nor a simpler schedule can run {count} microbatches over these stages; choose "
             f"another schedule"
@@ -165,23 +166,20 @@ class TorchPipeline(DTensorBucketed, Staged):
         backward: Callable[..., Any] = stage.backward_one_chunk
         weight: Callable[..., Any] = stage.backward_weight_one_chunk
 
-        def complete(chunk: int) -> None:
-            stage.perform_reduce_grad(1)  # inside the group, with FSDP
-            self._backward(number, chunk)
-
         def forward_one_chunk(chunk: int, *arguments: Any, **options: Any) -> Any:
             with self._forward(chunk, stage.stage_index, stage.is_last):
                 return forward(chunk, *arguments, **options)
 
         def backward_one_chunk(chunk: int, *arguments: Any, full_backward: bool = True, **options: Any) -> None:
-            with self._work.span("backward", self._listed[chunk]):
+            with self._backward(number, chunk, complete=full_backward):
                 backward(chunk, *arguments, full_backward=full_backward, **options)
-            if full_backward:
-                complete(chunk)
+                if full_backward:
+                    stage.perform_reduce_grad(1)  # inside the group, with FSDP
 
         def backward_weight_one_chunk(chunk: int, *arguments: Any, **options: Any) -> None:
-            weight(chunk, *arguments, **options)
-            complete(chunk)
+            with self._backward(number, chunk):
+                weight(chunk, *arguments, **options)
+                stage.perform_reduce_grad(1)
 
         for replacement in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk):
             setattr(stage, replacement.__name__, replacement)

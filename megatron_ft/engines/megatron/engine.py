@@ -182,10 +182,8 @@ class MegatronEngine(Staged):
 
     def _backward_pass(self, backward: Callable[..., Any], inputs: Any, output: Any, *rest: Any, **options: Any) -> Any:
         number, index, _ = self._outputs.pop(id(_single(output)))
-        with self._work.span("backward", self._listed[index]):
-            gradient = backward(inputs, output, *rest, **options)
-        self._backward(number, index)
-        return gradient
+        with self._backward(number, index):
+            return backward(inputs, output, *rest, **options)
 
     def _forward_step(self, batches: Iterator[Any], model: nn.Module) -> Any:
         output, loss_function = self._step(batches, model)

@@ -13,6 +13,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class _Stream:
         pass
 
 
+def _nothing(name: str, *arguments: Any, **options: Any) -> None:
+    """Stand for a function of torch.cuda that has nothing to do on a CPU."""
+
+
 def _allow_sequence_parallel() -> None:
     """Let torch's norm be used with sequence parallelism, as those of apex and Transformer Engine can: its parameters say
     that their gradients are to be summed over the slices."""
@@ -78,9 +83,16 @@ def install() -> None:
     """Answer for the GPU from here on, in this process, unless there is one. Call it before megatron-core is used."""
     if torch.cuda.is_available() or _installed:
         return
+    # What it compiles for a GPU takes longer than a run here.
+    torch.compiler.set_stance("force_eager")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = cuda.empty_cache = cuda.set_device = lambda *arguments, **options: None
+    for name in (
+        "synchronize",
+        "empty_cache",
+        "set_device",
+    ):  # each a function of its own: the compiler tells them apart
+        setattr(cuda, name, partial(_nothing, name))
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *arguments, **options: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *arguments, **options: torch.set_rng_state(state)
@@ -106,7 +118,6 @@ def install() -> None:
     random._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *arguments, **options: torch.set_rng_state(state)
     _allow_sequence_parallel()
-    torch.compiler.set_stance("force_eager")  # what it compiles for a GPU takes longer than a run here
     # It warns of a change of the CPU's random state, which here is the GPU's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     mode = _CudaIsCpu()
