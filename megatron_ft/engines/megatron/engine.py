@@ -2,10 +2,11 @@
 distributed optimizer, inside a group.
 
 A flush runs Megatron's own schedule over the microbatches that the plan has left for the group; the passes are surrounded
-(``engines.staged``). Megatron adds gradients up in ``main_grad``, from where they are taken. They are first summed over the
-groups. When the step is committed, Megatron's ``finalize_model_grads`` makes of these sums what it makes of a group's own
-gradients (the sum over data-parallel ranks, of layer norms over tensor-parallel ranks, of a shared embedding), so the sum
-over the groups can be repeated any number of times. Its optimizer then takes the step.
+(``engines.staged``). Megatron adds gradients up in ``main_grad``, which is a view of a bucket until the step is committed
+(with exact reduction, gradients are taken from there). They are first summed over the groups. When the step is committed,
+Megatron's ``finalize_model_grads`` makes of these sums what it makes of a group's own gradients (the sum over data-parallel
+ranks, of layer norms over tensor-parallel ranks, of a shared embedding), so the sum over the groups can be repeated any
+number of times. Its optimizer then takes the step.
 
 Failures it assumes: any rank of the group may vanish; Megatron's collectives then raise ``RuntimeError``.
 """
@@ -70,8 +71,6 @@ class MegatronEngine(Staged):
         EngineError: a setting of Megatron's with which a step could not be repeated or shared.
     """
 
-    takes_gradients = True
-
     def __init__(
         self,
         chunks: Sequence[nn.Module],
@@ -94,9 +93,11 @@ class MegatronEngine(Staged):
         modules: list[Any] = [chunk.module for chunk in self._chunks]
         model = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
         number_of = {p: number for number, module in enumerate(modules) for p in module.parameters()}
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         group = parallel_state.get_data_parallel_group(with_context_parallel=True) if layout.shards > 1 else None
+        self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters}  # in Megatron's buffers
         super().__init__(model, parameters, layout=layout, shard_group=group, apart=number_of, **settings)
+        self.takes_gradients = self._rounding is not None
         self._of_stage = self._by_stage(len(self._chunks), lambda parameter: number_of[parameter])
         self._counted = {parameter for parameter in parameters if _counts_here(parameter)}
         self._begun = [0] * len(self._chunks)  # microbatches of the present run that have begun at each chunk
@@ -126,8 +127,6 @@ class MegatronEngine(Staged):
         return (*listed, *[again] * (count - len(listed)))
 
     def _run(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
         self._begun = [0] * len(self._chunks)
         self._outputs.clear()
         batches: list[Iterator[Any]] = [map(self._batch, iter(self._listed)) for _ in self._chunks]
@@ -201,9 +200,30 @@ class MegatronEngine(Staged):
         super()._seed_pass(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
+    def begin_step(self, microbatches: int = 1) -> None:
+        super().begin_step(microbatches)
+        for chunk in self._chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.reset()
+            for parameter in chunk.params_with_grad:
+                parameter.grad_added_to_main_grad = False
+        if self.takes_gradients:
+            for bucket in self._buckets:
+                self._forget(bucket)
+
+    def _aim(self, part: int) -> None:
+        super()._aim(part)
+        if not self.takes_gradients:
+            for bucket in self._buckets:
+                self._point(bucket, self._gradients_of(bucket) if part == DIGEST else bucket.adds_to.views)
+
+    def _point(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
+        parameters: Sequence[Any] = bucket.parameters
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.main_grad = gradient
+
     def _gradients_of(self, bucket: Bucket) -> list[torch.Tensor]:
-        parameters: list[Any] = list(bucket.parameters)
-        return [parameter.main_grad for parameter in parameters]
+        return [self._own[parameter] for parameter in bucket.parameters]
 
     def _forget(self, bucket: Bucket) -> None:
         torch._foreach_zero_(self._gradients_of(bucket))
@@ -229,8 +249,10 @@ class MegatronEngine(Staged):
     def _give(self) -> None:
         """Put the step's sums where Megatron looks for gradients."""
         for bucket in self._buckets:
-            for view, gradient in zip(bucket.sum_views, self._gradients_of(bucket), strict=True):
+            own = self._gradients_of(bucket)
+            for gradient, view in zip(own, bucket.sum_views, strict=True):
                 gradient.copy_(view)
+            self._point(bucket, own)
 
     def _optimize(self) -> None:
         self._give()
