@@ -118,6 +118,7 @@ def main() -> None:
         chunks.append(DistributedDataParallel(config, ddp, model.bfloat16() if args.bf16 else model))
     how = OptimizerConfig(
         lr=args.lr,
+        min_lr=0.0,
         adam_beta2=0.95,
         weight_decay=0.1,
         clip_grad=sizes.gradient_clipping,

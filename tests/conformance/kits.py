@@ -205,6 +205,7 @@ class DeepSpeed(Kit):
             get_accelerator().is_fp16_supported = lambda: True
         own = {key: value for key, value in self.options.items() if key != "stage"}
         zero = {"stage": self.options.get("stage", 0), "stage3_param_persistence_threshold": 100}
+        zero |= {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000}  # not half a billion elements
         section = {"inner_shards": self.shards, "loss_reduction": settings.get("loss_reduction", "microbatch")}
         raw = {
             "train_micro_batch_size_per_gpu": toy.SAMPLES,
