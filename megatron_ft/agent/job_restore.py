@@ -90,7 +90,9 @@ def _check(run: RunConfig, found: Found) -> None:
     from megatron_ft.checkpoint import restore
 
     ranks = found.manifest["ranks_per_group"]
-    if ranks != run.ranks_per_group:
+    stages, *_ = found.manifest["meta"].get("layout", [0])
+    divided_anew = stages == run.stages == 1 and run.inner_shards * run.slices == run.ranks_per_group
+    if ranks != run.ranks_per_group and not divided_anew:
         raise ConfigError(
             f"a group has {run.ranks_per_group} ranks, but checkpoint {found.path} was saved with {ranks}; start with "
             f"--ranks-per-group {ranks}, stages and slices as they were (the number of groups may differ), or name another "

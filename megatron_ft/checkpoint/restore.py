@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from megatron_ft import checkpoint
+from megatron_ft.checkpoint import reshard
 from megatron_ft.checkpoint.memory_copies import Locate, nowhere
 from megatron_ft.config import parallelism
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
-from megatron_ft.engines.port import Engine, StepResult
+from megatron_ft.engines.port import PARTS, Engine, StepResult
 from megatron_ft.errors import CheckpointError, ConfigError
 
 KEY = "resume"
@@ -65,6 +66,7 @@ def meta(
     """
     return {
         "shards": config.shards,
+        "layout": [config.stages, config.inner_shards, config.slices],
         "microbatches_per_shard": config.microbatches_per_group,
         "settings": settings(config),
         "steps": steps,
@@ -126,7 +128,12 @@ def load(
     ``registered`` is called with the state of the script's objects (``worker.registered_state``), by name.
     """
     check(config, origin.path, origin.meta)
-    state = dict(checkpoint.load(checkpoint.inspect(Path(origin.path)), position, copies))
+    found = checkpoint.inspect(Path(origin.path))
+    layout = [config.stages, config.inner_shards, config.slices]
+    if origin.meta.get("layout", layout) == layout:
+        state = dict(checkpoint.load(found, position, copies))
+    else:
+        state = _divided_anew(found, engine, copies)
     objects = state.pop("registered", {})
     own = dict(_tensors(engine.state(), ""))
     saved = dict(_tensors(state, ""))
@@ -143,6 +150,19 @@ def load(
             f"checkpoint {origin.path} does not fit this model or its optimizer: {why}; start the script that saved it"
         ) from error
     return StepResult.from_json(origin.meta["result"])
+
+
+def _divided_anew(found: Found, engine: Engine, copies: Locate) -> dict[str, Any]:
+    """Return the part of a checkpoint that this rank holds, whose group is divided otherwise than that which saved it."""
+    positions = range(found.manifest["ranks_per_group"])
+    state = reshard.whole([checkpoint.load(found, position, copies) for position in positions], found.path)
+    mine = engine.state()
+    if PARTS not in mine:
+        raise CheckpointError(
+            f"checkpoint {found.path} was saved by groups of {len(positions)} ranks, divided otherwise than these; this "
+            f"engine cannot divide it anew: start with the stages, slices and inner_shards that it was saved with"
+        )
+    return reshard.cut(state, mine[PARTS])
 
 
 def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.port import PARTS
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
 
@@ -89,7 +90,14 @@ class DTensorBucketed(JointBucketed):
         state = {"model": _local(self.model.state_dict()), "optimizer": _local(self.optimizer.state_dict())}
         state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
         state |= self._grid()
+        state |= {PARTS: self._boxes()} if self.layout.stages == 1 else {}
         return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+
+    def _boxes(self) -> dict[str, Any]:
+        """Return which part of which tensor this rank holds (``checkpoint.reshard``)."""
+        model = {name: _box(one) for name, one in self.model.state_dict().items() if isinstance(one, DTensor)}
+        updated = enumerate(one for group in self.optimizer.param_groups for one in group["params"])
+        return {"model": model, "optimizer": {number: _box(one) for number, one in updated if isinstance(one, DTensor)}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._load_grid(state)
@@ -172,6 +180,24 @@ def _counts_here(whole: torch.Tensor, layout: Layout) -> bool:
     """Return whether this rank counts its part in norms. One of the ranks that hold the same part counts it."""
     split = _split(whole, layout)
     return ("shard" in split or layout.shard == 0) and ("slice" in split or layout.slice == 0)
+
+
+def _box(whole: DTensor) -> list[list[int]]:
+    """Return the shape of a DTensor, and the offset and the shape of this rank's part, which is a box."""
+    place: list[int] = whole.device_mesh.get_coordinate() or []
+    size, offset = list(whole.shape), [0] * whole.dim()
+    axes = [(one, at, count) for one, at, count in zip(whole.placements, place, whole.device_mesh.shape, strict=True)]
+    # FSDP divides what tensor parallelism has divided before it, though its axis is the first: such a shard is strided.
+    plain = [axis for axis in axes if isinstance(axis[0], Shard)]
+    strided = [axis for axis in reversed(axes) if not isinstance(axis[0], Shard) and not axis[0].is_replicate()]
+    for placement, at, count in plain + strided:
+        dim: int = placement.dim
+        chunk = -(-size[dim] // count)
+        begin = min(at * chunk, size[dim])
+        offset[dim] += begin
+        size[dim] = min(chunk, size[dim] - begin)
+    assert size == list(_local(whole).shape), f"a part of {whole.placements} is no box"
+    return [list(whole.shape), offset, size]
 
 
 def _local(value: Any) -> Any:

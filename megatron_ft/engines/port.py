@@ -30,6 +30,14 @@ engine's ``slots`` before them: numbers of the session, equally many for each gr
 are equal in all groups after the reduction. Before the slots, bucket 0 has the ``riders`` of
 ``engines.buckets.Buckets``."""
 
+PARTS = "parts"
+"""Key of :meth:`Engine.state` that says which parts of which tensors a rank holds, where the state can be divided anew:
+
+    {"model": {name: [shape of the whole, offset, shape of the part]}, "optimizer": {number of the parameter: the same}}
+
+A part has its place in every axis: it is a box. Tensors of the optimizer that are shaped like their parameter are parts
+like it; all others, and those without an entry, are the same at every rank (``checkpoint.reshard``)."""
+
 Progress = Callable[[str], None]
 """Called by an engine with the name of the action that it is about to take; fault injection uses it."""
 

@@ -475,7 +475,7 @@ class Session:
             EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        from megatron_ft.engines.megatron.engine import MegatronEngine
+        from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
 
         parallelism.refuse_unused(self.config.engine, "session.megatron")
         if self._world is None:

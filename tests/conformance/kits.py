@@ -136,7 +136,7 @@ class Megatron(Kit):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from megatron_ft.engines.megatron.engine import MegatronEngine
+        from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
         from tests.conformance import megatron_model
 
         chunks = self.options.get("chunks", 1)

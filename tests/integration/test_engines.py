@@ -38,3 +38,20 @@ def test_a_rank_that_dies_costs_no_step(tmp_path, data_dir, alone, name):
     (case,) = [case for kit in engine_kills.KITS for case in engine_kills.cases(kit) if case.name == name]
     run = engine_kills.play(case, tmp_path / "run", data_dir)
     assert not engine_kills.judge(run, case, alone(case.kit), exact=False)[0], run.logs()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_checkpoint_of_two_shards_goes_on_with_another_number(tmp_path, data_dir, shards):
+    """Without dropout, which draws other numbers for a share of the samples."""
+    own = ("--layers", 2, "--dropout", 0)
+    saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}, "own": own, "groups": 1}
+    samples = {"train_micro_batch_size_per_gpu": 4}
+    alone = engine_kills.fsdp(tmp_path / "alone", data_dir, shards=2, own=own, groups=1, steps=8, engine=samples)
+    alone.check()
+    first = engine_kills.fsdp(tmp_path / "first", data_dir, shards=2, steps=4, engine=samples, **saved)
+    first.finish()
+    second = engine_kills.fsdp(tmp_path / "second", data_dir, shards=shards, steps=8, engine=samples, **saved)
+    second.finish()
+    assert first.process.returncode == second.process.returncode == 0, second.logs()
+    losses = [line["loss"] for run in (first, second) for line in run.events("step")]
+    assert losses == pytest.approx([line["loss"] for line in alone.events("step")], rel=1e-5)
