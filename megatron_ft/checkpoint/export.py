@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.checkpoint import files, reshard, tensor_files
 from megatron_ft.checkpoint.reader import load
 from megatron_ft.config import parallelism
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
+from megatron_ft.engines.port import PARTS, STAGED
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.utils import atomic_file
 
@@ -37,19 +38,30 @@ def whole_model(found: Found) -> Tensors:
     """
     settings = found.manifest["meta"]["settings"]
     stages, slices = parallelism.stages(settings), parallelism.slices(settings)
+    _, shards, _ = found.manifest["meta"].get("layout", [stages, 1, slices])
     whole: Tensors = {}
     for stage in range(stages):
-        states = [load(found, stage * slices + number) for number in range(slices)]
-        models = [state["module"] if "module" in state else state["model"] for state in states]
-        sharding = states[0].get(KEY, {})
-        for name in models[0]:
-            tensor = _joined(found, name, [model[name] for model in models], sharding.get(name))
+        width = shards * slices
+        for name, tensor in _stage(found, [load(found, stage * width + number) for number in range(width)]).items():
             if name in whole and not torch.equal(whole[name], tensor):
                 raise CheckpointError(
                     f"{found.path} has different values of {name} in two stages; it cannot be exported"
                 )
             whole[name] = tensor
     return whole
+
+
+def _stage(found: Found, states: Sequence[Mapping[str, Any]]) -> Tensors:
+    """Return the tensors of one stage, from the states of its ranks."""
+    first = states[0]
+    if PARTS in first:
+        model = reshard.whole(states, found.path)["model"]
+        return {name.partition(".")[2] if first.get(STAGED) else name: one for name, one in model.items()}
+    if "masters" in first and "optimizers" in first:
+        raise CheckpointError(f"{found.path} is of megatron-core, whose models cannot be exported yet")
+    models = [state["module"] if "module" in state else state["model"] for state in states]
+    how = first.get(KEY, {})
+    return {name: _joined(found, name, [model[name] for model in models], how.get(name)) for name in models[0]}
 
 
 def _joined(found: Found, name: str, parts: Sequence[torch.Tensor], how: Sequence[int] | None) -> torch.Tensor:

@@ -155,6 +155,11 @@ def load(
 def _divided_anew(found: Found, engine: Engine, copies: Locate) -> dict[str, Any]:
     """Return the part of a checkpoint that this rank holds, whose group is divided otherwise than that which saved it."""
     positions = range(found.manifest["ranks_per_group"])
+    if found.manifest["meta"]["layout"][0] > 1:
+        raise CheckpointError(
+            f"checkpoint {found.path} was saved by groups with another division of a pipeline; start with the stages, "
+            f"slices and inner_shards that it was saved with"
+        )
     state = reshard.whole([checkpoint.load(found, position, copies) for position in positions], found.path)
     mine = engine.state()
     if PARTS not in mine:

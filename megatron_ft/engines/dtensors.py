@@ -87,10 +87,13 @@ class DTensorBucketed(JointBucketed):
         return self.optimizer
 
     def state(self) -> Mapping[str, Any]:
-        state = {"model": _local(self.model.state_dict()), "optimizer": _local(self.optimizer.state_dict())}
+        state: dict[str, Any] = {
+            "model": _local(self.model.state_dict()),
+            "optimizer": _local(self.optimizer.state_dict()),
+        }
         state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
         state |= self._grid()
-        state |= {PARTS: self._boxes()} if self.layout.stages == 1 else {}
+        state[PARTS] = self._boxes()
         return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
 
     def _boxes(self) -> dict[str, Any]:
@@ -184,14 +187,14 @@ def _counts_here(whole: torch.Tensor, layout: Layout) -> bool:
 
 def _box(whole: DTensor) -> list[list[int]]:
     """Return the shape of a DTensor, and the offset and the shape of this rank's part, which is a box."""
-    place: list[int] = whole.device_mesh.get_coordinate() or []
+    place = list(whole.device_mesh.get_coordinate() or ())
     size, offset = list(whole.shape), [0] * whole.dim()
     axes = [(one, at, count) for one, at, count in zip(whole.placements, place, whole.device_mesh.shape, strict=True)]
     # FSDP divides what tensor parallelism has divided before it, though its axis is the first: such a shard is strided.
     plain = [axis for axis in axes if isinstance(axis[0], Shard)]
     strided = [axis for axis in reversed(axes) if not isinstance(axis[0], Shard) and not axis[0].is_replicate()]
     for placement, at, count in plain + strided:
-        dim: int = placement.dim
+        dim: int = getattr(placement, "dim")  # noqa: B009  # of a strided shard, which is no public class
         chunk = -(-size[dim] // count)
         begin = min(at * chunk, size[dim])
         offset[dim] += begin

@@ -38,6 +38,9 @@ PARTS = "parts"
 A part has its place in every axis: it is a box. Tensors of the optimizer that are shaped like their parameter are parts
 like it; all others, and those without an entry, are the same at every rank (``checkpoint.reshard``)."""
 
+STAGED = "staged"
+"""Key of :meth:`Engine.state`: names of the model's tensors begin with the number of their stage."""
+
 Progress = Callable[[str], None]
 """Called by an engine with the name of the action that it is about to take; fault injection uses it."""
 

@@ -23,7 +23,7 @@ from megatron_ft.engines import rounds
 from megatron_ft.engines.dtensors import DTensorBucketed
 from megatron_ft.engines.joint import share
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Work
+from megatron_ft.engines.port import STAGED, Control, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.errors import EngineError
 
@@ -111,6 +111,9 @@ class TorchPipeline(DTensorBucketed, Staged):
     @property
     def needs_samples(self) -> bool:
         return any(stage.is_first or stage.is_last for stage in self._stages)
+
+    def state(self) -> Mapping[str, Any]:
+        return {**super().state(), STAGED: True}
 
     def flush(self, control: Control, work: Work) -> None:
         self._work = work

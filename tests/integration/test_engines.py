@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import engine_kills, support
 
@@ -55,3 +56,17 @@ def test_a_checkpoint_of_two_shards_goes_on_with_another_number(tmp_path, data_d
     assert first.process.returncode == second.process.returncode == 0, second.logs()
     losses = [line["loss"] for run in (first, second) for line in run.events("step")]
     assert losses == pytest.approx([line["loss"] for line in alone.events("step")], rel=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"shards": 2}, {"stages": 2}, {"slices": 2}], ids=str)
+def test_a_divided_model_is_exported_whole(tmp_path, data_dir, sizes):
+    """What is exported has the norm that the groups have recorded, and the names of the whole model."""
+    saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}, "groups": 2}
+    run = engine_kills.native(tmp_path / "run", data_dir, **sizes, **saved)
+    run.check()
+    said = support.ft("checkpoint", "export", tmp_path / "saved", "--format", "torch", "--out", tmp_path / "model.pt")
+    assert said.returncode == 0, said.stderr
+    model = torch.load(tmp_path / "model.pt")
+    norm = sum(float(one.double().square().sum()) for one in model.values()) ** 0.5
+    assert norm == pytest.approx(run.events("survivor")[0]["params_norm"], rel=1e-6)
+    assert {"embedding.weight", "blocks.0.q.weight", "blocks.1.down.weight", "head.weight"} <= model.keys()
