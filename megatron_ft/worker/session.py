@@ -61,6 +61,7 @@ from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
 from megatron_ft.worker import data_identity, progress_counters, standalone_run, thread_share
 from megatron_ft.worker.evaluation import Evaluation, Samples
+from megatron_ft.worker.explicit_loop import ExplicitLoop
 from megatron_ft.worker.final_save import FinalSave
 from megatron_ft.worker.group_follower import GroupFollower
 from megatron_ft.worker.group_leader import GroupLeader
@@ -149,6 +150,7 @@ class Session:
         self._total, self._entered, self._leaving = 0, False, ""
         self._world: World | None = None
         self._mesh: DeviceMesh | None = None
+        self._loop = ExplicitLoop()
         self._store_away = False
         self._claimant = self._take_part_in_claims()
         where = env.store if self._claimant is None else self._claimant.log
@@ -363,7 +365,9 @@ class Session:
         FinalSave(self._agreement, Path(path).absolute(), self.env.seat, self.position == 0).save(write)
         return Path(path)
 
-    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any = None) -> Engine:
+    def wrap(
+        self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None = None, scheduler: Any = None
+    ) -> Engine:
         """Return an engine for a PyTorch model: a plain one, or one that FSDP2 (``fully_shard``) or tensor parallelism has
         divided over the ranks of the group, with :meth:`mesh`.
 
@@ -374,6 +378,7 @@ class Session:
             optimizer: any torch optimizer over the parameters of ``model``.
             loss_fn: (model, batch) -> scalar mean loss of one microbatch; with ``loss_reduction`` ``"token"``: (sum of
                 the tokens' losses, number of tokens). With ``inner_shards`` the batch is this rank's share of the samples.
+                Default: the script has a loop of its own (:meth:`microbatches`).
             scheduler: learning-rate scheduler, stepped once per committed step. Default: none.
 
         Raises:
@@ -382,6 +387,7 @@ class Session:
                 :meth:`deepspeed` uses.
         """
         parallelism.refuse_unused(self.config.engine, "session.wrap")
+        loss_fn = loss_fn or self._loop.loss_fn
         if _is_divided(model):
             from megatron_ft.engines.fsdp import FsdpEngine
 
@@ -677,7 +683,10 @@ class Session:
         while step < total:
             yield step
             if self._role.step <= step:
-                raise ConfigError(f"step {step} was not trained; call session.train_step once in every step")
+                raise ConfigError(
+                    f"step {step} was not trained; call session.train_step, or loop over session.microbatches, once in "
+                    f"every step"
+                )
             step = self._role.step
         self._write_logged()
         self._rank.close()
@@ -709,6 +718,55 @@ class Session:
         self._committed(result.step)
         self._rank.progress.enter("outside")
         return result
+
+    def microbatches(self, dataset: Dataset) -> Iterator[Any]:
+        """Make one step with the script's own loop, and yield the batch of each microbatch that this rank has to compute.
+        Their number is another one after a loss, and may be 0.
+
+        For an engine that :meth:`wrap` made without ``loss_fn``. Each turn of the loop computes the loss of the batch and
+        calls :meth:`backward` with it; :meth:`commit` follows the loop:
+
+            for step in session.steps(1000):
+                for batch in session.microbatches(dataset):
+                    session.backward(loss_fn(model, batch))
+                result = session.commit()
+
+        Args:
+            dataset: see :meth:`train_step`.
+
+        Raises:
+            ConfigError: the engine has a loss function, or a turn has not called :meth:`backward` once.
+            DataError, RunStopped, StoreError: as in :meth:`train_step`.
+        """
+        engine = self._engine
+        if engine is None or getattr(engine, "loss_fn", None) != self._loop.loss_fn:
+            raise ConfigError(
+                "session.microbatches needs an engine without a loss function: leave loss_fn out in session.wrap, or call "
+                "session.train_step"
+            )
+        return self._loop.microbatches(lambda: self.train_step(engine, dataset))
+
+    def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor | None = None) -> None:
+        """Run the backward pass of the microbatch whose batch :meth:`microbatches` has yielded.
+
+        Args:
+            loss: the mean loss of the microbatch; with ``loss_reduction`` ``"token"`` the sum of the tokens' losses.
+            tokens: with ``"token"``, the number of these tokens.
+
+        Raises:
+            ConfigError: outside of the loop, or twice in one turn of it.
+            RunStopped, StoreError: as in :meth:`train_step`.
+        """
+        self._loop.backward(loss if tokens is None else (loss, tokens))
+
+    def commit(self) -> StepResult:
+        """Return the result of the step that a loop over :meth:`microbatches` has made: the optimizer and the scheduler have
+        taken it.
+
+        Raises:
+            ConfigError: before the end of the loop.
+        """
+        return self._loop.commit()
 
     def _slots(self, shared: bool) -> int:
         """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
