@@ -48,6 +48,13 @@ def first_of(cases: Mapping[str, object], *names: str) -> list[object]:
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
+def needs_engine(name: str) -> None:
+    """Skip a test of an engine whose library is not installed."""
+    for word, module in (("megatron", "megatron.core"), ("deepspeed", "deepspeed"), ("zero", "deepspeed")):
+        if word in name.lower():
+            pytest.importorskip(module, reason=f"{module} is not installed")
+
+
 def command(*arguments: object) -> list[str]:
     """Return the command line of the console script, run by this interpreter."""
     return [sys.executable, "-m", "megatron_ft.cli", *map(str, arguments)]

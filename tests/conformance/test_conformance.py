@@ -36,8 +36,25 @@ def found(tmp_path_factory):
     return play
 
 
+OFTEN = (
+    "torch-native",
+    "fsdp 2",
+    "tp 2",
+    "pp 2",
+    "pp 2 interleaved",
+    "deepspeed zero 2",
+    "deepspeed zero 3",
+    "deepspeed zero 1, fp16",
+    "deepspeed pp 2",
+    "megatron dp 2, distributed optimizer",
+    "megatron pp 2, virtual stages",
+)
+"""The kits of ``make test``; ``make test-long`` plays the others, most of which have four ranks."""
+
+
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", KITS)
+@pytest.mark.parametrize("name", support.first_of({name: name for name in KITS}, *OFTEN))
 def test_an_engine(found, name, check):
+    support.needs_engine(name)
     errors = [f"rank {rank}: {one[check]}" for rank, one in enumerate(found(name)) if one[check]]
     assert not errors, "\n".join(errors)

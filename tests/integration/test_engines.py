@@ -36,6 +36,9 @@ def alone(tmp_path_factory, data_dir):
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_rank_that_dies_costs_no_step(tmp_path, data_dir, alone, name):
+    support.needs_engine(name)
+    if "x PP2" in name:
+        support.needs_engine("deepspeed")
     (case,) = [case for kit in engine_kills.KITS for case in engine_kills.cases(kit) if case.name == name]
     run = engine_kills.play(case, tmp_path / "run", data_dir)
     assert not engine_kills.judge(run, case, alone(case.kit), exact=False)[0], run.logs()
