@@ -2,12 +2,15 @@
 
 from megatron_ft.data.corpus import Corpus, default_corpus, read_documents
 from megatron_ft.data.dataset import DatasetMeta, PackedDataset, prepare, read_meta
+from megatron_ft.data.indexed import Blend, IndexedTokens
 from megatron_ft.data.order import Permutation, sample_indices
 from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [
+    "Blend",
     "Corpus",
     "DatasetMeta",
+    "IndexedTokens",
     "PackedDataset",
     "Permutation",
     "Tokenizer",

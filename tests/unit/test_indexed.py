@@ -1,0 +1,91 @@
+"""Megatron's indexed corpora: what megatron-core writes is read, and it reads what is written here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ft.data.indexed import Blend, IndexedTokens, write
+from megatron_ft.errors import DataError
+
+DOCUMENTS = [np.arange(1, 8), np.arange(20, 23), np.arange(40, 52)]
+
+
+def test_megatron_reads_what_is_written_here(tmp_path):
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    write(tmp_path / "corpus", DOCUMENTS)
+    theirs = indexed.IndexedDataset(str(tmp_path / "corpus"))
+    assert [list(theirs[number]) for number in range(len(theirs))] == [list(one) for one in DOCUMENTS]
+    assert list(theirs.document_indices) == [0, 1, 2, 3]
+
+
+def test_what_megatron_writes_is_read(tmp_path):
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
+    for document in DOCUMENTS:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    dataset = IndexedTokens(tmp_path / "corpus", 5)
+    stream = np.concatenate(DOCUMENTS)
+    assert len(dataset) == (len(stream) - 1) // 5
+    for number in range(len(dataset)):
+        sample = dataset[number]
+        assert sample["input_ids"].tolist() == list(stream[5 * number : 5 * number + 5])
+        assert sample["labels"].tolist() == list(stream[5 * number + 1 : 5 * number + 6])
+
+
+def test_tokens_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(DataError, match="document 1 has tokens that uint16 cannot hold"):
+        write(tmp_path / "corpus", [np.arange(3), np.array([70_000])], np.uint16)
+    assert not (tmp_path / "corpus.bin").exists()
+
+
+def test_a_sample_says_where_documents_begin(tmp_path):
+    write(tmp_path / "corpus", DOCUMENTS, np.uint16)
+    dataset = IndexedTokens(tmp_path / "corpus", 10, documents=True)
+    assert dataset[0]["document_ids"].tolist() == [0] * 7 + [1] * 3
+    assert dataset[0]["position_ids"].tolist() == [*range(7), *range(3)]
+    assert dataset[1]["document_ids"].tolist() == [2] * 10
+    assert dataset[1]["position_ids"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.with_suffix(".idx").unlink(), "corpus.idx cannot be read"),
+        (lambda path: path.with_suffix(".idx").write_bytes(b"MMIDIDX"), "too short"),
+        (lambda path: path.with_suffix(".idx").write_bytes(b"x" * 100), "begins with b'xxxxxxxxx'"),
+        (lambda path: path.with_suffix(".bin").write_bytes(b"12"), "has 2 bytes"),
+        (
+            lambda path: path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:-9]),
+            "too short for 3",
+        ),
+    ],
+)
+def test_damaged_files_are_told(tmp_path, damage, words):
+    write(tmp_path / "corpus", DOCUMENTS)
+    damage(tmp_path / "corpus.bin")
+    with pytest.raises(DataError, match=words):
+        IndexedTokens(tmp_path / "corpus", 5)
+
+
+@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=5), size=st.integers(1, 400))
+def test_a_blend_has_each_share_to_within_the_number_of_datasets(weights, size):
+    datasets = [[(which, index) for index in range(1000)] for which in range(len(weights))]
+    blend = Blend(datasets, weights, size)
+    taken = [0] * len(weights)
+    for number in range(size):
+        which, index = blend[number]
+        assert index == taken[which], "a dataset's samples come in order"
+        taken[which] += 1
+        for share, have in zip(weights, taken, strict=True):
+            assert abs(have - share / sum(weights) * (number + 1)) < len(weights)
+
+
+def test_a_blend_ends_with_the_first_dataset_that_is_used_up():
+    assert len(Blend([range(10), range(1000)], [1, 3])) == 40
+    with pytest.raises(DataError, match="one above 0 for each"):
+        Blend([range(10)], [1, 2])
