@@ -1,7 +1,7 @@
 """Megatron's tokenised corpora: a ``.bin`` of token ids and an ``.idx`` of the sequences in it, read and written.
 
-    .idx: the bytes of ``_MAGIC`` | uint64 1 | uint8 dtype | uint64 S | uint64 D | int32 [S] lengths | int64 [S] first bytes |
-          int64 [D] numbers of the sequences with which documents begin, and of the one after the last
+    .idx: the bytes of ``_MAGIC`` | uint64 1 | uint8 dtype | uint64 S | uint64 D | int32 [S] lengths | int64 [S] first
+          bytes | int64 [D] numbers of the sequences with which documents begin, and of the one after the last
 
 Both objects for training here are map-style datasets for ``Session.loader``, which decides on the order:
 :class:`IndexedTokens`, the samples of one corpus, and :class:`Blend`, those of several in given proportions.
@@ -165,7 +165,7 @@ def write(prefix: str | Path, documents: Iterable[np.ndarray], dtype: Any = np.i
         raise DataError(
             f"tokens of type {np.dtype(dtype)} cannot be written; use one of {', '.join(map(str, _DTYPES))}"
         )
-    lengths = []
+    lengths: list[int] = []
     temporary = [Path(f"{prefix}.{ending}.tmp") for ending in ("bin", "idx")]
     with temporary[0].open("wb") as file:
         for document in map(np.asarray, documents):
