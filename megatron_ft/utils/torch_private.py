@@ -19,6 +19,7 @@ NAMES = (
     "torch._foreach_copy_",
     "torch._foreach_norm",
     "torch._foreach_sub_",
+    "torch._foreach_zero_",
 )
 """All of them, but those of the debug server, whose absence costs only the flight recorder's lines."""
 

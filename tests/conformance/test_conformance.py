@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
 
 import pytest
 import torch.distributed as dist
@@ -13,27 +12,6 @@ import torch.distributed as dist
 from tests import support
 from tests.conformance.kits import KITS
 from tests.conformance.rank import CHECKS
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each rank of a kit has found; a kit is played once."""
-
-    @cache
-    def play(name: str) -> list[dict[str, str | None]]:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        outs = [tmp_path_factory.mktemp("kit") / "found.json" for _ in range(KITS[name].ranks)]
-        ranks = []
-        for rank, out in enumerate(outs):
-            words = [sys.executable, "-m", "tests.conformance.rank", name, str(rank), str(store.port), str(out)]
-            ranks.append(
-                subprocess.Popen(words, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        said = [rank.communicate(timeout=support.TIMEOUT_S)[0] for rank in ranks]
-        assert not any(rank.returncode for rank in ranks), "\n".join(said)
-        return [json.loads(out.read_text()) for out in outs]
-
-    return play
 
 
 OFTEN = (
@@ -52,9 +30,22 @@ OFTEN = (
 """The kits of ``make test``; ``make test-long`` plays the others, most of which have four ranks."""
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", support.first_of({name: name for name in KITS}, *OFTEN))
-def test_an_engine(found, name, check):
+def test_an_engine(tmp_path, name):
+    """All checks in one test: building the group takes longer than any of them."""
     support.needs_engine(name)
-    errors = [f"rank {rank}: {one[check]}" for rank, one in enumerate(found(name)) if one[check]]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(KITS[name].ranks):
+        words = [sys.executable, "-m", "tests.conformance.rank", name, str(rank), str(store.port)]
+        with (tmp_path / f"{rank}.log").open("wb") as log:
+            out = [str(tmp_path / f"{rank}.json")]
+            ranks.append(subprocess.Popen([*words, *out], cwd=support.ROOT, stdout=log, stderr=subprocess.STDOUT))
+    codes = [rank.wait(2 * support.TIMEOUT_S) for rank in ranks]
+    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in sorted(tmp_path.glob("*.log")))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(ranks))]
+    assert all(list(one) == list(CHECKS) for one in found)
+    errors = [
+        f"rank {rank}, {check}: {error}" for rank, one in enumerate(found) for check, error in one.items() if error
+    ]
     assert not errors, "\n".join(errors)
