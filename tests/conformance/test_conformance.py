@@ -13,7 +13,6 @@ from tests import support
 from tests.conformance.kits import KITS
 from tests.conformance.rank import CHECKS
 
-
 OFTEN = (
     "torch-native",
     "fsdp 2",
