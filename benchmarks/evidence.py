@@ -98,6 +98,7 @@ KEPT = dict([
     _result("exact_quality", "benchmarks/exact.py --part quality", *STEP),
     _result("exact_training", "benchmarks/exact.py --part training", *STEP),
     _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
+    _result("engine_memory", "-m tests.conformance.memory", *STEP),
     _result("engine_kills", "-m tests.engine_kills", *RUN),
     _result("engine_kills_exact", "-m tests.engine_kills --exact", *RUN),
     _result("checkpoint_kills", "-m tests.checkpoint_kills 10 2", *RUN),
