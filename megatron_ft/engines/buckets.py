@@ -443,6 +443,19 @@ class Bucketed:
         if self._rounding is not None:
             self._rounding.load(state.get("grid"))
 
+    def _rest(self, scheduler: Any) -> dict[str, Any]:
+        """Return the part of the state that is neither the model's nor the optimizer's."""
+        rest = {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
+        unsaved = self._buffers.unsaved()
+        return rest | self._grid() | ({"buffers": dict(unsaved)} if unsaved else {})
+
+    def _load_rest(self, state: Mapping[str, Any], scheduler: Any) -> None:
+        """Inverse of :meth:`_rest`, after the model was loaded."""
+        self._load_grid(state)
+        if scheduler is not None:
+            scheduler.load_state_dict(state["scheduler"])
+        self._buffers.load(state.get("buffers", {}))
+
     def update(self, step: int, microbatches: int, progress: Progress) -> StepResult:
         loss = self._buckets.check(step, microbatches)
         low, high = self._buckets.sum_riders[:_TOKENS].tolist() if self._per_token else (0, 0)

@@ -52,8 +52,8 @@ class DTensorBucketed(JointBucketed):
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._whole = _parts(model, layout)
         module_of = {parameter: number for number, module in enumerate(apart) for parameter in module.parameters()}
-        numbers = {part: module_of.get(whole, 0) for part, whole in self._whole.items()}
-        super().__init__(model, list(self._whole), layout=layout, apart=numbers, **settings)
+        self._module_of = {part: module_of.get(whole, 0) for part, whole in self._whole.items()}
+        super().__init__(model, list(self._whole), layout=layout, apart=self._module_of, **settings)
         self._counted = {part for part, whole in self._whole.items() if _counts_here(whole, layout)}
         # Autograd adds to a plain gradient in place, to a DTensor it may not.
         divided = any(isinstance(whole, DTensor) for whole in self._whole.values())
@@ -91,10 +91,7 @@ class DTensorBucketed(JointBucketed):
             "model": _local(self.model.state_dict()),
             "optimizer": _local(self.optimizer.state_dict()),
         }
-        state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
-        state |= self._grid()
-        state[PARTS] = self._boxes()
-        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+        return state | {PARTS: self._boxes()} | self._rest(self.scheduler)
 
     def _boxes(self) -> dict[str, Any]:
         """Return which part of which tensor this rank holds (``checkpoint.reshard``)."""
@@ -103,15 +100,12 @@ class DTensorBucketed(JointBucketed):
         return {"model": model, "optimizer": {number: _box(one) for number, one in updated if isinstance(one, DTensor)}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._load_grid(state)
         own = self.model.state_dict()
         with torch.no_grad():
             for name, value in state["model"].items():
                 _local(own[name]).copy_(value)
         self.optimizer.load_state_dict(self._optimizer_state(state["optimizer"]))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self._buffers.load(state.get("buffers", {}))
+        self._load_rest(state, self.scheduler)
 
     def _optimizer_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with a DTensor for each tensor that is shaped like its parameter."""

@@ -10,7 +10,6 @@ Failures it assumes: any rank of the group may vanish; FSDP's collectives then r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_ft.engines import rounds
 from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.dtensors import DTensorBucketed
-from megatron_ft.engines.joint import share
+from megatron_ft.engines.joint import OneByOne
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Work, manual_seed
+from megatron_ft.engines.port import Ready
 from megatron_ft.engines.torch_native import LossFn
 
 
-class FsdpEngine(DTensorBucketed):
+class FsdpEngine(DTensorBucketed, OneByOne):
     """The ``JointEngine`` port on DTensors, made by ``Session.wrap``.
 
     Args:
@@ -55,29 +53,9 @@ class FsdpEngine(DTensorBucketed):
         self.loss_fn = loss_fn
         self._arrivals = Arrivals([[self._whole[part] for part in bucket.parameters] for bucket in self._buckets])
 
-    @property
-    def needs_samples(self) -> bool:
-        return True
+    def _lose(self, batch: Any) -> Any:
+        return self.loss_fn(self.model, batch)
 
-    @property
-    def peers(self) -> Sequence[int]:
-        return rounds.peers(self.layout)
-
-    def flush(self, control: Control, work: Work) -> None:
-        for (listed,), last in rounds.rounds(self.layout, control, work, most=1):
-            with work.span("forward", listed):
-                self.add_to(listed.part)
-                # The slices of a shard drop from the same activations.
-                manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
-                batch = share(work.batch(listed.microbatch), self.layout)
-                loss, tokens = self._split_loss(self.loss_fn(self.model, batch))
-                self._count_loss(loss)
-                self._count_tokens(tokens)
-                self._take_changes()
-            with work.span("backward", listed):
-                ready = work.ready() if last and not listed.digest else None
-                with self._arrivals.watch(partial(self._complete, ready) if ready is not None else None):
-                    # FSDP takes the mean over its shards, of which each has lost a part of the sum.
-                    (loss * self.layout.shards if self._per_token else loss).backward()
-                self._buffers.restore()
-            work.computed(listed)
+    def _go_back(self, loss: torch.Tensor, ready: Ready | None) -> None:
+        with self._arrivals.watch(partial(self._complete, ready) if ready is not None else None):
+            loss.backward()

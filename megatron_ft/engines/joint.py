@@ -8,6 +8,7 @@ Failures it assumes: any rank of the group may vanish; a collective inside the g
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from math import sqrt
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.exact_rounding import square_norm
 from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.port import Control, Ready, Work, manual_seed
 from megatron_ft.errors import EngineError
 
 
@@ -49,6 +52,10 @@ class JointBucketed(Bucketed):
         self._shard_group = shard_group
         self._divided = layout.shards
         self._counted = set(parameters)
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return rounds.peers(self.layout)
 
     def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of the group compute together: flush")
@@ -90,6 +97,44 @@ class JointBucketed(Bucketed):
             for parameter, view in zip(bucket.parameters, bucket.sum_views, strict=True)
             if parameter in parameters
         ]
+
+
+class OneByOne(JointBucketed):
+    """The part that is the same in engines whose ranks all pass through one microbatch after the other, each with its
+    share of the samples."""
+
+    @property
+    def needs_samples(self) -> bool:
+        return True
+
+    def flush(self, control: Control, work: Work) -> None:
+        for (listed,), last in rounds.rounds(self.layout, control, work, most=1):
+            with work.span("forward", listed):
+                self.add_to(listed.part)
+                # The slices of a shard drop from the same activations.
+                manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
+                loss, tokens = self._split_loss(self._lose(share(work.batch(listed.microbatch), self.layout)))
+                self._count_loss(loss)
+                self._count_tokens(tokens)
+                self._take_changes()
+            with work.span("backward", listed):
+                ready = work.ready() if last and not listed.digest else None
+                # Libraries take the mean over the shards, of which each has lost a part of the sum.
+                self._go_back(loss * self.layout.shards if self._per_token else loss, ready)
+                self._buffers.restore()
+            work.computed(listed)
+            self._taken_with(ready)
+
+    @abstractmethod
+    def _lose(self, batch: Any) -> Any:
+        """Return what the loss function returns."""
+
+    @abstractmethod
+    def _go_back(self, loss: torch.Tensor, ready: Ready | None) -> None:
+        """Run the backward pass. ``ready``: see ``Work.ready``."""
+
+    def _taken_with(self, ready: Ready | None) -> None:
+        """After the gradients were added: tell ``ready`` of buckets that backward has not told it of."""
 
 
 def share(batch: Any, layout: Layout) -> Any:

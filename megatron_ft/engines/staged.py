@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_ft.engines import rounds
 from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.port import Listed, Ready, Work, manual_seed
 from megatron_ft.engines.tensor_checksum import BITS
@@ -38,10 +37,6 @@ class Staged(JointBucketed):
         self._returned: dict[int, tuple[int, int]]  # the same backward, and the digest so far
         self._begin_run((), None)
         self._at = (0, 0)  # local stage and microbatch whose gradients are taken
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return rounds.peers(self.layout)
 
     def _begin_run(self, listed: Sequence[Listed], ready: Ready | None, filling: int = 0) -> None:
         """Begin a run of the schedule. ``ready``: see ``Work.ready``; ``filling``: the number of microbatches at the end

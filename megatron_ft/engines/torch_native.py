@@ -110,17 +110,12 @@ class TorchNativeEngine(Bucketed):
 
     def state(self) -> Mapping[str, Any]:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        state |= {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
-        state |= self._grid()
-        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+        return state | self._rest(self.scheduler)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._load_grid(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self._buffers.load(state.get("buffers", {}))
+        self._load_rest(state, self.scheduler)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_state(self.model, self.optimizer, self._buffers.unsaved())

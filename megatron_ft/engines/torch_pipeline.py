@@ -100,10 +100,7 @@ class TorchPipeline(DTensorBucketed, Staged):
             apart=list(model.values()),
             **settings,
         )
-        numbers = {
-            parameter: number for number, module in enumerate(model.values()) for parameter in module.parameters()
-        }
-        self._of_stage = self._by_stage(len(stages), lambda part: numbers[self._whole[part]])
+        self._of_stage = self._by_stage(len(stages), self._module_of.__getitem__)
         self._run: tuple[int, Any] = (0, None)  # the schedule that is at hand, and its number of microbatches
         for number, stage in enumerate(stages):
             self._surround(number, stage)

@@ -118,19 +118,15 @@ class Adapter(Bucketed, ABC):
         return dict(nn.Module.state_dict(self.engine.module))
 
     def state(self) -> Mapping[str, Any]:
-        scheduler = self.engine.lr_scheduler
         state = {
             "module": self._module_state(),
             "optimizer": self._optimizer.state(),
             "counters": [self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps],
         }
-        state |= {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
-        state |= self._grid()
         state |= {"sharding": sharding} if (sharding := _sharding(self.engine.module)) else {}
-        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+        return state | self._rest(self.engine.lr_scheduler)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._load_grid(state)
         own = self._module_state()
         with torch.no_grad():  # in place: DeepSpeed's flat buffers are the same memory
             for name, value in state["module"].items():
@@ -139,7 +135,7 @@ class Adapter(Bucketed, ABC):
         self.engine.global_steps, self.engine.global_samples, self.engine.skipped_steps = state["counters"]
         if "scheduler" in state:
             self.engine.lr_scheduler.load_state_dict(state["scheduler"])
-        self._buffers.load(state.get("buffers", {}))
+        self._load_rest(state, None)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         optimizer = self._optimizer

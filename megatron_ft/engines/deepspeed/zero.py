@@ -18,13 +18,12 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucket, Buckets
 from megatron_ft.engines.deepspeed.engine import Adapter
 from megatron_ft.engines.deepspeed.optimizers import InPlace
-from megatron_ft.engines.joint import JointBucketed, share
+from megatron_ft.engines.joint import OneByOne
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Work, manual_seed
+from megatron_ft.engines.port import Ready
 from megatron_ft.engines.state_tensors import named_state
 
 _PIECE = 1 << 20
@@ -142,7 +141,7 @@ class Partitioned(InPlace):
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-class DeepSpeedZero(Adapter, JointBucketed):
+class DeepSpeedZero(Adapter, OneByOne):
     """A ``JointEngine``, made by ``Session.deepspeed``. ``loss_fn``: as for ``DeepSpeedData``; its batch is this rank's
     share of the samples."""
 
@@ -159,33 +158,16 @@ class DeepSpeedZero(Adapter, JointBucketed):
         optimizer.buckets = self._buckets
         self.loss_fn = loss_fn
 
-    @property
-    def needs_samples(self) -> bool:
-        return True
+    def _lose(self, batch: Any) -> Any:
+        return self.loss_fn(self.engine, batch)
 
-    @property
-    def peers(self) -> Sequence[int]:
-        return rounds.peers(self.layout)
+    def _go_back(self, loss: torch.Tensor, ready: Ready | None) -> None:
+        self.engine.backward(loss)
 
-    def flush(self, control: Control, work: Work) -> None:
-        for (listed,), last in rounds.rounds(self.layout, control, work, most=1):
-            with work.span("forward", listed):
-                self.add_to(listed.part)
-                manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
-                batch = share(work.batch(listed.microbatch), self.layout)
-                loss, tokens = self._split_loss(self.loss_fn(self.engine, batch))
-                self._count_loss(loss)
-                self._count_tokens(tokens)
-                self._take_changes()
-            with work.span("backward", listed):
-                # DeepSpeed takes the mean over the ranks, of which each has lost a part of the sum.
-                self.engine.backward(loss * self.layout.shards if self._per_token else loss)
-                self._buffers.restore()
-            work.computed(listed)
-            ready = work.ready() if last else None
-            if ready is not None:
-                for bucket in range(self.num_buckets):
-                    ready(bucket)
+    def _taken_with(self, ready: Ready | None) -> None:
+        if ready is not None:
+            for bucket in range(self.num_buckets):
+                ready(bucket)
 
     def _module_state(self) -> Mapping[str, Any]:
         if not self._optimizer.divides_parameters:

@@ -277,12 +277,9 @@ class MegatronEngine(Staged):
             "optimizers": [inner.state_dict() for inner in self._inner],
             "masters": self._masters(),
         }
-        state |= {"scheduler": self._scheduler.state_dict()} if self._scheduler is not None else {}
-        state |= self._grid()
-        return state | {"buffers": dict(unsaved)} if (unsaved := self._buffers.unsaved()) else state
+        return state | self._rest(self._scheduler)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._load_grid(state)
         own = self._model.state_dict()
         with torch.no_grad():  # in place: Megatron's flat buffers are the same memory
             for name, value in state["model"].items():
@@ -291,9 +288,7 @@ class MegatronEngine(Staged):
                 mine.copy_(theirs)
         for inner, saved in zip(self._inner, state["optimizers"], strict=True):
             inner.load_state_dict(saved)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
-        self._buffers.load(state.get("buffers", {}))
+        self._load_rest(state, self._scheduler)
 
     def _masters(self) -> list[torch.Tensor]:
         """Return the weights that the optimizer updates where they are not the model's: fp32 copies, or its shards."""
