@@ -264,7 +264,7 @@ def skips_a_step_that_is_not_finite(group: Group) -> None:
     result = group.step(engine, [spoilt[:3], spoilt[3:]], 1)
     assert not math.isfinite(result.gradient_norm), result
     same(before, group.bits(engine))
-    assert not group.agree(engine.local_finite()) or not engine.local_finite() or group.kit.ranks > 1
+    assert not engine.local_finite(), "this group has computed the microbatch whose loss is nan"
     assert math.isfinite(group.step(engine, SPLITS[1], 2).gradient_norm)
 
 
