@@ -37,6 +37,7 @@ _ABORTED = "between ranks: `detector.collective_timeout_s` between groups; an ab
 _INSIDE = "inside a group: as long as its ranks live, of which their agents judge; an abort ends it when one is lost"
 _NEVER_BLOCKS = "it does not block: "
 _ENTRY = "there is an entry, and only this thread takes any"
+_TURNS = "the script and the step take turns; as long as a microbatch takes, of which the agents judge"
 _THREAD = "a thread of its own that has nothing else to do; whoever has started it tells it to stop"
 _STARTS = (
     "interrupted when a rank of the group is lost; one that hangs while it starts is given up by its agent after "
@@ -135,6 +136,9 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ): "the socket's timeout is what is left of TIMEOUT_S for all of a handshake",
     ("collectives/intra_group.py", "IntraGroup._carry_out", "wait"): _INSIDE,
     ("collectives/intra_group.py", "_meet", "result"): _NEVER_BLOCKS + "the build is over, or it is given up",
+    ("worker/explicit_loop.py", "ExplicitLoop.loss_fn", "get"): _TURNS,
+    ("worker/explicit_loop.py", "ExplicitLoop.microbatches", "get"): _TURNS,
+    ("worker/explicit_loop.py", "ExplicitLoop.backward", "get"): _TURNS,
     ("worker/final_save.py", "FinalSave._shown", "join"): "it writes one key at most: `store_patience_s`",
     ("worker/final_save.py", "FinalSave._shown.show", "while not over.wait(_LEASE_S / 8)"): _THREAD,
     ("worker/final_save.py", "FinalSave.save", "while True"): "a writer that shows nothing "

@@ -129,8 +129,8 @@ def load(
     """
     check(config, origin.path, origin.meta)
     found = checkpoint.inspect(Path(origin.path))
-    layout = [config.stages, config.inner_shards, config.slices]
-    if origin.meta.get("layout", layout) == layout:
+    layout = origin.meta.get("layout")  # checkpoints of older versions have none
+    if layout is None or layout == [config.stages, config.inner_shards, config.slices]:
         state = dict(checkpoint.load(found, position, copies))
     else:
         state = _divided_anew(found, engine, copies)
