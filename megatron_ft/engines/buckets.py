@@ -557,11 +557,11 @@ def _fill(
     total_mb = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
     limit = (bucket_mb or min(max(total_mb / _PARTS, _LEAST_MB), _MOST_MB)) * 2**20 / 4
     buckets: list[list[nn.Parameter]] = []
-    filled = 0.0
+    filling: dict[tuple[torch.device, int], list[nn.Parameter]] = {}
     for parameter in reversed(parameters):
-        if not buckets or filled + parameter.numel() > limit or kind(buckets[-1][0]) != kind(parameter):
-            buckets.append([])
-            filled = 0.0
-        buckets[-1].append(parameter)
-        filled += parameter.numel()
+        bucket = filling.get(kind(parameter), [])
+        if not bucket or sum(one.numel() for one in bucket) + parameter.numel() > limit:
+            bucket = filling[kind(parameter)] = []
+            buckets.append(bucket)
+        bucket.append(parameter)
     return buckets

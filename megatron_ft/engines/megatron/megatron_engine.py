@@ -2,11 +2,11 @@
 distributed optimizer, inside a group.
 
 A flush runs Megatron's own schedule over the microbatches that the plan has left for the group; the passes are surrounded
-(``engines.staged``). Megatron adds gradients up in ``main_grad``, which is a view of a bucket until the step is committed
-(with exact reduction, gradients are taken from there). They are first summed over the groups. When the step is committed,
-Megatron's ``finalize_model_grads`` makes of these sums what it makes of a group's own gradients (the sum over data-parallel
-ranks, of layer norms over tensor-parallel ranks, of a shared embedding), so the sum over the groups can be repeated any
-number of times. Its optimizer then takes the step.
+(``engines.staged``). Megatron adds gradients up in ``main_grad``, which is a view of a bucket; the memory of Megatron's own
+gradient buffers is freed. Only with exact reduction they stay, and the gradients of each microbatch are taken from there.
+Gradients are first summed over the groups. When the step is committed, Megatron's ``finalize_model_grads`` makes of these
+sums what it makes of a group's own gradients (the sum over data-parallel ranks, of layer norms over tensor-parallel ranks,
+of a shared embedding), so the sum over the groups can be repeated any number of times. Its optimizer then takes the step.
 
 Failures it assumes: any rank of the group may vanish; Megatron's collectives then raise ``RuntimeError``.
 """
@@ -92,16 +92,33 @@ class MegatronEngine(Staged):
         self._inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one.optimizer]
         modules: list[Any] = [chunk.module for chunk in self._chunks]
         model = nn.ModuleDict({str(number): module for number, module in enumerate(modules)})
-        number_of = {p: number for number, module in enumerate(modules) for p in module.parameters()}
         parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         group = parallel_state.get_data_parallel_group(with_context_parallel=True) if layout.shards > 1 else None
+        # Parameters of different buffers are summed over different data-parallel ranks: experts over fewer.
+        sources = [
+            (number, buffer)
+            for number, chunk in enumerate(self._chunks)
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+        source_of = {p: index for index, (_, buffer) in enumerate(sources) for p in buffer.params}
+        super().__init__(model, parameters, layout=layout, shard_group=group, apart=source_of, **settings)
+        self._source = [sources[source_of[bucket.parameters[0]]] for bucket in self._buckets]
         self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters}  # in Megatron's buffers
-        super().__init__(model, parameters, layout=layout, shard_group=group, apart=number_of, **settings)
         self.takes_gradients = self._rounding is not None
-        self._of_stage = self._by_stage(len(self._chunks), lambda parameter: number_of[parameter])
+        self._take_over_buffers()
+        self._of_stage = self._by_stage(len(self._chunks), lambda parameter: sources[source_of[parameter]][0])
         self._counted = {parameter for parameter in parameters if _counts_here(parameter)}
         self._begun = [0] * len(self._chunks)  # microbatches of the present run that have begun at each chunk
         self._outputs: dict[int, tuple[int, int, Any]] = {}  # id of an output -> chunk, index in the run, the output
+
+    def _take_over_buffers(self) -> None:
+        for number, chunk in enumerate(self._chunks):
+            chunk.finish_grad_sync = partial(self._finish_grad_sync, number)
+            chunk.zero_grad_buffer = lambda: None  # a step begins with zeros, and the memory may not be there
+        if not self.takes_gradients:
+            for _, buffer in {id(buffer): (number, buffer) for number, buffer in self._source}.values():
+                buffer.offload_to_cpu(move_params=False, move_grads=True)  # it only frees the memory
+            self._scratch = torch.empty(max(p.numel() for p in self._parameters), device=self._buckets[0].local.device)
 
     @property
     def needs_samples(self) -> bool:
@@ -209,13 +226,18 @@ class MegatronEngine(Staged):
                 parameter.grad_added_to_main_grad = False
         if self.takes_gradients:
             for bucket in self._buckets:
+                self._point(bucket, self._gradients_of(bucket))
                 self._forget(bucket)
 
     def _aim(self, part: int) -> None:
         super()._aim(part)
         if not self.takes_gradients:
             for bucket in self._buckets:
-                self._point(bucket, self._gradients_of(bucket) if part == DIGEST else bucket.adds_to.views)
+                self._point(bucket, self._nowhere(bucket) if part == DIGEST else bucket.adds_to.views)
+
+    def _nowhere(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return memory for gradients that are added to nothing."""
+        return [self._scratch[: parameter.numel()].view_as(parameter) for parameter in bucket.parameters]
 
     def _point(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
         parameters: Sequence[Any] = bucket.parameters
@@ -232,30 +254,36 @@ class MegatronEngine(Staged):
 
     def _sum_inside(self) -> None:
         super()._sum_inside()
-        self._give()
+        for bucket in self._buckets:
+            self._point(bucket, bucket.sum_views)
         # The bias follows from counts of tokens in buffers, which are added when the step counts.
         bias, self._config.moe_router_enable_expert_bias = (
             getattr(self._config, "moe_router_enable_expert_bias", False),
             False,
         )
         try:
-            self._finalize(self._chunks, None, force_all_reduce=True)
+            self._finalize(self._chunks, None)
         finally:
             self._config.moe_router_enable_expert_bias = bias
-        for bucket in self._buckets:
-            for view, gradient in zip(bucket.sum_views, self._gradients_of(bucket), strict=True):
-                view.copy_(gradient)
 
-    def _give(self) -> None:
-        """Put the step's sums where Megatron looks for gradients."""
-        for bucket in self._buckets:
-            own = self._gradients_of(bucket)
-            for gradient, view in zip(own, bucket.sum_views, strict=True):
-                gradient.copy_(view)
-            self._point(bucket, own)
+    def _finish_grad_sync(self, chunk: int, force_all_reduce: bool | None = False) -> None:
+        """In place of Megatron's function of a chunk: sum the step's sums over its data-parallel ranks, as Megatron does in
+        its own buffers."""
+        works = []
+        for bucket, (number, buffer) in zip(self._buckets, self._source, strict=True):
+            if number != chunk:
+                continue
+            gradients = bucket.sum[: bucket.elements]
+            if buffer.gradient_scaling_factor != 1:
+                gradients.mul_(buffer.gradient_scaling_factor)
+            if buffer.data_parallel_world_size > 1:
+                works.append(dist.all_reduce(gradients, group=buffer.data_parallel_group, async_op=True))
+        for work in works:
+            work.wait()
 
     def _optimize(self) -> None:
-        self._give()
+        for bucket in self._buckets:
+            self._point(bucket, bucket.fp32_sum())
         if getattr(self._config, "moe_router_enable_expert_bias", False):
             _update_router_expert_bias(self._chunks, self._config)
         # Without Megatron's clipping: the mean is clipped already.
