@@ -2,7 +2,9 @@
 
 The ranks compute every microbatch together, each of its share of the samples. DeepSpeed sums gradients inside the group
 within each backward pass, and leaves each rank its *partition*: a flat piece of the gradients, which is the gradient of the
-fp32 weights that this rank updates. The partition is then summed over the groups like any gradient.
+fp32 weights that this rank updates. The partition is then summed over the groups like any gradient. ZeRO-3 adds gradients up
+itself: into the buckets, instead of memory of its own. ZeRO-2 leaves the gradients of each microbatch, as ZeRO-3 does with
+exact reduction; they are taken from there.
 
 Failures it assumes: any rank of the group may vanish; DeepSpeed's collectives then raise ``RuntimeError``.
 """
@@ -26,16 +28,15 @@ from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Ready
 from megatron_ft.engines.state_tensors import named_state
 
-_PIECE = 1 << 20
-"""Most elements of a partition that are in one bucket because they cannot be divided."""
+_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""ZeRO-3's name of the memory in which it adds gradients up: id of a parameter -> flat tensor."""
 
 
 class _Piece(NamedTuple):
-    """Elements ``begin`` to ``end`` of this rank's partition of a group of parameters."""
+    """The part of one parameter that is in this rank's partition of a group of parameters, the ``number``-th there."""
 
     group: int
-    begin: int
-    end: int
+    number: int
 
 
 class Partitioned(InPlace):
@@ -45,11 +46,30 @@ class Partitioned(InPlace):
         self.optimizer = optimizer
         self.buckets: Buckets
         self.pieces: dict[nn.Parameter, _Piece] = {}
+        self._adds_itself = False
         for group, master in enumerate(self.masters()):
-            for begin in range(0, master.numel(), _PIECE):
-                piece = _Piece(group, begin, min(begin + _PIECE, master.numel()))
-                self.pieces[nn.Parameter(master.detach()[piece.begin : piece.end])] = piece
-        self._flat: dict[int, torch.Tensor | None] = {}
+            parts = master.detach().split(self._sizes(group))
+            self.pieces |= {nn.Parameter(part): _Piece(group, index) for index, part in enumerate(parts)}
+
+    def _sizes(self, group: int) -> list[int]:
+        """Return the numbers of elements of the parts of a partition."""
+        zero = self.optimizer
+        if self.divides_parameters:
+            return [parameter.partition_numel() for parameter in zero.fp16_groups[group]]
+        weights = zero.params_in_partition[group]
+        # They stand for gradients, which are divided alike.
+        zero.all_grad_tensors[group] = [weight.detach() for weight in weights]
+        parts = zero.get_flat_partition(
+            weights,
+            zero.first_offset[group],
+            zero.partition_size[group],
+            dtype=torch.float32,
+            device=zero.device,
+            param_group_idx=group,
+            return_tensor_list=True,
+        )
+        zero.all_grad_tensors[group] = None
+        return [part.numel() for part in parts]
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -85,47 +105,45 @@ class Partitioned(InPlace):
         with self.whole():
             return super().state()
 
+    def take_over_partitions(self) -> None:
+        """Let ZeRO-3 add to the buckets only."""
+        self._adds_itself = True
+        self.optimizer.grad_partitions_flat_buffer = torch.empty(0)
+
     def aim(self) -> None:
-        """Do nothing: gradients are taken from the partitions."""
+        if not self._adds_itself:
+            return
+        zero = self.optimizer
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
+                group, number = self.pieces[parameter]
+                getattr(zero, _PARTITIONS)[zero.fp16_groups[group][number].ds_id] = view
+        zero.micro_step_id = 1  # with 0 it would overwrite
 
     def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         found = []
         for parameter in bucket.parameters:
-            piece = self.pieces[parameter]
-            if piece.group not in self._flat:
-                self._flat[piece.group] = self._flattened(piece.group)
-            flat = self._flat[piece.group]
-            found.append(None if flat is None else flat[piece.begin : piece.end])
+            group, number = self.pieces[parameter]
+            parts = self.optimizer.averaged_gradients.get(group)
+            found.append(None if parts is None else parts[number].reshape(-1))
         return found
 
-    def _flattened(self, group: int) -> torch.Tensor | None:
-        parts = self.optimizer.averaged_gradients.get(group)
-        if parts is None:
-            return None
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        size = self.masters()[group].numel()
-        return torch.cat([flat, flat.new_zeros(size - flat.numel())]) if flat.numel() < size else flat
-
     def forget(self) -> None:
-        self._flat.clear()
-        optimizer = self.optimizer
-        for group, parts in optimizer.averaged_gradients.items():
+        zero = self.optimizer
+        for group, parts in zero.averaged_gradients.items():
             if self.divides_parameters:  # they are views of a buffer, to which the next backward pass may add
-                torch._foreach_zero_([part for part in parts or () if part.numel()])
+                torch._foreach_zero_(parts or ())
             else:
-                optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+                zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
 
     def give(self) -> None:
-        given: dict[int, list[torch.Tensor]] = {}
+        given: dict[int, dict[int, torch.Tensor]] = {}
         for bucket in self.buckets:
-            bucket.give()
-            for parameter in bucket.parameters:
-                assert parameter.grad is not None
-                given.setdefault(self.pieces[parameter].group, []).append(parameter.grad)
-                parameter.grad = None
-        # Buckets hold the last elements first.
+            for parameter, gradient in zip(bucket.parameters, bucket.fp32_sum(), strict=True):
+                group, number = self.pieces[parameter]
+                given.setdefault(group, {})[number] = gradient
         for group, parts in given.items():
-            self.optimizer.averaged_gradients[group] = [torch.cat(parts[::-1])]
+            self.optimizer.averaged_gradients[group] = [parts[number] for number in range(len(parts))]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self.whole():
@@ -145,7 +163,6 @@ class DeepSpeedZero(Adapter, OneByOne):
     """A ``JointEngine``, made by ``Session.deepspeed``. ``loss_fn``: as for ``DeepSpeedData``; its batch is this rank's
     share of the samples."""
 
-    takes_gradients = True
     _optimizer: Partitioned
 
     def __init__(
@@ -156,6 +173,9 @@ class DeepSpeedZero(Adapter, OneByOne):
             engine, list(optimizer.pieces), optimizer, layout=layout, shard_group=dist.group.WORLD, **settings
         )
         optimizer.buckets = self._buckets
+        self.takes_gradients = self._rounding is not None or not optimizer.divides_parameters
+        if not self.takes_gradients:
+            optimizer.take_over_partitions()
         self.loss_fn = loss_fn
 
     def _lose(self, batch: Any) -> Any:
