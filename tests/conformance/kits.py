@@ -225,9 +225,13 @@ class DeepSpeed(Kit):
         )
 
     def _pipeline(self, dropout: float, per_token: bool) -> nn.Module:
-        from deepspeed.pipe import PipelineModule
+        from deepspeed.pipe import LayerSpec, PipelineModule
 
-        layers = [toy.part(number, dropout) for number in range(toy.PARTS)]
+        class Part(LayerSpec):  # made at its stage only
+            def build(self, log: bool = False) -> nn.Module:
+                return toy.part(*self.module_args)
+
+        layers = [Part(nn.Module, number, dropout) for number in range(toy.PARTS)]
         loss = toy.of_tokens if per_token else toy.of_outputs
         return PipelineModule(layers, num_stages=self.stages, loss_fn=loss, partition_method="uniform")
 

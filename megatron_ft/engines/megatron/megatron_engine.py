@@ -104,6 +104,7 @@ class MegatronEngine(Staged):
         super().__init__(model, parameters, layout=layout, shard_group=group, apart=source_of, **settings)
         self._source = [sources[source_of[bucket.parameters[0]]] for bucket in self._buckets]
         self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters}  # in Megatron's buffers
+        self._scratch: torch.Tensor | None = None
         self.takes_gradients = self._rounding is not None
         self._take_over_buffers()
         self._of_stage = self._by_stage(len(self._chunks), lambda parameter: sources[source_of[parameter]][0])
@@ -118,7 +119,6 @@ class MegatronEngine(Staged):
         if not self.takes_gradients:
             for _, buffer in {id(buffer): (number, buffer) for number, buffer in self._source}.values():
                 buffer.offload_to_cpu(move_params=False, move_grads=True)  # it only frees the memory
-            self._scratch = torch.empty(max(p.numel() for p in self._parameters), device=self._buckets[0].local.device)
 
     @property
     def needs_samples(self) -> bool:
@@ -237,6 +237,9 @@ class MegatronEngine(Staged):
 
     def _nowhere(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return memory for gradients that are added to nothing."""
+        if self._scratch is None:
+            largest = max(parameter.numel() for parameter in self._parameters)
+            self._scratch = torch.empty(largest, device=self._buckets[0].local.device)
         return [self._scratch[: parameter.numel()].view_as(parameter) for parameter in bucket.parameters]
 
     def _point(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
