@@ -13,6 +13,8 @@ local gradients.
 
 - several live groups, fp32: local -> reduced, b read and b written; the all-reduce works in place on the copy, because
   one that fails leaves garbage, and the local gradients are what it is repeated from;
+- the same in a group whose ranks share microbatches: nothing more. Its local gradients are summed inside the group in the
+  reduced buffer, before each attempt;
 - several live groups, bf16: local -> wire, b read and b/2 written; after the all-reduce wire -> reduced, b/2 and b;
 - one live group: nothing. Its local gradients are the sum, in fp32 whatever was asked for, and ``Engine.update`` divides
   and clips them in place: it is the first to change them, and the step cannot be asked for again after it.
@@ -149,7 +151,9 @@ class Reduction:
     def _load(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         """Copy this group's gradients to the tensors that will be summed in place."""
         local, reduced = self._engine.local(bucket), self._engine.reduced(bucket)
-        assert reduced is not local, f"bucket {bucket} is summed here already, in its local gradients"
+        assert self._engine.in_place or reduced is not local, (
+            f"bucket {bucket} is summed here already, in its local gradients"
+        )
         exact = self._engine.exact(bucket)
         if exact is not None:
             exact.load(local, reduced)
@@ -159,7 +163,7 @@ class Reduction:
             exact.pack(reduced, wire)
             return wire, reduced[-self._engine.tail(bucket) :]
         if self._dtype == reduced.dtype:
-            return (reduced.copy_(local),)
+            return (reduced if reduced is local else reduced.copy_(local),)
         tail = self._engine.tail(bucket)
         reduced[-tail:].copy_(local[-tail:])
         return self._wire(bucket, self._dtype).copy_(local[:-tail]), reduced[-tail:]

@@ -3,7 +3,8 @@
 When the ranks share the group's microbatches, each rank has a part of every bucket. The parts are first summed inside
 the group. Then the bucket's *owner*, a rank that depends on the bucket's number only, sums it over the groups at its
 position, and shares the result with the other ranks of its group. So all positions carry the same load between groups.
-This layer is between ``collectives.bucket_allreduce`` and an engine, and costs one more buffer of the gradients' size.
+This layer is between ``collectives.bucket_allreduce`` and an engine. The sums take the place of the reduced buckets: before
+each attempt to reduce them, they are made anew.
 """
 
 from __future__ import annotations
@@ -51,31 +52,31 @@ class _OfGroup:
 class SharedGradients(_OfGroup):
     """The buckets as ``collectives.bucket_allreduce`` uses them; ``local`` is the sum over the group's ranks."""
 
-    def __init__(self, engine: Engine, inner: IntraGroup) -> None:
-        super().__init__(engine, inner)
-        self._sums = [torch.zeros_like(engine.local(bucket)) for bucket in range(engine.num_buckets)]
+    in_place = True
 
     def owner(self, bucket: Bucket) -> int:
         return bucket % self._inner.size
 
     def collect(self, buckets: Sequence[Bucket]) -> None:
-        """Sum the ranks' parts. All ranks call it, again whenever one of them has computed something since."""
-        self._inner.sum(*(self._sums[bucket].copy_(self._engine.local(bucket)) for bucket in buckets))
+        """Sum the ranks' parts. All ranks call it, again before each attempt to reduce these buckets."""
+        self._inner.sum(*(self._engine.reduced(bucket).copy_(self._engine.local(bucket)) for bucket in buckets))
 
     def broadcast(self, bucket: Bucket) -> None:
         """Copy the owner's result to all ranks. All ranks call it."""
         self._inner.share(self._engine.reduced(bucket), self.owner(bucket))
 
     def local(self, bucket: Bucket) -> torch.Tensor:
-        return self._sums[bucket]
+        return self._engine.reduced(bucket)
 
     def keep_local(self, bucket: Bucket) -> None:
-        self._engine.reduced(bucket).copy_(self._sums[bucket])
+        """Do nothing: the sum over the group's ranks is in the reduced bucket."""
 
 
 class OwnGradients(_OfGroup):
     """The buckets of ranks that compute together (pipeline, tensor parallelism). Each rank has its own parameters and
     buckets, numbered one rank after the other. Nothing is summed inside the group, and only its owner has a bucket."""
+
+    in_place = False
 
     def __init__(self, engine: Engine, inner: IntraGroup) -> None:
         super().__init__(engine, inner)

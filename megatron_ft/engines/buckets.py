@@ -252,6 +252,7 @@ class Bucketed:
         exact_bits, apart: see :class:`Buckets`.
     """
 
+    in_place = False
     takes_gradients = False
     """True: gradients of a microbatch are left in ``.grad`` without exact reduction, too, and :meth:`collect` adds them.
     False: autograd, or the engine, adds them to the buckets."""

@@ -102,6 +102,10 @@ class Gradients(Protocol):
     """The buckets to reduce, of one engine or of all ranks of a group (``collectives.intra_group_gradients``)."""
 
     @property
+    def in_place(self) -> bool:
+        """True if the local buffers are the reduced ones: their owner makes them anew before each attempt to reduce them."""
+
+    @property
     def num_buckets(self) -> int:
         """The number of gradient buckets; the same in every group."""
 
