@@ -4,8 +4,10 @@ The order is that of ``core.scheduling.pipeline_1f1b``. It depends only on the p
 microbatches, so a stage has to know two more things: the next microbatch, and whether it may be the last one. Both come
 from the stage before it, ahead of the activations: ``FORWARD`` with the microbatch and the length of the list as known
 there, and ``END`` when the first stage is through. The first stage asks its session before each instruction, so
-microbatches that were lost elsewhere join the running flush as long as it has a backward pass to do, and what has not
-begun may change its order (``core.scheduling.pipeline_order``): no later stage knows of it yet.
+microbatches that were lost elsewhere join the running flush, and what has not begun may change its order
+(``core.scheduling.pipeline_order``): no later stage knows of it yet. When it begins its last microbatch, and the group has
+no others in this step (``Work.closes``), the list is closed: each stage may then send its buckets after its last backward
+pass, and microbatches that are lost elsewhere need another flush.
 
 Stages never wait in a circle, whenever a stage learns of a longer list: no stage waits before a message is sent
 (tensors are sent in the background too). A stage waits for activations only after the message that announces them,
@@ -29,6 +31,7 @@ from megatron_ft.engines.port import Control, Listed, Work
 from megatron_ft.engines.rounds import parse, words
 
 _END, _FORWARD, _BACKWARD = 0, 1, 2
+_LAST = 2  # is added to the number of a kind
 _KINDS = {_FORWARD: "forward", _BACKWARD: "backward"}
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
@@ -42,11 +45,13 @@ def peers(layout: Layout) -> tuple[int, ...]:
 
 
 class Pass(NamedTuple):
-    """One pass of a stage: ``kind`` is forward or backward, ``index`` numbers the microbatches of the flush."""
+    """One pass of a stage: ``kind`` is forward or backward, ``index`` numbers the microbatches of the flush; ``last``: no
+    other microbatch follows, so that after this backward pass complete buckets may be sent (``Work.ready``)."""
 
     kind: str
     index: int  # type: ignore[assignment]  # in place of tuple.index, which is not used
     listed: Listed
+    last: bool = False
 
 
 class Flow:
@@ -56,7 +61,7 @@ class Flow:
         self._layout, self._control, self._work = layout, control, work
         self._listed: list[Listed] = []
         self._done = Progress()
-        self._count, self._ended = 0, False
+        self._count, self._ended, self._closed = 0, False, False
 
     def next(self) -> Pass | None:
         """Return the next pass, or None when the flush is over here and in all earlier stages."""
@@ -72,12 +77,18 @@ class Flow:
         return found
 
     def _first(self) -> Pass | None:
+        if self._closed:
+            return self._decide()
         begun = self._listed[: self._done.forwards]
         known = {one.microbatch for one in begun}
         self._listed = [*begun, *(one for one in self._work.listed() if one.microbatch not in known)]
         assert len(self._listed) >= self._count, "later stages wait for what is not listed any more"
         self._count = len(self._listed)
-        return self._decide()
+        found = self._decide()
+        if found is not None and found.kind == "forward" and found.index == self._count - 1:
+            self._closed = self._work.closes(self._listed[self._done.backwards :])
+            found = found._replace(last=self._closed)
+        return found
 
     def _later(self) -> Pass | None:
         before, layout = self._layout.head - self._layout.width, self._layout
@@ -97,7 +108,8 @@ class Flow:
         instruction = pipeline_1f1b.next_instruction(layout.stage, layout.stages, self._done, len(self._listed))
         if instruction is None:
             return None
-        return Pass(instruction.kind, instruction.index, self._listed[instruction.index])
+        last = self._closed and instruction.index == len(self._listed) - 1
+        return Pass(instruction.kind, instruction.index, self._listed[instruction.index], last)
 
     def _on_word(self, word: tuple[int, ...]) -> None:
         kind, self._count, *rest = word
@@ -105,22 +117,31 @@ class Flow:
             self._ended = True
         else:
             self._listed.append(parse(rest))
+            self._closed = kind > _LAST
 
     def _tell_next(self, found: Pass | None) -> None:
         """Send the decision to the head of the next stage."""
         layout = self._layout
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
-        said = (_END,) if found is None else (_FORWARD, self._count, *words(found.listed))
+        said = (_END,) if found is None else (_number(found), self._count, *words(found.listed))
         self._control.send_words(layout.head + layout.width, said)
 
     def _tell_slices(self, found: Pass | None) -> None:
         said: tuple[int, ...] = (_END,)
         if found is not None:
-            said = (_NUMBERS[found.kind], found.index, *words(found.listed))
+            said = (_number(found), found.index, *words(found.listed))
         for other in range(self._layout.head + 1, self._layout.head + self._layout.width):
             self._control.send_words(other, said)
 
     def _obey(self) -> Pass | None:
         kind, index, *rest = self._control.receive_words(self._layout.head)
-        return None if kind == _END else Pass(_KINDS[kind], index, parse(rest))
+        if kind == _END:
+            return None
+        last = kind > _LAST
+        return Pass(_KINDS[kind - _LAST * last], index, parse(rest), last)
+
+
+def _number(found: Pass) -> int:
+    """Return the number of a pass in messages."""
+    return _NUMBERS[found.kind] + _LAST * found.last

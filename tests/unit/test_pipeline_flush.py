@@ -53,11 +53,11 @@ class Ends:
 
 class Growing:
     """The first stage's ``Work``: ``growth[i]`` more microbatches from the i-th question on; ``shuffled``: in another order
-    at each question."""
+    at each question; ``closes_at``: the list may be closed from this question on."""
 
-    def __init__(self, count: int, growth: dict[int, int], shuffled: bool = False) -> None:
+    def __init__(self, count: int, growth: dict[int, int], shuffled: bool = False, closes_at: int = 1000) -> None:
         self.count, self.growth, self.asked = count, growth, 0
-        self.open, self.shuffled = False, shuffled
+        self.shuffled, self.closes_at, self.closed = shuffled, closes_at, False
 
     def listed(self):
         self.count += self.growth.pop(self.asked, 0)
@@ -66,6 +66,14 @@ class Growing:
         if self.shuffled:
             random.Random(self.asked).shuffle(found)
         return found
+
+    def closes(self, listed):
+        assert not self.closed, "a list is closed once"
+        assert listed and listed[-1].microbatch.index < self.count
+        self.closed = self.asked > self.closes_at
+        if self.closed:
+            self.growth.clear()
+        return self.closed
 
 
 def run_stage(layout: Layout, position: int, wire: Wire, work: Growing | None, done: list[Pass], failed: list) -> None:
@@ -115,9 +123,12 @@ def play(stages: int, slices: int, work: Growing) -> list[list[Pass]]:
     count=st.integers(0, 6),
     growth=st.dictionaries(st.integers(0, 14), st.integers(1, 3), max_size=3),
     shuffled=st.booleans(),
+    closes_at=st.sampled_from([0, 4, 1000]),
 )
-def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(stages, slices, count, growth, shuffled):
-    work = Growing(count, dict(growth), shuffled)
+def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(
+    stages, slices, count, growth, shuffled, closes_at
+):
+    work = Growing(count, dict(growth), shuffled, closes_at)
     done = play(stages, slices, work)
     expected = [Listed(Microbatch(3, i % 4, i), patch=i % 2 == 1, part=i % 3) for i in range(work.count)]
     if shuffled:  # all stages have the order in which the first one began them
@@ -127,6 +138,8 @@ def test_every_stage_does_all_of_a_list_that_grows_without_a_deadlock(stages, sl
     for position, passes in enumerate(done):
         for kind in ("forward", "backward"):
             assert [turn.listed for turn in passes if turn.kind == kind] == expected, f"position {position}"
+            closed = [turn.index for turn in passes if turn.kind == kind and turn.last]
+            assert closed == ([work.count - 1] if work.closed else []), f"position {position}"
         in_flight = most = 0
         for turn in passes:
             in_flight += 1 if turn.kind == "forward" else -1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from megatron_ft.engines import pipeline_flush
+from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucket, Bucketed
 from megatron_ft.engines.deepspeed.optimizers import InPlace, adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
@@ -149,9 +151,11 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
 
     def __init__(self, engine: FlushingEngine, **settings: Any) -> None:
         super().__init__(engine, in_flight=True, layout=engine.layout, **settings)
-        engine.begins, engine.adds_to, engine.passed = self._buffers.restore, self.add_to, self._passed
+        engine.begins, engine.adds_to = self._buffers.restore, self.add_to
+        engine.passed, engine.complete = self._passed, self._send_all
         if self._per_token and engine.is_last_stage():
             self._count_in_loss_fn(engine.module)
+        self._work: Work
         self._tied = engine.module.get_tied_weights_and_groups()
         self._counted = self._unique()
 
@@ -164,9 +168,17 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
         return pipeline_flush.peers(self.engine.layout)
 
     def flush(self, control: Control, work: Work) -> None:
+        self._work = work
         self.engine.flush(control, work)
         self._collect_sum()
         self._buffers.restore()
+
+    def _send_all(self) -> None:
+        """After the last backward pass of this stage."""
+        self._collect_sum()
+        if (ready := self._work.ready()) is not None:
+            for bucket in range(self.num_buckets):
+                ready(bucket)
 
     def _passed(self) -> None:
         """After a forward pass: add its changes, and at the last stage its loss."""
@@ -210,6 +222,8 @@ class DeepSpeedData(Adapter):
     def __init__(self, engine: DeepSpeedEngine, loss_fn: Callable[[Any, Any], torch.Tensor], **settings: Any) -> None:
         super().__init__(engine, **settings)
         self.loss_fn = loss_fn
+        watched = self._buckets if self._optimizer.in_grad else ()
+        self._arrivals = Arrivals([bucket.parameters for bucket in watched])
 
     def compute(
         self,
@@ -223,10 +237,12 @@ class DeepSpeedData(Adapter):
         manual_seed(seed)
         progress("forward")
         loss, tokens = self._split_loss(self.loss_fn(self.engine, batch))
+        self._buckets.count(loss)  # before backward: it may send a bucket
+        self._count_tokens(tokens)
         self._take_changes()
         progress("backward")
-        self.engine.backward(loss)
-        self._buckets.count(loss)
-        self._count_tokens(tokens)
+        early = self._rounding is not None and not keep
+        with self._arrivals.watch(partial(self._complete, ready) if early else ready):
+            self.engine.backward(loss)
         self._collect_sum()
         self._buffers.restore()

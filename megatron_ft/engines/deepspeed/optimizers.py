@@ -23,6 +23,9 @@ from megatron_ft.errors import EngineError
 class InPlace:
     """A torch optimizer of fp32 parameters: backward adds to ``.grad``, which is a view of the local bucket."""
 
+    in_grad = True
+    """True: a gradient is in ``.grad``, and complete when autograd has added it."""
+
     def __init__(self, optimizer: Any, buckets: Buckets) -> None:
         self.optimizer, self.buckets = optimizer, buckets
 
@@ -127,6 +130,8 @@ class Zero(InPlace):
 class ZeroHalf(Zero):
     """ZeRO-1 of fp16 parameters: backward leaves fp16 gradients in ``.grad``."""
 
+    in_grad = False  # but not in the buckets
+
     def aim(self) -> None:
         """Do nothing: :meth:`collect` moves the gradients."""
 
@@ -143,6 +148,8 @@ class ZeroHalf(Zero):
 
 class Bf16(InPlace):
     """bf16 parameters with fp32 master weights: DeepSpeed accumulates in fp32 buffers of its own."""
+
+    in_grad = False
 
     def __init__(self, optimizer: BF16_Optimizer, buckets: Buckets) -> None:
         super().__init__(optimizer, buckets)

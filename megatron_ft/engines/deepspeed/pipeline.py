@@ -48,9 +48,9 @@ class AddTo(schedule.PipeInstruction):
 class FlushSchedule(schedule.PipeSchedule):
     """A schedule that asks ``flow`` for each pass. DeepSpeed executes each yielded list before it asks for the next."""
 
-    def __init__(self, layout: Layout, flow: Flow, work: Work) -> None:
+    def __init__(self, layout: Layout, flow: Flow, work: Work, complete: Callable[[], None]) -> None:
         super().__init__(micro_batches=1, stages=layout.stages, stage_id=layout.stage)
-        self._flow, self._work = flow, work
+        self._flow, self._work, self._complete = flow, work, complete
 
     def num_pipe_buffers(self) -> int:
         """Return the largest number of microbatches in flight (``core.scheduling.pipeline_1f1b``)."""
@@ -78,6 +78,8 @@ class FlushSchedule(schedule.PipeSchedule):
                 if not self.is_first_stage:
                     yield [schedule.SendGrad(buffer)]
                 self._work.computed(turn.listed)
+                if turn.last:
+                    self._complete()
 
 
 class Neighbours:
@@ -170,13 +172,15 @@ class FlushingEngine(PipelineEngine):
         """Called before each forward pass."""
         self.passed: Callable[[], None] = lambda: None
         """Called after each forward pass."""
+        self.complete: Callable[[], None] = lambda: None
+        """Called after the last backward pass of this stage, if the step has no others (``Work.ready``)."""
 
     def flush(self, control: Control, work: Work) -> None:
         """Compute the listed microbatches. After each forward pass, ``total_loss`` of the last stage is its loss."""
         self._work = work
         self.module.train()
         self.total_loss, self._compute_loss = None, True
-        self._exec_schedule(FlushSchedule(self.layout, Flow(self.layout, control, work), work))
+        self._exec_schedule(FlushSchedule(self.layout, Flow(self.layout, control, work), work, self.complete))
         self.neighbours.settle()
 
     # --- replaced instructions of DeepSpeed; the map holds functions, so overriding a method would not be enough
