@@ -80,6 +80,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "readline",
     ): "the socket has a timeout; hosts of the check send whole lines",
     ("doctor/bandwidth.py", "_fill", "recv_into"): "the socket has a timeout, and all of it must come within that",
+    ("engines/megatron/megatron_engine.py", "MegatronEngine._finish_grad_sync", "wait"): _INSIDE,
     ("engines/deepspeed/pipeline.py", "Neighbours._receive", "wait"): _INSIDE,
     ("engines/deepspeed/pipeline.py", "Neighbours.settle", "wait"): _INSIDE,
     ("utils/net.py", "local_address", "connect"): _NEVER_BLOCKS + "a datagram socket",

@@ -8,11 +8,9 @@ which decides.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,11 +24,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from megatron_ft.checkpoint import peer_copies, restore
-from megatron_ft.collectives.group_world import World
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.nccl_watchdog import Watchdog
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
-from megatron_ft.config import parallelism, rank_env
+from megatron_ft.config import rank_env
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import Audit, RankEnvironment
 from megatron_ft.coordination.client import Claimant, CoordinationClient, report_collection
@@ -52,14 +49,14 @@ from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.loader import Loader, of_dataloader
 from megatron_ft.data.prefetch import Dataset
-from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine, StepResult
-from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
-from megatron_ft.errors import ConfigError, EngineError, StoreError
+from megatron_ft.engines.torch_native import LossFn
+from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
 from megatron_ft.worker import data_identity, progress_counters, standalone_run, thread_share
+from megatron_ft.worker.engine_maker import EngineMaker
 from megatron_ft.worker.evaluation import Evaluation, Samples
 from megatron_ft.worker.explicit_loop import ExplicitLoop
 from megatron_ft.worker.final_save import FinalSave
@@ -148,8 +145,6 @@ class Session:
         self.config = env.config
         self.group, self.position = env.group, env.position
         self._total, self._entered, self._leaving = 0, False, ""
-        self._world: World | None = None
-        self._mesh: DeviceMesh | None = None
         self._loop = ExplicitLoop()
         self._store_away = False
         self._claimant = self._take_part_in_claims()
@@ -172,6 +167,8 @@ class Session:
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
+        lost = lambda: bool(self._rank.lost_because)  # noqa: E731
+        self._maker = EngineMaker(env, agreement, self._slots, lost, self._until_lost)
         self._copies = peer_copies.of(env)
         self._liveness = LivenessTracker(env.config.groups)
         self._user_groups = UserProcessGroups(
@@ -195,7 +192,7 @@ class Session:
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
             with self._until_lost():
-                self._rank.join(IntraGroup.build(env, agreement, lambda: bool(self._rank.lost_because)))
+                self._rank.join(IntraGroup.build(env, agreement, lost))
 
     # --- public methods -----------------------------------------------------------------------------------------------
 
@@ -386,28 +383,7 @@ class Session:
             ConfigError: the config asks for a parallelism that the model does not have, or has another setting that only
                 :meth:`deepspeed` uses.
         """
-        parallelism.refuse_unused(self.config.engine, "session.wrap")
-        loss_fn = loss_fn or self._loop.loss_fn
-        if _is_divided(model):
-            from megatron_ft.engines.fsdp import FsdpEngine
-
-            parallelism.refuse_stages(self.config, "a model given to session.wrap")
-            mesh = self.mesh()
-            with self._until_lost(), given(self._world).made_here():
-                self._engine = FsdpEngine(
-                    model,
-                    optimizer,
-                    loss_fn,
-                    scheduler=scheduler,
-                    layout=self._layout,
-                    mesh=mesh["dp"],
-                    **self._engine_settings(shared=False),
-                )
-            return self._engine
-        parallelism.refuse_whole_model(self.config, "a model given to session.wrap")
-        self._engine = TorchNativeEngine(
-            model, optimizer, loss_fn, scheduler=scheduler, **self._engine_settings(shared=True)
-        )
+        self._engine = self._maker.wrap(model, optimizer, loss_fn or self._loop.loss_fn, scheduler)
         return self._engine
 
     def pipeline(
@@ -436,22 +412,14 @@ class Session:
             EngineError: the engine cannot train these stages.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        from megatron_ft.engines.torch_pipeline import TorchPipeline, split_batch
-
-        parallelism.refuse_unused(self.config.engine, "session.pipeline")
-        mesh = self.mesh()
-        with self._until_lost(), given(self._world).made_here():
-            self._engine = TorchPipeline(
-                stages,
-                optimizer,
-                loss_fn,
-                schedule,
-                scheduler=scheduler,
-                split=split or split_batch,
-                layout=self._layout,
-                mesh=mesh,
-                **self._engine_settings(shared=False),
-            )
+        self._engine = self._maker.pipeline(
+            stages=stages,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            scheduler=scheduler,
+            split=split,
+        )
         return self._engine
 
     def megatron(
@@ -481,42 +449,14 @@ class Session:
             EngineError: megatron-core is not installed, or a setting of it cannot be made fault-tolerant.
             ConfigError: the config has a setting that only :meth:`deepspeed` uses.
         """
-        from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
-
-        parallelism.refuse_unused(self.config.engine, "session.megatron")
-        if self._world is None:
-            raise EngineError(
-                "session.megatron before session.init_distributed(), which makes this group Megatron's world"
-            )
-        with self._until_lost(), self._world.made_here():
-            self._engine = MegatronEngine(
-                chunks,
-                optimizer,
-                forward_step,
-                scheduler=scheduler,
-                seq_length=seq_length,
-                samples=self.config.samples_per_microbatch // self.config.inner_shards,
-                layout=self._layout,
-                **self._engine_settings(shared=False),
-            )
+        self._engine = self._maker.megatron(
+            chunks=chunks,
+            optimizer=optimizer,
+            forward_step=forward_step,
+            scheduler=scheduler,
+            seq_length=seq_length,
+        )
         return self._engine
-
-    def _engine_settings(self, shared: bool) -> dict[str, Any]:
-        """Return the settings that all engines have (``engines.buckets.Bucketed``); ``shared``: see :meth:`_slots`."""
-        return {
-            "bucket_mb": None if self._settings.bucket_mb == config_module.AUTO else self._settings.bucket_mb,
-            "gradient_clipping": self.config.gradient_clipping,
-            "slots": self._slots(shared),
-            "loss_reduction": self._settings.loss_reduction,
-            "seed": self._settings.seed,
-            "exact_bits": self.config.exact_bits,
-        }
-
-    @property
-    def _layout(self) -> Layout:
-        config = self.config
-        sizes = {"stages": config.stages, "slices": config.slices, "shards": config.inner_shards}
-        return Layout.of(self.position, **sizes)
 
     def mesh(self, device: str | None = None) -> DeviceMesh:
         """Return the ranks of this group as a mesh with the axes ``pp`` (``pipeline.stages``), ``dp``
@@ -526,15 +466,7 @@ class Session:
         Args:
             device: type of the devices, such as ``"cpu"``. Default: that of torch's accelerator, else the CPU.
         """
-        self._join_world(None if device is None else {"cuda": "nccl"}.get(device, "gloo"))
-        if self._mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
-
-            layout, device = self._layout, device or ("cuda" if torch.cuda.is_available() else "cpu")
-            sizes = layout.stages, layout.shards, layout.slices
-            with self._until_lost(), given(self._world).made_here():
-                self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "dp", "tp"))
-        return self._mesh
+        return self._maker.mesh(device)
 
     def init_distributed(self, backend: str | None = None) -> None:
         """Initialise ``torch.distributed`` with this group as the world.
@@ -549,17 +481,7 @@ class Session:
         Raises:
             EngineError: ``torch.distributed`` is already initialised.
         """
-        self._join_world(backend)
-        expected = self.config.engine and importlib.util.find_spec("deepspeed") is not None
-        if "deepspeed" in sys.modules or expected:
-            from megatron_ft.engines.deepspeed import build
-
-            build.init_communication()
-
-    def _join_world(self, backend: str | None) -> None:
-        if self._world is None:
-            with self._until_lost():
-                self._world = World.join(self.env, self._agreement, backend, lambda: bool(self._rank.lost_because))
+        self._maker.init_distributed(backend)
 
     def deepspeed(self, model: nn.Module, **options: Any) -> Engine:
         """Return a DeepSpeed engine for ``model``; replaces ``deepspeed.initialize``.
@@ -573,12 +495,7 @@ class Session:
         Raises:
             EngineError: the model or a setting cannot be made fault-tolerant; the message gives the reason.
         """
-        from megatron_ft.engines.deepspeed import build
-
-        self.init_distributed()
-        assert self._world is not None
-        with self._until_lost(), self._world.made_here():
-            self._engine = build.build(model, self.config, settings=self._engine_settings, **options)
+        self._engine = self._maker.deepspeed(model, **options)
         return self._engine
 
     def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
@@ -894,8 +811,7 @@ class Session:
         ):
             self._rank.lose(verdict.reason)
             self._user_groups.abort()
-            if self._world is not None:
-                self._world.cut()
+            self._maker.cut()
         self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
         self._rank.on_signal(verdict)
 
@@ -931,13 +847,6 @@ class Session:
             return
         patience_s = self._settings.store_patience_s
         wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)
-
-
-def _is_divided(model: nn.Module) -> bool:
-    """Return whether ranks hold parts of the model's parameters, as DTensors. Does not import what defines these: it takes
-    a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
 
 
 def _plain(name: object, value: Any) -> float | str:

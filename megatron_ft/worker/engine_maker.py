@@ -1,0 +1,160 @@
+"""What makes a rank's engine, and the torch world of its group, in which most engines communicate.
+
+Failures it assumes: another rank of the group may vanish while an engine is made; ``until_lost`` then ends this rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron_ft.collectives.group_world import World
+from megatron_ft.config import parallelism
+from megatron_ft.config.rank_env import RankEnvironment
+from megatron_ft.config.schema import AUTO
+from megatron_ft.coordination.client import CoordinationClient
+from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.port import Engine
+from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
+from megatron_ft.errors import EngineError
+from megatron_ft.types import given
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class EngineMaker:
+    """The methods are those of ``worker.session.Session`` with the same names, which describes their arguments.
+
+    Args:
+        env, agreement: of this rank.
+        slots: (whether the group's ranks sum their gradients) -> the session's number of elements in bucket 0.
+        lost: returns whether another rank of the group is gone.
+        until_lost: context in which an error ends this rank as a lost rank of the group does.
+    """
+
+    def __init__(
+        self,
+        env: RankEnvironment,
+        agreement: CoordinationClient,
+        slots: Callable[[bool], int],
+        lost: Callable[[], bool],
+        until_lost: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._env, self._config, self._agreement = env, env.config, agreement
+        self._slots, self._lost, self._until_lost = slots, lost, until_lost
+        self._world: World | None = None
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def layout(self) -> Layout:
+        config = self._config
+        sizes = {"stages": config.stages, "slices": config.slices, "shards": config.inner_shards}
+        return Layout.of(self._env.position, **sizes)
+
+    def settings(self, shared: bool) -> dict[str, Any]:
+        """Return the settings that all engines have (``engines.buckets.Bucketed``); ``shared``: the ranks of a group sum
+        their gradients."""
+        settings = self._config.fault_tolerance
+        return {
+            "bucket_mb": None if settings.bucket_mb == AUTO else settings.bucket_mb,
+            "gradient_clipping": self._config.gradient_clipping,
+            "slots": self._slots(shared),
+            "loss_reduction": settings.loss_reduction,
+            "seed": settings.seed,
+            "exact_bits": self._config.exact_bits,
+        }
+
+    # --- the group's world ----------------------------------------------------------------------------------------------
+
+    def join_world(self, backend: str | None) -> None:
+        if self._world is None:
+            with self._until_lost():
+                self._world = World.join(self._env, self._agreement, backend, self._lost)
+
+    def init_distributed(self, backend: str | None) -> None:
+        self.join_world(backend)
+        expected = self._config.engine and importlib.util.find_spec("deepspeed") is not None
+        if "deepspeed" in sys.modules or expected:
+            from megatron_ft.engines.deepspeed import build
+
+            build.init_communication()
+
+    def mesh(self, device: str | None) -> DeviceMesh:
+        self.join_world(None if device is None else {"cuda": "nccl"}.get(device, "gloo"))
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            layout, device = self.layout, device or ("cuda" if torch.cuda.is_available() else "cpu")
+            sizes = layout.stages, layout.shards, layout.slices
+            with self._making():
+                self._mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        return self._mesh
+
+    def cut(self) -> None:
+        """Unblock the training thread if it waits for a rank of the group that is gone."""
+        if self._world is not None:
+            self._world.cut()
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        """Note the process groups that are made meanwhile, which are aborted when a rank is lost."""
+        with self._until_lost(), given(self._world).made_here():
+            yield
+
+    # --- engines --------------------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any) -> Engine:
+        parallelism.refuse_unused(self._config.engine, "session.wrap")
+        what = "a model given to session.wrap"
+        if not _is_divided(model):
+            parallelism.refuse_whole_model(self._config, what)
+            return TorchNativeEngine(model, optimizer, loss_fn, scheduler=scheduler, **self.settings(shared=True))
+        from megatron_ft.engines.fsdp import FsdpEngine
+
+        parallelism.refuse_stages(self._config, what)
+        own = {"layout": self.layout, "mesh": self.mesh(None)["dp"], **self.settings(shared=False)}
+        with self._making():
+            return FsdpEngine(model, optimizer, loss_fn, scheduler=scheduler, **own)
+
+    def pipeline(self, *, split: Callable[[Any], Any] | None, **options: Any) -> Engine:
+        from megatron_ft.engines.torch_pipeline import TorchPipeline, split_batch
+
+        parallelism.refuse_unused(self._config.engine, "session.pipeline")
+        own = {"layout": self.layout, "mesh": self.mesh(None), **self.settings(shared=False)}
+        with self._making():
+            return TorchPipeline(split=split or split_batch, **options, **own)
+
+    def megatron(self, **options: Any) -> Engine:
+        from megatron_ft.engines.megatron.megatron_engine import MegatronEngine
+
+        parallelism.refuse_unused(self._config.engine, "session.megatron")
+        if self._world is None:
+            raise EngineError(
+                "session.megatron before session.init_distributed(), which makes this group Megatron's world"
+            )
+        samples = self._config.samples_per_microbatch // self._config.inner_shards
+        own = {"layout": self.layout, "samples": samples, **self.settings(shared=False)}
+        with self._making():
+            return MegatronEngine(**options, **own)
+
+    def deepspeed(self, model: nn.Module, **options: Any) -> Engine:
+        from megatron_ft.engines.deepspeed import build
+
+        self.init_distributed(None)
+        with self._making():
+            return build.build(model, self._config, settings=self.settings, **options)
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """Return whether ranks hold parts of the model's parameters, as DTensors. Does not import what defines these: it takes
+    a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
