@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from megatron_ft.engines import tensor_checksum
 from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.joint import JointBucketed
 from megatron_ft.engines.layout import Layout
@@ -51,6 +52,7 @@ class DTensorBucketed(JointBucketed):
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._whole = _parts(model, layout)
+        _check_equal(model, layout)
         module_of = {parameter: number for number, module in enumerate(apart) for parameter in module.parameters()}
         self._module_of = {part: module_of.get(whole, 0) for part, whole in self._whole.items()}
         super().__init__(model, list(self._whole), layout=layout, apart=self._module_of, **settings)
@@ -149,6 +151,12 @@ def _parts(model: nn.Module, layout: Layout) -> dict[nn.Parameter, nn.Parameter]
                 f"{getattr(whole, 'placements', 'none')}; call fully_shard(model, mesh=session.mesh()['dp'])"
             )
         part = _local(whole.detach())
+        if isinstance(whole, DTensor) and part.device.type != whole.device_mesh.device_type:
+            raise EngineError(
+                f"parameter {name} is on {part.device}, and its mesh is of {whole.device_mesh.device_type}; leave "
+                f"CPUOffloadPolicy out, whose gradients arrive after backward has ended, and give a model that was built on "
+                f"the meta device its values"
+            )
         if part.numel():
             found[nn.Parameter(part)] = whole
     if not found:
@@ -157,6 +165,24 @@ def _parts(model: nn.Module, layout: Layout) -> dict[nn.Parameter, nn.Parameter]
             f"larger model"
         )
     return found
+
+
+def _check_equal(model: nn.Module, layout: Layout) -> None:
+    """Raise ``EngineError`` unless the slices of a stage and shard hold the same values of plain tensors. All ranks of the
+    group call it."""
+    if layout.slices == 1:
+        return
+    plain = {name: one for name, one in model.state_dict().items() if not isinstance(one, DTensor)}
+    said: list[dict[str, int]] = [{}] * layout.size
+    dist.all_gather_object(said, {name: tensor_checksum.checksum([("", one)]) for name, one in plain.items()})
+    first = said[layout.position - layout.slice]
+    for name in plain:
+        if said[layout.position][name] != first.get(name):
+            raise EngineError(
+                f"{name} has other values at rank {layout.position} of the group than at rank "
+                f"{layout.position - layout.slice}, though tensor parallelism does not divide it; call torch.manual_seed "
+                f"with the same number at all slices of a stage before the model is built"
+            )
 
 
 def _split(whole: torch.Tensor, layout: Layout) -> set[str]:

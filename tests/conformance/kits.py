@@ -56,11 +56,21 @@ def loss_of(settings: Mapping[str, Any]) -> Any:
     return toy.token_loss_fn if settings.get("loss_reduction") == "token" else toy.loss_fn
 
 
+def adapted(options: Mapping[str, Any], module: nn.Module) -> None:
+    """Make the blocks of a module as ``options`` say: ``checkpointed``, ``compiled``."""
+    for block in module.modules():
+        if isinstance(block, toy.Block):
+            block.checkpointed = options.get("checkpointed", False)
+            if options.get("compiled"):
+                block.compile(backend="aot_eager")
+
+
 class Native(Kit):
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
         from megatron_ft.engines.torch_native import TorchNativeEngine
 
         model = toy.whole(dropout)
+        adapted(self.options, model)
         return TorchNativeEngine(model, adamw(model.parameters()), loss_of(settings), **settings)
 
     def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
@@ -81,8 +91,9 @@ class Fsdp(Kit):
             divide(block, mesh["tp"])
         if self.shards > 1:
             for block in list(model)[1:-1]:
-                fully_shard(block, mesh=mesh["dp"], **self.options)
-            fully_shard(model, mesh=mesh["dp"], **self.options)
+                fully_shard(block, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        adapted(self.options, model)
         optimizer = adamw(model.parameters())
         return FsdpEngine(model, optimizer, loss_of(settings), layout=layout, mesh=mesh["dp"], **settings)
 
@@ -112,6 +123,7 @@ class Pipeline(Kit):
                     divide(block, mesh["tp"])
             if self.shards > 1:
                 fully_shard(module, mesh=mesh["dp"])
+            adapted(self.options, module)
             group = mesh["pp"].get_group()
             stages.append(pipelining.PipelineStage(module, number, count, torch.device("cpu"), group=group))
         optimizer = adamw([parameter for stage in stages for parameter in stage.submod.parameters()])
@@ -203,7 +215,7 @@ class DeepSpeed(Kit):
         build.init_communication()
         if "fp16" in self.options:  # whatever DeepSpeed thinks of this processor
             get_accelerator().is_fp16_supported = lambda: True
-        own = {key: value for key, value in self.options.items() if key != "stage"}
+        own = {key: value for key, value in self.options.items() if key not in ("stage", "checkpointed")}
         zero = {"stage": self.options.get("stage", 0), "stage3_param_persistence_threshold": 100}
         zero |= {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000}  # not half a billion elements
         section = {"inner_shards": self.shards, "loss_reduction": settings.get("loss_reduction", "microbatch")}
@@ -219,6 +231,7 @@ class DeepSpeed(Kit):
             optimizer = adamw(model.parameters())
             return build.build(model, run, settings=lambda shared: settings, optimizer=optimizer)
         model = toy.whole(dropout)
+        adapted(self.options, model)
         loss = loss_of(settings)
         return build.build(
             model, run, settings=lambda shared: settings, loss_fn=loss, optimizer=adamw(model.parameters())
@@ -233,7 +246,15 @@ class DeepSpeed(Kit):
 
         layers = [Part(nn.Module, number, dropout) for number in range(toy.PARTS)]
         loss = toy.of_tokens if per_token else toy.of_outputs
-        return PipelineModule(layers, num_stages=self.stages, loss_fn=loss, partition_method="uniform")
+        interval = 1 if self.options.get("checkpointed") else 0
+        return PipelineModule(
+            layers,
+            num_stages=self.stages,
+            loss_fn=loss,
+            partition_method="uniform",
+            activation_checkpoint_interval=interval,
+            checkpointable_layers=["Block"],  # the embedding's input needs no gradient
+        )
 
     def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
         from deepspeed.runtime.zero import GatheredParameters
@@ -271,6 +292,12 @@ KITS: dict[str, Kit] = {
     "deepspeed zero 3": DeepSpeed(shards=2, options={"stage": 3}),
     "deepspeed zero 2, fp16": DeepSpeed(shards=2, tolerance=300, options={"stage": 2, "fp16": HALF}),
     "deepspeed zero 1, fp16": DeepSpeed(joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}),
+    "torch-native, checkpointed": Native(joint=False, options={"checkpointed": True}),
+    "fsdp 2, checkpointed": Fsdp(shards=2, options={"checkpointed": True}),
+    "fsdp 2, compiled": Fsdp(shards=2, options={"compiled": True}),
+    "pp 2, checkpointed": Pipeline(stages=2, options={"schedule": "Schedule1F1B", "checkpointed": True}),
+    "deepspeed zero 3, checkpointed": DeepSpeed(shards=2, options={"stage": 3, "checkpointed": True}),
+    "deepspeed pp 2, checkpointed": DeepSpeed(stages=2, options={"pipeline": {"stages": 2}, "checkpointed": True}),
     "deepspeed pp 2": DeepSpeed(stages=2, options={"pipeline": {"stages": 2}}),
     "megatron dp 2": Megatron(shards=2),
     "megatron dp 2, distributed optimizer": Megatron(shards=2, options={"distributed": True}),

@@ -1,0 +1,70 @@
+"""Models that ranks hold parts of, and that cannot be trained: real ranks, which print the error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_ft.engines.fsdp import FsdpEngine
+from megatron_ft.engines.layout import Layout
+from megatron_ft.errors import EngineError
+from tests import support
+
+CASES = {
+    "slices differ": (
+        {"slices": 2},
+        "0.weight has other values at rank 1 of the group than at rank 0",
+        "call torch.manual_seed with the same number at all slices of a stage",
+    ),
+    "meta": (
+        {"shards": 2},
+        "parameter 0.weight is on meta, and its mesh is of cpu",
+        "give a model that was built on the meta device its values",
+    ),
+    "a part not sharded": ({"shards": 2}, "parameter 0.weight is not sharded", "fully_shard(model"),
+}
+
+
+def build(case: str, rank: int) -> None:
+    layout = Layout.of(rank, **CASES[case][0])
+    mesh = init_device_mesh("cpu", (layout.shards, layout.slices), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(rank)
+    with torch.device("meta" if case == "meta" else "cpu"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+    if case == "slices differ":
+        parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        fully_shard(model if case == "meta" else model[1], mesh=mesh["dp"])
+    FsdpEngine(model, torch.optim.SGD(model.parameters()), None, layout=layout, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_cannot_be_kept_equal_is_refused(case):
+    _, *expected = CASES[case]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [sys.executable, "-m", "tests.unit.test_dtensors", case, str(store.port)]
+    ranks = [
+        subprocess.Popen([*words, str(rank)], cwd=support.ROOT, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=support.TIMEOUT_S)[0] for rank in ranks]
+    assert all(part in said[1] for part in expected), said
+
+
+if __name__ == "__main__":
+    name, port, number = sys.argv[1:]
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=int(number), world_size=2)
+    try:
+        build(name, int(number))
+    except EngineError as error:
+        print(error, flush=True)
+    dist.barrier()
