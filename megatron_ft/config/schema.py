@@ -273,6 +273,9 @@ class FaultToleranceConfig:
     inner_shards: int = setting(1, whole_number(1))
     """Number of ranks of a group among which the samples of each microbatch are divided, >= 1: FSDP's shards, the ranks of
     DeepSpeed's ZeRO-2 and 3, Megatron's data-parallel ranks. A group has stages x slices x inner_shards ranks."""
+    inner_shards_divide: str = setting("samples", one_of("samples", "sequence"))
+    """What of a microbatch is divided among the inner_shards. ``samples``: the first axis of its tensors. ``sequence``: the
+    second axis; each rank has a part of every sequence, and the model's attention exchanges them (Ulysses)."""
     overlap: bool = setting(True, TRUE_OR_FALSE)
     """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
     either way."""
@@ -495,7 +498,7 @@ def resolve(
         section = replace(section, checkpoint=where)
     shards = shards or groups
     samples, per_group = _batch(raw, shards)
-    if samples % section.inner_shards:
+    if section.inner_shards_divide == "samples" and samples % section.inner_shards:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu is {samples} and {parallelism.SHARDS} is {section.inner_shards}, among which "
             f"the samples of a microbatch are divided evenly; use a multiple of {section.inner_shards}"

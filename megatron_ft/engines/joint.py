@@ -31,7 +31,8 @@ class JointBucketed(Bucketed):
     Args:
         model, parameters: see :class:`~megatron_ft.engines.buckets.Bucketed`.
         layout: the place of this rank.
-        shard_group: the ranks among which the samples of a microbatch are divided, if there are several.
+        shard_group: the ranks among which each microbatch is divided, if there are several.
+        divide: what of it is divided: ``"samples"`` or ``"sequence"``, see :func:`share`.
         settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
     """
 
@@ -45,11 +46,12 @@ class JointBucketed(Bucketed):
         *,
         layout: Layout,
         shard_group: dist.ProcessGroup | None = None,
+        divide: str = "samples",
         **settings: Any,
     ) -> None:
         super().__init__(model, parameters, **settings)
         self.layout = layout
-        self._shard_group = shard_group
+        self._shard_group, self._divide = shard_group, divide
         self._divided = layout.shards
         self._counted = set(parameters)
 
@@ -59,6 +61,10 @@ class JointBucketed(Bucketed):
 
     def compute(self, *arguments: Any, **options: Any) -> None:
         raise AssertionError("the ranks of the group compute together: flush")
+
+    def _share(self, batch: Any) -> Any:
+        """Return this rank's share of a microbatch."""
+        return share(batch, self.layout, self._divide)
 
     def _count_loss(self, loss: torch.Tensor | None, microbatches: int = 1) -> None:
         """Count a microbatch, with the loss over this rank's share of its samples if this rank has computed it."""
@@ -113,7 +119,7 @@ class OneByOne(JointBucketed):
                 self.add_to(listed.part)
                 # The slices of a shard drop from the same activations.
                 manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
-                loss, tokens = self._split_loss(self._lose(share(work.batch(listed.microbatch), self.layout)))
+                loss, tokens = self._split_loss(self._lose(self._share(work.batch(listed.microbatch))))
                 self._count_loss(loss)
                 self._count_tokens(tokens)
                 self._take_changes()
@@ -137,25 +143,32 @@ class OneByOne(JointBucketed):
         """After the gradients were added: tell ``ready`` of buckets that backward has not told it of."""
 
 
-def share(batch: Any, layout: Layout) -> Any:
-    """Return this rank's share of the samples of a microbatch: the same of each tensor's first axis.
+_AXES = {"samples": 0, "sequence": 1}
 
-    Raises ``EngineError`` for a batch of another type, or of a number of samples that cannot be divided evenly.
+
+def share(batch: Any, layout: Layout, divide: str = "samples") -> Any:
+    """Return this rank's share of a microbatch: with ``"samples"`` a part of each tensor's first axis, with ``"sequence"``
+    of the second one of those that have it.
+
+    Raises ``EngineError`` for a batch of another type, or an axis that cannot be divided evenly.
     """
     if layout.shards == 1:
         return batch
     if isinstance(batch, torch.Tensor):
-        if not batch.dim() or len(batch) % layout.shards:
+        axis = _AXES[divide]
+        if divide == "sequence" and batch.dim() < 2:
+            return batch
+        if not batch.dim() or batch.shape[axis] % layout.shards:
             raise EngineError(
-                f"a batch holds a tensor of shape {list(batch.shape)}, whose first axis cannot be divided among "
-                f"fault_tolerance.inner_shards {layout.shards}; let the first axis of each tensor be that of the samples"
+                f"a batch holds a tensor of shape {list(batch.shape)}, whose {('first', 'second')[axis]} axis cannot be "
+                f"divided among fault_tolerance.inner_shards {layout.shards}; let it be that of the {divide}, with a "
+                f"multiple of {layout.shards}"
             )
-        size = len(batch) // layout.shards
-        return batch[layout.shard * size : (layout.shard + 1) * size]
+        return batch.chunk(layout.shards, axis)[layout.shard].contiguous()
     if isinstance(batch, Mapping):
-        return {key: share(value, layout) for key, value in batch.items()}
+        return {key: share(value, layout, divide) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [share(value, layout) for value in batch]
+        parts = [share(value, layout, divide) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise EngineError(
         f"a batch holds a {type(batch).__name__}, which cannot be divided among fault_tolerance.inner_shards "

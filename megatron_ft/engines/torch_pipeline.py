@@ -21,7 +21,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 
 from megatron_ft.engines import rounds
 from megatron_ft.engines.dtensors import DTensorBucketed
-from megatron_ft.engines.joint import share
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import STAGED, Control, Work
 from megatron_ft.engines.staged import Staged
@@ -150,7 +149,7 @@ class TorchPipeline(DTensorBucketed, Staged):
     def _compute(self, schedule: Any) -> None:
         inputs, targets = [], []
         if self.needs_samples:
-            batches = [self._split(share(self._work.batch(one.microbatch), self.layout)) for one in self._listed]
+            batches = [self._split(self._share(self._work.batch(one.microbatch))) for one in self._listed]
             device = self._stages[0].device
             inputs = [torch.cat(column).to(device) for column in zip(*(args for args, _ in batches), strict=True)]
             targets = [target for _, target in batches]

@@ -23,7 +23,7 @@ from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
-from megatron_ft.errors import EngineError
+from megatron_ft.errors import ConfigError, EngineError
 from megatron_ft.types import given
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class EngineMaker:
             "loss_reduction": settings.loss_reduction,
             "seed": settings.seed,
             "exact_bits": self._config.exact_bits,
+            **({} if shared else {"divide": settings.inner_shards_divide}),
         }
 
     # --- the group's world ----------------------------------------------------------------------------------------------
@@ -139,6 +140,11 @@ class EngineMaker:
         if self._world is None:
             raise EngineError(
                 "session.megatron before session.init_distributed(), which makes this group Megatron's world"
+            )
+        if self._config.fault_tolerance.inner_shards_divide != "samples":
+            raise ConfigError(
+                'fault_tolerance.inner_shards_divide is "sequence", which session.megatron does not support; leave it out, '
+                "and use Megatron's sequence_parallel"
             )
         samples = self._config.samples_per_microbatch // self._config.inner_shards
         own = {"layout": self.layout, "samples": samples, **self.settings(shared=False)}

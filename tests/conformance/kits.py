@@ -95,7 +95,8 @@ class Fsdp(Kit):
             fully_shard(model, mesh=mesh["dp"])
         adapted(self.options, model)
         optimizer = adamw(model.parameters())
-        return FsdpEngine(model, optimizer, loss_of(settings), layout=layout, mesh=mesh["dp"], **settings)
+        own = {"layout": layout, "mesh": mesh["dp"], "divide": self.options.get("divide", "samples"), **settings}
+        return FsdpEngine(model, optimizer, loss_of(settings), **own)
 
     def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
         return {name: full(tensor) for name, tensor in engine.model.state_dict().items()}
@@ -294,6 +295,7 @@ KITS: dict[str, Kit] = {
     "deepspeed zero 1, fp16": DeepSpeed(joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}),
     "torch-native, checkpointed": Native(joint=False, options={"checkpointed": True}),
     "fsdp 2, checkpointed": Fsdp(shards=2, options={"checkpointed": True}),
+    "fsdp 2, parts of sequences": Fsdp(shards=2, options={"divide": "sequence"}),
     "fsdp 2, compiled": Fsdp(shards=2, options={"compiled": True}),
     "pp 2, checkpointed": Pipeline(stages=2, options={"schedule": "Schedule1F1B", "checkpointed": True}),
     "deepspeed zero 3, checkpointed": DeepSpeed(shards=2, options={"stage": 3, "checkpointed": True}),

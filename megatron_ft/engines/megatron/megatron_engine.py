@@ -24,7 +24,6 @@ from torch import nn
 
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucket
-from megatron_ft.engines.joint import share
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import DIGEST, Control, Listed, Work
 from megatron_ft.engines.staged import Staged
@@ -160,7 +159,7 @@ class MegatronEngine(Staged):
             )
 
     def _batch(self, listed: Listed) -> Any:
-        return share(self._work.batch(listed.microbatch), self.layout)
+        return self._share(self._work.batch(listed.microbatch))
 
     # --- around Megatron's passes ---------------------------------------------------------------------------------------
 
