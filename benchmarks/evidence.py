@@ -61,6 +61,7 @@ KEPT = dict([
     _result("unblock", "benchmarks/overhead.py --unblock",
             *_paths("collectives/communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
     _result("engines", "benchmarks/engines.py --pairs 40", *STEP),
+    _result("fsdp_reduce", "benchmarks/fsdp_reduce.py", "benchmarks/engines.py"),
     _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines")),
     _result("recovery", "benchmarks/recovery.py --trials 5 --default-trials 1",
             "benchmarks/recovery_ours.py", *MODEL, *RUN),

@@ -276,6 +276,9 @@ class FaultToleranceConfig:
     inner_shards_divide: str = setting("samples", one_of("samples", "sequence"))
     """What of a microbatch is divided among the inner_shards. ``samples``: the first axis of its tensors. ``sequence``: the
     second axis; each rank has a part of every sequence, and the model's attention exchanges them (Ulysses)."""
+    inner_shards_reduce: str = setting("each", one_of("each", "last"))
+    """When FSDP2 reduces gradients among the inner_shards. ``each``: with each microbatch. ``last``: with the last one of
+    those that the group has at a time; faster, and every rank holds the gradient of the whole model until then."""
     overlap: bool = setting(True, TRUE_OR_FALSE)
     """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
     either way."""

@@ -405,7 +405,8 @@ class Bucketed:
             return
         pairs = zip(self._buckets[number].adds_to.views, gradients, strict=True)
         known = [(view, gradient) for view, gradient in pairs if gradient is not None]
-        torch._foreach_add_([view for view, _ in known], [gradient for _, gradient in known])
+        if known:
+            torch._foreach_add_([view for view, _ in known], [gradient for _, gradient in known])
 
     def _gradients_of(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the present microbatch, where autograd or the engine has left them."""

@@ -11,18 +11,21 @@ Failures it assumes: any rank of the group may vanish; FSDP's collectives then r
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from megatron_ft.engines import rounds
 from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.dtensors import DTensorBucketed
 from megatron_ft.engines.joint import OneByOne
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Ready
 from megatron_ft.engines.torch_native import LossFn
+from megatron_ft.errors import EngineError
 
 
 class FsdpEngine(DTensorBucketed, OneByOne):
@@ -34,6 +37,8 @@ class FsdpEngine(DTensorBucketed, OneByOne):
             this rank's share of the samples.
         layout: the place of this rank.
         mesh: the mesh of the shards, if there are several.
+        reduce: ``"each"``: shards sum gradients with each microbatch; ``"last"``: with the last of several that follow each
+            other. Exact reduction needs those of each.
         settings: see :class:`~megatron_ft.engines.buckets.Bucketed`.
     """
 
@@ -46,12 +51,24 @@ class FsdpEngine(DTensorBucketed, OneByOne):
         scheduler: Any = None,
         layout: Layout,
         mesh: DeviceMesh | None = None,
+        reduce: str = "each",
         **settings: Any,
     ) -> None:
         group = None if mesh is None else mesh.get_group()
         super().__init__(model, optimizer, scheduler, layout=layout, shard_group=group, **settings)
         self.loss_fn = loss_fn
+        if reduce == "last":
+            self._at_a_time = rounds.ALL
+            if self._rounding is not None or not isinstance(model, FSDPModule):
+                raise EngineError(
+                    'fault_tolerance.inner_shards_reduce is "last", which needs a model of fully_shard and reduction '
+                    '"fast"; use "each"'
+                )
         self._arrivals = Arrivals([[self._whole[part] for part in bucket.parameters] for bucket in self._buckets])
+
+    def _will_follow(self, same: bool) -> None:
+        if self._at_a_time > 1:
+            cast(FSDPModule, self.model).set_requires_gradient_sync(not same)
 
     def _lose(self, batch: Any) -> Any:
         return self.loss_fn(self.model, batch)

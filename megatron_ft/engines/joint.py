@@ -21,7 +21,7 @@ from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.exact_rounding import square_norm
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Ready, Work, manual_seed
+from megatron_ft.engines.port import Control, Listed, Ready, Work, manual_seed
 from megatron_ft.errors import EngineError
 
 
@@ -109,27 +109,38 @@ class OneByOne(JointBucketed):
     """The part that is the same in engines whose ranks all pass through one microbatch after the other, each with its
     share of the samples."""
 
+    _at_a_time = 1
+    """The number of microbatches that the ranks may agree on together."""
+
     @property
     def needs_samples(self) -> bool:
         return True
 
     def flush(self, control: Control, work: Work) -> None:
-        for (listed,), last in rounds.rounds(self.layout, control, work, most=1):
-            with work.span("forward", listed):
-                self.add_to(listed.part)
-                # The slices of a shard drop from the same activations.
-                manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
-                loss, tokens = self._split_loss(self._lose(self._share(work.batch(listed.microbatch))))
-                self._count_loss(loss)
-                self._count_tokens(tokens)
-                self._take_changes()
-            with work.span("backward", listed):
-                ready = work.ready() if last and not listed.digest else None
-                # Libraries take the mean over the shards, of which each has lost a part of the sum.
-                self._go_back(loss * self.layout.shards if self._per_token else loss, ready)
-                self._buffers.restore()
-            work.computed(listed)
-            self._taken_with(ready)
+        for found, last in rounds.rounds(self.layout, control, work, most=self._at_a_time):
+            for listed, following in zip(found, (*found[1:], None), strict=True):
+                self._will_follow(following is not None and following.part == listed.part)
+                self._pass(work, listed, last and following is None)
+
+    def _will_follow(self, same: bool) -> None:
+        """Before a pass: ``same``: another microbatch certainly follows, whose gradient is added to the same part."""
+
+    def _pass(self, work: Work, listed: Listed, last: bool) -> None:
+        with work.span("forward", listed):
+            self.add_to(listed.part)
+            # The slices of a shard drop from the same activations.
+            manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
+            loss, tokens = self._split_loss(self._lose(self._share(work.batch(listed.microbatch))))
+            self._count_loss(loss)
+            self._count_tokens(tokens)
+            self._take_changes()
+        with work.span("backward", listed):
+            ready = work.ready() if last and not listed.digest else None
+            # Libraries take the mean over the shards, of which each has lost a part of the sum.
+            self._go_back(loss * self.layout.shards if self._per_token else loss, ready)
+            self._buffers.restore()
+        work.computed(listed)
+        self._taken_with(ready)
 
     @abstractmethod
     def _lose(self, batch: Any) -> Any:

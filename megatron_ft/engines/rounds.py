@@ -16,6 +16,9 @@ from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Control, Listed, Work
 from megatron_ft.types import Microbatch
 
+ALL = 1 << 20
+"""More microbatches than a group has in a step."""
+
 
 class Round(NamedTuple):
     """Microbatches to compute together, in order. ``last``: the group has no others in this step, as far as is known, so

@@ -29,9 +29,6 @@ from megatron_ft.errors import EngineError
 Split = Callable[[Any], tuple[tuple[torch.Tensor, ...], torch.Tensor]]
 """batch -> (inputs of the first stage, target of the loss function)."""
 
-_MOST = 1 << 20
-"""More microbatches than a group has in a step."""
-
 
 def split_batch(batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the inputs and the target of a batch: of ``input_ids`` and ``labels``, or of a pair.
@@ -113,7 +110,7 @@ class TorchPipeline(DTensorBucketed, Staged):
 
     def flush(self, control: Control, work: Work) -> None:
         self._work = work
-        for listed, last in rounds.rounds(self.layout, control, work, most=_MOST):
+        for listed, last in rounds.rounds(self.layout, control, work, most=rounds.ALL):
             while listed:
                 count, schedule = self._schedule(len(listed))
                 self._begin_run(listed[:count], work.ready() if last and count == len(listed) else None)

@@ -122,6 +122,7 @@ class EngineMaker:
 
         parallelism.refuse_stages(self._config, what)
         own = {"layout": self.layout, "mesh": self.mesh(None)["dp"], **self.settings(shared=False)}
+        own["reduce"] = self._config.fault_tolerance.inner_shards_reduce
         with self._making():
             return FsdpEngine(model, optimizer, loss_fn, scheduler=scheduler, **own)
 

@@ -96,6 +96,7 @@ class Fsdp(Kit):
         adapted(self.options, model)
         optimizer = adamw(model.parameters())
         own = {"layout": layout, "mesh": mesh["dp"], "divide": self.options.get("divide", "samples"), **settings}
+        own["reduce"] = "each" if settings.get("exact_bits") else self.options.get("reduce", "each")
         return FsdpEngine(model, optimizer, loss_of(settings), **own)
 
     def tensors(self, engine: Any) -> dict[str, torch.Tensor]:
@@ -295,6 +296,7 @@ KITS: dict[str, Kit] = {
     "deepspeed zero 1, fp16": DeepSpeed(joint=False, overlaps=False, tolerance=300, options={"stage": 1, "fp16": HALF}),
     "torch-native, checkpointed": Native(joint=False, options={"checkpointed": True}),
     "fsdp 2, checkpointed": Fsdp(shards=2, options={"checkpointed": True}),
+    "fsdp 2, reduced with the last": Fsdp(shards=2, options={"reduce": "last"}),
     "fsdp 2, parts of sequences": Fsdp(shards=2, options={"divide": "sequence"}),
     "fsdp 2, compiled": Fsdp(shards=2, options={"compiled": True}),
     "pp 2, checkpointed": Pipeline(stages=2, options={"schedule": "Schedule1F1B", "checkpointed": True}),

@@ -10,6 +10,7 @@ from tests import engine_kills, support
 IN_CI = (
     "3 x FSDP2: rank 1 of group 1 in the last backward pass",
     "3 x FSDP2: rank 1 of group 1, rank 0 of group 2 as another group takes a microbatch over",
+    "3 x FSDP2, reduced with the last: rank 0 of group 1 in the second forward pass",
     "3 x torch PP2: rank 0 of group 1 in the second forward pass",
     "2 x Megatron EP2: rank 1 of group 1 in the last backward pass",
     "2 x ZeRO-3: rank 0 of group 1 in the optimizer's update",

@@ -49,9 +49,6 @@ ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[[Any], An
 """Megatron's ``forward_step``: (iterator over batches, model) -> (output, loss function of the output). The loss function
 returns (mean loss of the microbatch, report), or with ``calculate_per_token_loss`` (sum, number of tokens, report)."""
 
-_MOST = 1 << 20
-"""More microbatches than a group has in a step."""
-
 
 class MegatronEngine(Staged):
     """A ``JointEngine``, made by ``Session.megatron``.
@@ -125,7 +122,7 @@ class MegatronEngine(Staged):
 
     def flush(self, control: Control, work: Work) -> None:
         self._work = work
-        for listed, last in rounds.rounds(self.layout, control, work, most=_MOST):
+        for listed, last in rounds.rounds(self.layout, control, work, most=rounds.ALL):
             filled = self._filled(listed)
             self._begin_run(filled, work.ready() if last else None, len(filled) - len(listed))
             self._run()
