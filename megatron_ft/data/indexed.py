@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def write(prefix: str | Path, documents: Iterable[np.ndarray], dtype: Any = np.i
         raise DataError(
             f"tokens of type {np.dtype(dtype)} cannot be written; use one of {', '.join(map(str, _DTYPES))}"
         )
-    lengths: list[int] = []
+    lengths = array("i")
     temporary = [Path(f"{prefix}.{ending}.tmp") for ending in ("bin", "idx")]
     with temporary[0].open("wb") as file:
         for document in map(np.asarray, documents):
@@ -175,10 +176,16 @@ def write(prefix: str | Path, documents: Iterable[np.ndarray], dtype: Any = np.i
             file.write(document.astype(kind).tobytes())
         file.flush()
         os.fsync(file.fileno())
+    temporary[1].write_bytes(index(lengths, kind))
+    for path in temporary:
+        path.replace(path.with_suffix(""))
+
+
+def index(lengths: Sequence[int], dtype: np.dtype) -> bytes:
+    """Return the content of the ``.idx`` of documents with these lengths, each one sequence. uint32, which the format does
+    not have, is called int32: ids are below 2**31."""
+    kind = dtype.newbyteorder("<") if dtype != np.uint32 else np.dtype("<i4")
     sizes = np.array(lengths, dtype="<i4")
     starts = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)])[: len(sizes)] * kind.itemsize
     header = _HEADER.pack(_MAGIC, _VERSION, _DTYPES[kind], len(sizes), len(sizes) + 1)
-    numbers = np.arange(len(sizes) + 1, dtype="<i8")
-    temporary[1].write_bytes(header + sizes.tobytes() + starts.astype("<i8").tobytes() + numbers.tobytes())
-    for path in temporary:
-        path.replace(path.with_suffix(""))
+    return header + sizes.tobytes() + starts.astype("<i8").tobytes() + np.arange(len(sizes) + 1, dtype="<i8").tobytes()

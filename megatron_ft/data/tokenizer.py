@@ -1,8 +1,12 @@
-"""A lossless byte-pair tokenizer: ``decode(encode(text)) == text`` for every text.
+"""Tokenizers: one that ``train_tokenizer`` has trained, or the user's own, a sentencepiece model or a Hugging Face
+``tokenizer.json``.
 
-sentencepiece is configured without normalisation and without added or removed spaces; it encodes characters without a
-piece as bytes, and no piece crosses a newline. Training is deterministic: equal text and vocabulary size give equal
-pieces.
+A trained one is a lossless byte-pair tokenizer: ``decode(encode(text)) == text`` for every text. sentencepiece is
+configured without normalisation and without added or removed spaces; it encodes characters without a piece as bytes, and
+no piece crosses a newline. Training is deterministic: equal text and vocabulary size give equal pieces. A tokenizer of
+the user's is taken as it is, and its file is kept unchanged.
+
+Assumed failures: files that are missing, damaged or not of these kinds; tokenizers without a token that ends documents.
 """
 
 from __future__ import annotations
@@ -10,14 +14,22 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ft.errors import DataError
-from megatron_ft.utils import extras
+from megatron_ft.utils import atomic_file, extras
+
+if TYPE_CHECKING:
+    import tokenizers
 
 EOD_PIECE = "<eod>"
+EOD_TOKENS = ("<|endoftext|>", "</s>", EOD_PIECE, "<|end_of_text|>")
+"""The usual names of the token that ends a document."""
+JSON_FILE, MODEL_FILE = FILES = ("tokenizer.json", "tokenizer.model")
+"""The names of a tokenizer in a directory, the first one that exists. The ending says of which kind a file is."""
 BLOCK_CHARS = 1 << 20  # encoding takes some hundred bytes of memory per character, so long documents are divided
 _FIXED_PIECES = 260  # every byte, <unk>, <eod>, newline and space
 _LINE_CHARS = 1 << 14  # sentencepiece counts positions inside a word with 16 bits
@@ -27,48 +39,115 @@ _SPACE_MARK = "\u2581"
 _SPACE_MARK_BYTES = tuple(f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode())
 # The trainer skips or refuses these inside a sentence; in text they are encoded as bytes anyway.
 _SEPARATORS = re.compile("[\n\t\0\u2581\u2585]")
+_FIRST_PIECES = ["<unk>", EOD_PIECE, "\n"]
+"""The first pieces of a model that :func:`train_tokenizer` has made."""
 
 
 class Tokenizer:
-    """A trained tokenizer. ``model`` holds the bytes of a sentencepiece model, which any sentencepiece can read.
+    """Text to token ids and back; see :meth:`load`. :meth:`encode` never produces ``eod_id``.
 
-    :meth:`encode` never produces piece 0, ``<unk>``, nor ``eod_id``, which ends a document. Raises ``DataError`` if
-    ``model`` cannot be read.
+    Attributes:
+        model: The bytes of its file.
+        file_name: ``tokenizer.model`` or ``tokenizer.json``.
+        vocab_size: Number of token ids.
+        eod_token: The token that ends a document.
+        eod_id: Its id.
     """
 
-    def __init__(self, model: bytes) -> None:
-        with extras.needed():
-            import sentencepiece
-        try:
-            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise DataError("the tokenizer model is damaged: run `megatron-ft prepare` again") from error
-        self.model = model
-        self.vocab_size: int = self._pieces.vocab_size()
-        self.eod_id: int = self._pieces.piece_to_id(EOD_PIECE)
-        self._space_mark_ids = [self._pieces.piece_to_id(piece) for piece in _SPACE_MARK_BYTES]
+    model: bytes
+    file_name: str
+    vocab_size: int
+    eod_token: str
+    eod_id: int
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a model file, or the ``tokenizer.model`` of a prepared directory. Raises ``DataError`` if there is
-        none."""
-        file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+    @staticmethod
+    def load(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
+        """Read a tokenizer: a file, or a directory's ``tokenizer.json`` or ``tokenizer.model``.
+
+        Args:
+            path: A Hugging Face ``tokenizer.json``, a sentencepiece ``.model``, or a directory with one of them, which
+                may be one that ``prepare`` has written.
+            eod_token: The token that ends a document. Default: that of the prepared directory, else the one of
+                ``EOD_TOKENS`` that is a special token of the tokenizer.
+
+        Raises:
+            DataError: There is no tokenizer, it cannot be read, or it is not clear which token ends a document.
+        """
+        file = Path(path)
+        if file.is_dir():
+            meta = atomic_file.read_json(file / "meta.json")
+            eod_token = eod_token or (meta.get("eod_token") if isinstance(meta, dict) else None)
+            file = next((file / name for name in FILES if (file / name).is_file()), file / MODEL_FILE)
         try:
-            return cls(file.read_bytes())
+            content = file.read_bytes()
         except OSError as error:
             raise DataError(
-                f"{file}: there is no tokenizer ({error.strerror}): run `megatron-ft prepare --out {file.parent}`"
+                f"{file}: there is no tokenizer ({error.strerror}): name a tokenizer.json or a sentencepiece .model, or run "
+                f"`megatron-ft prepare --out {file.parent}`"
             ) from error
+        if file.suffix == ".json":
+            return _HuggingFace(content, str(file), eod_token)
+        return _SentencePiece(content, str(file), eod_token)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, each in ``range(vocab_size)``, without an end-of-document id."""
         return [token for block in self.encode_blocks(text) for token in block]
 
     def encode_blocks(self, text: str) -> Iterator[list[int]]:
-        """Yield the ids of :meth:`encode` in blocks of about ``BLOCK_CHARS`` characters, which limits the memory.
+        """Yield the ids of :meth:`encode` in parts. A tokenizer that was trained here takes blocks of about ``BLOCK_CHARS``
+        characters, which limits the memory; one of the user's takes the whole text."""
+        raise NotImplementedError
 
-        Blocks end at a newline or at a space mark. No piece crosses either of them, so the ids are the same.
-        """
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ``tokens``, without end-of-document ids. Raises ``IndexError`` for an id outside the
+        range."""
+        raise NotImplementedError
+
+    def _end_documents(self, name: str, ids: Mapping[str, int], special: Collection[str], given: str | None) -> None:
+        """Set ``eod_token`` and ``eod_id``. Raises ``DataError`` unless exactly one token is given or known, or if text can
+        contain it."""
+        rule = f"name a special token (of sentencepiece: a control symbol) with --eod-token; it has {_some(special)}"
+        found = [token for token in EOD_TOKENS if token in special] if given is None else [given]
+        if len(found) != 1:
+            has = " and ".join(found) if found else f"none of {', '.join(EOD_TOKENS)}"
+            raise DataError(
+                f"{name}: which token ends a document is not clear, the tokenizer's special tokens have {has}: {rule}"
+            )
+        (self.eod_token,) = found
+        if self.eod_token not in ids:
+            raise DataError(f"{name}: --eod-token {self.eod_token!r} is not in the tokenizer's vocabulary: {rule}")
+        self.eod_id = ids[self.eod_token]
+        if self.eod_id in self.encode(self.eod_token):
+            raise DataError(f"{name}: a text that contains {self.eod_token!r} would end a document there: {rule}")
+
+
+class _SentencePiece(Tokenizer):
+    """``model``: a sentencepiece model, which any sentencepiece can read. One that was trained here never produces piece 0,
+    ``<unk>``."""
+
+    def __init__(self, model: bytes, name: str = MODEL_FILE, eod_token: str | None = None) -> None:
+        with extras.needed():
+            import sentencepiece
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise DataError(
+                f"{name}: the tokenizer model is damaged, or is none of sentencepiece's: give another file, or run "
+                "`megatron-ft prepare` again"
+            ) from error
+        self.model, self.file_name = model, MODEL_FILE
+        self.vocab_size = self._pieces.vocab_size()
+        ids = {self._pieces.id_to_piece(number): number for number in range(self.vocab_size)}
+        self._is_own = list(ids)[:3] == _FIRST_PIECES
+        self._space_mark_ids = [self._pieces.piece_to_id(piece) for piece in _SPACE_MARK_BYTES]
+        special = [piece for piece, number in ids.items() if self._pieces.is_control(number)]
+        self._end_documents(name, ids, special, eod_token)
+
+    def encode_blocks(self, text: str) -> Iterator[list[int]]:
+        if not self._is_own:
+            yield self._pieces.encode(text)
+            return
+        # No piece crosses a newline or a space mark, so the ids are those of the whole text.
         for block in _blocks(text):
             for number, part in enumerate(block.split(_SPACE_MARK)):
                 if number:
@@ -77,9 +156,44 @@ class Tokenizer:
                     yield self._pieces.encode(part)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``, without end-of-document ids. Raises ``IndexError`` for an id outside the
-        range."""
         return self._pieces.decode([int(token) for token in tokens])
+
+
+class _HuggingFace(Tokenizer):
+    """``model``: a ``tokenizer.json``. No special token is added to a text, and none is recognised in it."""
+
+    def __init__(self, model: bytes, name: str, eod_token: str | None = None) -> None:
+        with extras.needed():
+            import tokenizers
+        try:
+            self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(model)
+        except Exception as error:  # the library has no type of its own
+            raise DataError(
+                f"{name}: the tokenizer cannot be read ({error}): give a tokenizer.json of Hugging Face's tokenizers"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as the text that they are
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None  # equal text gives equal tokens
+        self.model, self.file_name = model, JSON_FILE
+        ids = self._tokenizer.get_vocab()
+        self.vocab_size = max(ids.values(), default=-1) + 1  # there may be gaps
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        self._end_documents(name, ids, special, eod_token)
+
+    def encode_blocks(self, text: str) -> Iterator[list[int]]:
+        yield self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        numbers = [int(token) for token in tokens]
+        if numbers and not 0 <= min(numbers) <= max(numbers) < self.vocab_size:
+            raise IndexError(f"token ids {min(numbers)}..{max(numbers)} are not all in range({self.vocab_size})")
+        return self._tokenizer.decode(numbers, skip_special_tokens=False)
+
+
+def _some(tokens: Collection[str]) -> str:
+    return ", ".join(list(tokens)[:8]) + (f" and {len(tokens) - 8} more" if len(tokens) > 8 else "") or "none"
 
 
 def _blocks(text: str) -> Iterator[str]:
@@ -137,7 +251,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lo
         )
     except RuntimeError as error:
         raise _training_error(error, vocab_size) from error
-    tokenizer = Tokenizer(model.getvalue())
+    tokenizer = _SentencePiece(model.getvalue())
     if tokenizer.vocab_size < vocab_size and not lower:
         raise DataError(
             f"--vocab-size {vocab_size} is too large for this text, which allows at most {tokenizer.vocab_size}: "

@@ -15,6 +15,7 @@ EXTRAS = {
     "ortools": "train",
     "pyarrow": "data",
     "sentencepiece": "data",
+    "tokenizers": "data",
     "torch": "train",
     "yaml": "yaml",
 }

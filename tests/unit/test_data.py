@@ -152,7 +152,7 @@ def test_equal_requests_give_equal_bytes_and_nothing_else_is_left(tmp_path, text
     assert metas[0] == metas[1] == read_meta(tmp_path / "one")
     for name in ("one", "two"):
         files = {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
-        assert set(files) == {"tokens.bin", "tokenizer.model", "meta.json", ".lock"}
+        assert set(files) == {"tokens.bin", "tokens.idx", "tokenizer.model", "meta.json", ".lock"}
         assert hashlib.sha256(files["tokens.bin"]).hexdigest() == metas[0].tokens_sha256
         assert hashlib.sha256(files["tokenizer.model"]).hexdigest() == metas[0].tokenizer_sha256
     assert not (tmp_path / "home").exists()
@@ -191,7 +191,7 @@ class Killed(BaseException):
     """An exception that stands for a kill: no handler of the package may catch it."""
 
 
-@pytest.mark.parametrize("moment", ["_train", "_tokenise", "_write_tokens", "_write_synced", "_publish"])
+@pytest.mark.parametrize("moment", ["_train", "tokenise", "_write_tokens", "_write_synced", "_publish"])
 def test_an_interrupted_prepare_leaves_the_old_data_or_none(tmp_path, text_file, monkeypatch, moment):
     def die(*args):
         raise Killed
@@ -209,7 +209,7 @@ def test_an_interrupted_prepare_leaves_the_old_data_or_none(tmp_path, text_file,
     assert not list(old.glob(".preparing-*"))
 
 
-@pytest.mark.parametrize("moved", [0, 1, 2])
+@pytest.mark.parametrize("moved", [0, 1, 2, 3])
 def test_killed_while_moving_into_place_it_does_not_open(tmp_path, text_file, monkeypatch, moved):
     out, real, calls = tmp_path / "out", dataset.os.replace, []
     prepare(out, [text_file], VOCAB, log=quiet)
