@@ -411,7 +411,8 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="txt, jsonl or parquet files (default: State of the Union addresses)",
+        help="txt, jsonl (also .gz, .zst) or parquet files, or directories written by save_to_disk (default: State of the "
+        "Union addresses)",
     )
     parser.add_argument(
         "--vocab-size",

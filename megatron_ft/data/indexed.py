@@ -129,6 +129,8 @@ class Blend:
                 f"a blend of {len(datasets)} datasets has the weights {list(weights)}: one above 0 for each"
             )
         self.datasets = list(datasets)
+        self.seq_len: int = getattr(datasets[0], "seq_len", 0)
+        """Number of tokens in a sample, if the datasets say it."""
         shares = np.array(weights, dtype=np.float64) / sum(weights)
         longest = min(len(one) / share for one, share in zip(datasets, shares, strict=True))
         self._of, self._index = _blended(shares, int(longest) if size is None else size)
@@ -141,6 +143,24 @@ class Blend:
     def __getitem__(self, index: int) -> Any:
         dataset = self.datasets[self._of[index]]
         return dataset[int(self._index[index]) % len(dataset)]
+
+
+def open_corpora(words: Sequence[str], seq_len: int, *, documents: bool = False) -> IndexedTokens | Blend:
+    """Open corpora that are named as for Megatron's ``--data-path``: ``PREFIX``, or ``WEIGHT PREFIX WEIGHT PREFIX ...``.
+
+    The other arguments and the errors are those of :class:`IndexedTokens`. Raises ``DataError`` for words of another form.
+    """
+    if len(words) == 1:
+        return IndexedTokens(words[0], seq_len, documents=documents)
+    try:
+        weights = [float(word) for word in words[::2]]
+        if not words or len(words) % 2 or not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError
+    except ValueError:
+        raise DataError(
+            f"{' '.join(words)!r} names no corpora: give one PREFIX, or a weight above 0 before each, as in 0.7 A 0.3 B"
+        ) from None
+    return Blend([IndexedTokens(prefix, seq_len, documents=documents) for prefix in words[1::2]], weights)
 
 
 def _blended(shares: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

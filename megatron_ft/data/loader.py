@@ -64,11 +64,7 @@ class Loader:
         num_workers: int = 0,
         worker_init_fn: Callable[[int], Any] | None = None,
     ) -> None:
-        if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
-            raise ConfigError(
-                f"session.loader: a {type(dataset).__name__} has no dataset[index]; any group must be able to load any "
-                f"sample. For a stream, give an object whose dataset[number] returns the sample with that number"
-            )
+        _check_indexed(dataset, "session.loader")
         if not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"session.loader: num_workers is {num_workers!r}; it must be a whole number >= 0")
         self._size = len(dataset) if hasattr(dataset, "__len__") else None
@@ -77,6 +73,8 @@ class Loader:
         self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
         self._groups, self._sizes = groups, BatchSchedule.of(microbatches_per_group)
         self._samples = samples_per_microbatch
+        self.tokens_per_microbatch: int = samples_per_microbatch * getattr(dataset, "seq_len", 0)
+        """0 if the dataset does not say how long its samples are."""
         self._collate = collate_fn or default_collate
         self._expected: list[Microbatch] = []
         self._loading: dict[Microbatch, Future[Any]] = {}
@@ -148,7 +146,7 @@ class Loader:
     def __call__(self, microbatch: Microbatch) -> Any:
         """Return the batch of a microbatch. Raises what the dataset raises, and ``DataError`` if a worker has died."""
         if self._pool is None:
-            return self._collate([self._dataset[index] for index in self.indices(microbatch)])
+            return self._collate(_samples(self._dataset, self.indices(microbatch)))
         try:
             with self._lock:
                 loading = self._loading.pop(microbatch, None) or self._submit(microbatch)
@@ -162,12 +160,28 @@ class Loader:
             ) from None
 
 
+def _check_indexed(dataset: Any, caller: str) -> None:
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{caller}: a {type(dataset).__name__} has no dataset[index]; any group must be able to load any sample. Write "
+            f"the stream to files once, by megatron_ft.data.prepare(directory, documents=stream), or give an object whose "
+            f"dataset[number] returns the sample with that number"
+        )
+
+
+def _samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """Return the samples, all in one call where the dataset has one for that, as Hugging Face's and ``torch.utils.data``."""
+    several = getattr(dataset, "__getitems__", None)
+    return several(indices) if several else [dataset[index] for index in indices]
+
+
 def of_dataloader(dataloader: Any, samples_per_microbatch: int) -> dict[str, Any]:
     """Return the arguments of :class:`Loader` for a ``torch.utils.data.DataLoader``. Raises ``ConfigError``."""
     if not isinstance(dataloader, DataLoader):
         raise ConfigError(
             f"session.prepare: a {type(dataloader).__name__} is not a torch DataLoader; give session.loader a dataset"
         )
+    _check_indexed(dataloader.dataset, "session.prepare")
     if dataloader.batch_size != samples_per_microbatch or type(dataloader.batch_sampler) is not BatchSampler:
         raise ConfigError(
             f"session.prepare: the DataLoader has batch_size {dataloader.batch_size} and a microbatch has "
@@ -225,4 +239,4 @@ def _load(indices: Sequence[int], seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    return _collate([_dataset[index] for index in indices])
+    return _collate(_samples(_dataset, indices))

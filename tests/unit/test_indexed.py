@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.data.indexed import Blend, IndexedTokens, write
+from megatron_ft.data.indexed import Blend, IndexedTokens, open_corpora, write
 from megatron_ft.errors import DataError
 
 DOCUMENTS = [np.arange(1, 8), np.arange(20, 23), np.arange(40, 52)]
@@ -89,3 +89,14 @@ def test_a_blend_ends_with_the_first_dataset_that_is_used_up():
     assert len(Blend([range(10), range(1000)], [1, 3])) == 40
     with pytest.raises(DataError, match="one above 0 for each"):
         Blend([range(10)], [1, 2])
+
+
+def test_corpora_are_named_as_for_megatron(tmp_path):
+    for name in "ab":
+        write(tmp_path / name, DOCUMENTS)
+    assert isinstance(open_corpora([str(tmp_path / "a")], 5, documents=True), IndexedTokens)
+    blend = open_corpora(["0.7", f"{tmp_path}/a", "0.3", f"{tmp_path}/b"], 2)
+    assert [one.prefix[-1] for one in blend.datasets] == ["a", "b"] and blend.seq_len == 2
+    for words in (["a", "0.7"], ["0.7", "a", "b"], ["a", "b"], ["-1", "a", "2", "b"], []):
+        with pytest.raises(DataError, match="names no corpora: give one PREFIX, or a weight above 0 before each"):
+            open_corpora(words, 5)

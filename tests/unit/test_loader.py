@@ -155,7 +155,7 @@ class Endless(IterableDataset):
     [
         (lambda: of_dataloader([1], 3), "a list is not a torch DataLoader"),
         (lambda: of_dataloader(DataLoader(Numbers(9), 2), 3), "batch_size 2 and a microbatch has 3 samples"),
-        (lambda: of_dataloader(DataLoader(Endless(), 3), 3), "has a _InfiniteConstantSampler"),
+        (lambda: of_dataloader(DataLoader(Endless(), 3), 3), "session.prepare: a Endless has no dataset"),
         (
             lambda: of_dataloader(DataLoader(Numbers(9), 3, sampler=WeightedRandomSampler([1.0] * 9, 9)), 3),
             "has a WeightedRandomSampler",
