@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: RMSNorm, rotary positions, tied embeddings, no biases."""
+"""A small GPT in plain PyTorch: RMSNorm, rotary positions, tied embeddings, no biases, attention within documents."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[batch, sequence, width] -> the same shape."""
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[batch, sequence, width] -> the same shape. `mask`: who attends to whom, [batch, 1, sequence, sequence]; without
+        it each position attends to all before it."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, dropout_p=p, is_causal=True)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -48,8 +52,10 @@ class Block(nn.Module):
             nn.Dropout(config.dropout),
         )
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin, mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -68,12 +74,23 @@ class GPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [batch, sequence] -> logits [batch, sequence, vocabulary]."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids [batch, sequence] -> logits [batch, sequence, vocabulary]. With `document_ids` a position attends to its
+        own document only; `position_ids` are 0, 1, 2, ... if they are not given. Both have the shape of `tokens`."""
         length = tokens.shape[1]
+        cos, sin, mask = self.cos[:length], self.sin[:length], None
+        if position_ids is not None:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # the same for all heads
+        if document_ids is not None:
+            mask = (document_ids[:, :, None] == document_ids[:, None, :]).tril()[:, None]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos[:length], self.sin[:length])
+            x = block(x, cos, sin, mask)
         return self.head(self.norm(x))
 
 

@@ -14,7 +14,7 @@ import megatron_ft  # ft
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch["input_ids"])
+    logits = model(batch["input_ids"], batch.get("document_ids"), batch.get("position_ids"))
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
@@ -29,11 +29,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--document-mask", action="store_true", help="no attention across the ends of documents")
     parser.add_argument("--deepspeed_config", help="for deepspeed's launcher; megatron-ft's has told")
     args = parser.parse_args()
 
     session = megatron_ft.init(seed=args.seed)  # ft
-    dataset = session.dataset(args.data, seq_len=args.seq_len)  # ft: microbatch id -> tensors
+    dataset = session.dataset(args.data, seq_len=args.seq_len, documents=args.document_mask)  # ft: id -> tensors
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(dataset.vocab_size, args.layers, args.width, seq_len=args.seq_len, dropout=args.dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)

@@ -422,7 +422,10 @@ def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
 class PackedDataset:
     """The samples of each microbatch as tensors, from a prepared directory. Samples have no padding.
 
-    Sample i predicts the ``seq_len`` tokens after each of ``tokens[i*seq_len : (i+1)*seq_len]``, across document ends.
+    Sample i predicts the ``seq_len`` tokens after each of ``tokens[i*seq_len : (i+1)*seq_len]``, across document ends. With
+    ``documents`` a batch also has ``document_ids``, numbers that differ between the documents of a sample, from 0, and
+    ``position_ids``, which begin anew in each document and each sample; an end-of-document id belongs to the document before
+    it. Attention within a document only is where two ``document_ids`` are equal.
     The order of the ``num_samples`` samples in each data epoch follows from ``seed`` (see ``data.order``). Tokens are
     mapped from the file, so ranks of one node share the memory. All groups must have the same arguments and the same
     data, which is checked through ``identity``.
@@ -434,6 +437,7 @@ class PackedDataset:
         groups: N, the number of shards in a step, >= 1; not the number of live groups.
         microbatches_per_group: G, the number of microbatches in a shard, >= 1, or the numbers of all steps.
         seed: Seed of the order.
+        documents: Whether samples say which document each token is of. Default: no.
 
     Raises:
         DataError: the directory is missing, incomplete or damaged, or has too few tokens for ``seq_len``.
@@ -448,6 +452,8 @@ class PackedDataset:
         groups: int,
         microbatches_per_group: int | BatchSchedule,
         seed: int,
+        *,
+        documents: bool = False,
     ) -> None:
         self._sizes = BatchSchedule.of(microbatches_per_group)
         self.microbatches_per_group = self._sizes.at(0)
@@ -466,6 +472,7 @@ class PackedDataset:
         self.samples_per_microbatch = samples_per_microbatch
         self.groups = groups
         self.seed = seed
+        self._says_documents = documents
         self.tokens_per_microbatch = samples_per_microbatch * seq_len
         self.num_samples = largest // seq_len
         dtype = np.dtype(self.meta.dtype).newbyteorder("<")
@@ -488,6 +495,7 @@ class PackedDataset:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the samples of a microbatch, with names for messages. All ranks of a run compare
         it."""
+        said = {"documents of the tokens": True} if self._says_documents else {}
         return {
             "dataset fingerprint": self.fingerprint,
             "tokenizer": self.meta.tokenizer_sha256,
@@ -496,6 +504,7 @@ class PackedDataset:
             "samples per microbatch of the dataset": self.samples_per_microbatch,
             "microbatches per shard of the dataset": self.microbatches_per_group,
             "shards of the dataset": self.groups,
+            **said,
         }
 
     def indices(self, microbatch: Microbatch) -> np.ndarray:
@@ -520,23 +529,31 @@ class PackedDataset:
         return self._tokens[start : start + self.seq_len + 1].astype(np.int64)
 
     def get(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous.
+        """Return ``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous; with
+        ``documents`` also ``document_ids`` and ``position_ids``, of the same type and shape.
 
         ``labels[b, t]`` is the token that follows ``input_ids[b, t]``. Raises ``ValueError`` for an impossible id.
         """
-        tokens = np.stack([self.sample(index) for index in self.indices(microbatch).tolist()])
-        return {
-            "input_ids": torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
-            "labels": torch.from_numpy(np.ascontiguousarray(tokens[:, 1:])),
-        }
+        return self._batch(np.stack([self.sample(index) for index in self.indices(microbatch).tolist()]))
 
     __call__ = get
+
+    def _batch(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the batch of samples, int64 ``[..., seq_len + 1]``."""
+        batch = {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
+        if self._says_documents:
+            is_end = batch["input_ids"] == self.meta.eod_id
+            places = np.broadcast_to(np.arange(self.seq_len), is_end.shape)
+            begins = np.zeros_like(places)
+            begins[..., 1:] = np.where(is_end[..., :-1], places[..., 1:], 0)
+            batch["document_ids"] = np.cumsum(is_end, axis=-1) - is_end
+            batch["position_ids"] = places - np.maximum.accumulate(begins, axis=-1)
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
     def __len__(self) -> int:
         """Return the number of samples, each of which :meth:`__getitem__` returns."""
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one sample as ``input_ids`` and ``labels``, int64 ``[seq_len]``; for ``session.evaluate``."""
-        tokens = torch.from_numpy(self.sample(index))
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        """Return one sample as :meth:`get` returns a batch, without the first axis; for ``session.evaluate``."""
+        return self._batch(self.sample(index))

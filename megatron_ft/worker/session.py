@@ -498,7 +498,7 @@ class Session:
         self._engine = self._maker.deepspeed(model, **options)
         return self._engine
 
-    def dataset(self, path: str | Path, *, seq_len: int) -> PackedDataset:
+    def dataset(self, path: str | Path, *, seq_len: int, documents: bool = False) -> PackedDataset:
         """Return the dataset in a directory that ``megatron-ft prepare`` wrote.
 
         The dataset is called with a microbatch id and returns ``input_ids`` and ``labels``, int64 [samples, seq_len].
@@ -508,6 +508,7 @@ class Session:
         Args:
             path: the directory.
             seq_len: tokens per sample.
+            documents: whether batches also have ``document_ids`` and ``position_ids``, for attention within documents only.
 
         Raises:
             DataError: the directory is missing or damaged, or does not fit the request.
@@ -519,6 +520,7 @@ class Session:
             groups=self.config.shards,
             microbatches_per_group=self._rank.registered.sizes,
             seed=self._settings.seed,
+            documents=documents,
         )
         self._datasets.append(made)
         return made

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from megatron_ft.data import indexed
+from megatron_ft.data import indexed, prepare
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import engine_kills, support
 
@@ -47,7 +47,7 @@ for step in session.steps(args.steps):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A saved dataset of Hugging Face's, and two corpora of Megatron's."""
+    """A saved dataset of Hugging Face's, two corpora of Megatron's, and a prepared directory of many short documents."""
     directory, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, (50, SEQ_LEN + 1))
     rows = {"input_ids": tokens[:, :-1].tolist(), "labels": tokens[:, 1:].tolist()}
@@ -55,6 +55,8 @@ def data(tmp_path_factory):
     for name in ("one", "two"):
         documents = [rng.integers(0, VOCAB, length) for length in rng.integers(1, 100, 40)]
         indexed.write(directory / name, documents, np.uint16)
+    lines = (support.ROOT / "megatron_ft" / "data" / "fallback.txt").read_text().splitlines()
+    prepare(directory / "lines", None, 512, lambda line: None, documents=[{"text": line} for line in lines])
     return directory
 
 
@@ -73,6 +75,19 @@ def test_a_lost_group_changes_no_bit(tmp_path, data, kind, workers):
     assert len(run.events("step")) == STEPS
     if kind == "blend":
         assert run.events("step")[0]["tokens"] == 2 * support.PER_GROUP * 2 * SEQ_LEN
+
+
+def test_the_example_trains_within_documents_while_a_group_dies(tmp_path, data):
+    own = ("--layers", 2, "--width", 64, "--seq-len", 256)
+    settings = {"groups": 2, "steps": STEPS, "reduction": "exact"}
+    plain = support.start(tmp_path / "plain", data / "lines", own=own, **settings)
+    run = support.start(tmp_path / "run", data / "lines", [HELD], own=(*own, "--document-mask"), **settings)
+    run.strike(HELD)
+    run.finish()
+    plain.finish()
+    assert run.process.returncode == plain.process.returncode == 0, run.logs()
+    losses = [[line["loss"] for line in one.events("step")] for one in (run, plain)]
+    assert len(losses[0]) == STEPS and losses[0][-1] < losses[0][0] and losses[0] != losses[1]
 
 
 def test_the_megatron_example_trains_on_a_blend_while_a_rank_dies(tmp_path, data):
