@@ -233,7 +233,7 @@ def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
 
         chars = 0
         for number, row in enumerate(_until_it_fails(rows)):
-            text = row.get("text", 0) if isinstance(row, Mapping) else row
+            text = row.get("text", 0) if isinstance(row, Mapping) else 0
             if not isinstance(text, str | None):
                 raise DataError(
                     f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '

@@ -89,9 +89,10 @@ class Loader:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What all ranks compare: the dataset's own ``fingerprint`` (or that of Hugging Face datasets), else its type and
-        size, and the order."""
-        own = getattr(self._dataset, "fingerprint", None) or getattr(self._dataset, "_fingerprint", None)
+        """What all ranks compare: the dataset's own ``fingerprint`` (or that of Hugging Face's or Megatron's datasets), else
+        its type and size, and the order."""
+        names = ("fingerprint", "_fingerprint", "unique_description_hash")
+        own = next(filter(None, (getattr(self._dataset, name, None) for name in names)), None)
         own = own() if callable(own) else own
         return {"dataset": own or type(self._dataset).__name__, "samples": self._size, "shuffle": self._shuffle}
 

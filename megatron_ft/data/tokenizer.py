@@ -82,8 +82,8 @@ class Tokenizer:
             content = file.read_bytes()
         except OSError as error:
             raise DataError(
-                f"{file}: there is no tokenizer ({error.strerror}): name a tokenizer.json or a sentencepiece .model, or run "
-                f"`megatron-ft prepare --out {file.parent}`"
+                f"{file}: there is no tokenizer ({error.strerror}): name a tokenizer.json or a sentencepiece .model"
+                + ("" if Path(path).suffix else f", or run `megatron-ft prepare --out {path}`")
             ) from error
         if file.suffix == ".json":
             return _HuggingFace(content, str(file), eod_token)

@@ -98,7 +98,7 @@ def test_a_stream_that_fails_leaves_the_old_data(tmp_path):
     first = prepared(tmp_path, documents=iter(ROWS))
     with pytest.raises(DataError, match="failed after 3 of them .*server went away.*prepare again"):
         prepared(tmp_path, documents=IterableDataset.from_generator(rows))
-    for bad, said in (([{"body": "x"}], "document 0 of"), ([{"text": "x"}, 3], "document 1 of"), ([], "only blanks")):
+    for bad, said in (([{"body": "x"}], "document 0 of"), ([{"text": "x"}, "y"], "document 1 of"), ([], "only blanks")):
         with pytest.raises(DataError, match=said):
             prepared(tmp_path, documents=bad)
     with pytest.raises(DataError, match="both text_files and documents"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft.data.indexed import Blend, IndexedTokens, open_corpora, write
+from megatron_ft.data.loader import Loader
 from megatron_ft.errors import DataError
+from megatron_ft.types import Microbatch
 
 DOCUMENTS = [np.arange(1, 8), np.arange(20, 23), np.arange(40, 52)]
 
@@ -35,6 +39,27 @@ def test_what_megatron_writes_is_read(tmp_path):
         sample = dataset[number]
         assert sample["input_ids"].tolist() == list(stream[5 * number : 5 * number + 5])
         assert sample["labels"].tolist() == list(stream[5 * number + 1 : 5 * number + 6])
+
+
+def test_a_dataset_of_megatrons_own_gives_its_samples_in_its_order(tmp_path):
+    gpt = pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
+    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
+    for name in "ab":
+        write(tmp_path / name, DOCUMENTS * 9)
+    tokenizer = SimpleNamespace(eod=1, pad=0, vocab_size=64, unique_identifiers={})
+    blend = ([str(tmp_path / "a"), str(tmp_path / "b")], [0.7, 0.3])
+    how = {"split": "100,0,0", "path_to_cache": None, "tokenizer": tokenizer, "blend": blend}
+    marks = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    config = gpt.GPTDatasetConfig(random_seed=1, sequence_length=8, **how, **marks)
+    made = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, [40, 0, 0], lambda: True, config)
+    train = made.build()[0]
+    shape = {"groups": 2, "microbatches_per_group": 2, "samples_per_microbatch": 3, "seed": 7}
+    loader, microbatch = Loader(train, **shape, shuffle=False), Microbatch(1, 1, 0)
+    numbers = loader.indices(microbatch)
+    assert numbers == [18, 19, 20]
+    for name, values in loader(microbatch).items():
+        assert values.tolist() == [train[number][name].tolist() for number in numbers]
+    assert loader.fingerprint["dataset"] == train.unique_description_hash
 
 
 def test_tokens_that_do_not_fit_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from megatron_ft.data import prepare, read_meta, tokeniser_pool
 from megatron_ft.data.tokenizer import Tokenizer, _SentencePiece
 from megatron_ft.errors import DataError
 from tests import support
+from tests.unit.test_user_tokenizer import json_file
 
 
 @pytest.fixture
@@ -25,10 +26,13 @@ def text_file(tmp_path):
     return file
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, text_file):
+@pytest.mark.parametrize("kind", ["trained", "tokenizer.json"])
+def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, text_file, kind, capfd):
+    how = {"vocab_size": 310} if kind == "trained" else {"tokenizer": json_file(tmp_path / kind)}
     for workers in (1, 2, 3):
-        prepare(tmp_path / str(workers), [text_file], 310, workers=workers, log=lambda line: None)
-    names = ("tokens.bin", "tokens.idx", "meta.json", "tokenizer.model")
+        prepare(tmp_path / str(workers), [text_file], **how, workers=workers, log=lambda line: None)
+    assert capfd.readouterr() == ("", "")
+    names = ("tokens.bin", "tokens.idx", "meta.json", "tokenizer.model" if kind == "trained" else kind)
     one, two, three = ([(tmp_path / str(workers) / name).read_bytes() for name in names] for workers in (1, 2, 3))
     assert one == two == three
     assert read_meta(tmp_path / "1").num_documents == 300 - 43
