@@ -192,9 +192,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(
         command(
             "checkpoint",
-            "list, check or export the checkpoints of a run",
+            "list or check the checkpoints of a run",
             "list runs/a/checkpoints",
-            "export runs/a/checkpoints --format hf --out model",
+            "verify runs/a/checkpoints",
+        )
+    )
+    _add_export(
+        command(
+            "export",
+            "write the model of a run's checkpoint for other programs",
+            "runs/a --format hf --out llama",
+            "/shared/ckpt --format megatron --step 1000 --out model",
         )
     )
     _add_doctor(
@@ -846,31 +854,40 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     for what, text in (
         ("list", "show the checkpoints in a directory, the newest first"),
         ("verify", "read all files of the complete checkpoints and compare their checksums"),
-        ("export", "write the model of the newest complete checkpoint for other programs"),
     ):
         kind = kinds.add_parser(what, help=text, description=text)
         kind.add_argument("directory", type=Path, help="checkpoint.directory of the run")
         kind.set_defaults(run=_checkpoint)
-        if what != "list":
-            kind.add_argument(
-                "--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)"
-            )
-        if what == "export":
-            kind.add_argument(
-                "--format",
-                choices=("torch", "hf"),
-                required=True,
-                metavar="FORMAT",
-                help="torch: a file for torch.load; hf: a directory with model.safetensors and config.json",
-            )
-            kind.add_argument("--out", type=Path, required=True, metavar="PATH", help="the new file or directory")
-            kind.add_argument("--names", type=Path, metavar="JSON", help="file with old beginning of a name: new one")
+        if what == "verify":
+            kind.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step (default: all)")
 
 
 def _checkpoint(options: argparse.Namespace) -> int:
     from megatron_ft.report import checkpoint_command
 
     return checkpoint_command.run(options)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", type=Path, metavar="RUN", help="directory of a run, or its checkpoint.directory")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "torch", "deepspeed", "megatron"),
+        required=True,
+        metavar="FORMAT",
+        help="hf: a directory for from_pretrained; torch: a file for torch.load; deepspeed: a directory for "
+        "load_checkpoint; megatron: a directory for megatron.core.dist_checkpointing",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PLACE", help="the new file or directory")
+    parser.add_argument("--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)")
+    parser.add_argument("--names", type=Path, metavar="FILE", help="JSON file with old beginning of a name: new one")
+    parser.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from megatron_ft.report import export_command
+
+    return export_command.run(options)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@
 `--data` is a directory made by `megatron-ft prepare`, or the `.bin` and `.idx` of Megatron's own corpora, named as for its
 `--data-path`: `--data PREFIX --vocab-size 50257`, or a blend, `--data 0.7 A 0.3 B`. A group is `pipeline.stages` x
 `fault_tolerance.inner_shards` (Megatron's data-parallel ranks) x `tensor_parallel.autotp_size` ranks. With `--experts` the
-layers are mixtures of experts, divided over the data-parallel ranks. The lines marked `ft` make it fault-tolerant.
+layers are mixtures of experts, divided over the data-parallel ranks. With `--load` training starts from the model in a
+distributed checkpoint of Megatron's, whatever its division was. The lines marked `ft` make it fault-tolerant.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import megatron_ft  # ft
 from megatron_ft.data import open_corpora
@@ -21,7 +23,7 @@ from megatron_ft.engines.megatron import on_cpu
 
 on_cpu.install()  # without a GPU, for trying it: before megatron-core is used
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -43,6 +45,17 @@ def loss_fn(losses):
     return losses.float().mean(), {}
 
 
+def load(directory, chunks):
+    """Load the newest model in a directory of Megatron's checkpoints. The optimizer copies weights, so it comes later."""
+    step = int((Path(directory) / "latest_checkpointed_iteration.txt").read_text())
+    place = f"{directory}/iter_{step:07d}"
+    content = dist_checkpointing.load_content_metadata(place)
+    parts = {str(number): chunk.sharded_state_dict(metadata=content) for number, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(parts, place)
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", nargs="+", default=["data/sotu"], help="directory, PREFIX, or WEIGHT PREFIX ...")
@@ -59,6 +72,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument(
         "--experts", type=int, default=0, help="experts of each layer, divided over the data-parallel ranks"
+    )
+    parser.add_argument("--llama", action="store_true", help="a Llama: RMSNorm, SwiGLU, RoPE, two queries for each key")
+    parser.add_argument(
+        "--load", metavar="DIR", help="start from the model in this directory of Megatron's checkpoints"
     )
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--bf16", action="store_true")
@@ -98,6 +115,13 @@ def main() -> None:
         "expert_model_parallel_size": sizes.inner_shards,
         "add_bias_linear": False,
     }
+    llama = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    }
     config = TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.width,
@@ -116,18 +140,14 @@ def main() -> None:
         use_cpu_initialization=args.device == "cpu",
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        **(mixture if args.experts else {}),
+        **((mixture if args.experts else {}) | (llama if args.llama else {})),
     )
-    spec = get_gpt_layer_local_spec(num_experts=args.experts or None)
+    spec = get_gpt_layer_local_spec(num_experts=args.experts or None, normalization=config.normalization)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.distributed_optimizer)
-    build = partial(
-        GPTModel,
-        config,
-        spec,
-        args.vocab_size or dataset.vocab_size,
-        args.seq_len,
-        share_embeddings_and_output_weights=True,
-    )
+    vocabulary = args.vocab_size or dataset.vocab_size
+    build = partial(GPTModel, config, spec, vocabulary, args.seq_len, share_embeddings_and_output_weights=True)
+    if args.llama:
+        build = partial(build, position_embedding_type="rope", share_embeddings_and_output_weights=False)
     chunks = []
     for chunk in range(args.virtual_stages):
         stage = chunk if args.virtual_stages > 1 else None
@@ -135,6 +155,8 @@ def main() -> None:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         model = build(pre_process=first, post_process=last, vp_stage=stage).to(args.device)
         chunks.append(DistributedDataParallel(config, ddp, model.bfloat16() if args.bf16 else model))
+    if args.load:
+        load(args.load, [chunk.module for chunk in chunks])
     how = OptimizerConfig(
         lr=args.lr,
         min_lr=0.0,

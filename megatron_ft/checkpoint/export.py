@@ -1,81 +1,33 @@
-"""A checkpoint as a whole model for other programs: a PyTorch state dict, or the files that Hugging Face's loaders read.
-
-The ranks of a group hold the stages of a pipeline and the slices of tensor parallelism. Stages have different parameters. A
-parameter that is split over the slices says how: with Megatron's attributes ``partition_dim`` and ``partition_stride``,
-which the DeepSpeed engine saves (``KEY``).
-"""
+"""Checkpoints out of ``megatron_ft``: the whole model in the files that other programs load."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
-from megatron_ft.checkpoint import files, reshard, tensor_files
-from megatron_ft.checkpoint.reader import load
-from megatron_ft.config import parallelism
+from megatron_ft.checkpoint import files, llama, tensor_files, undivided
+from megatron_ft.checkpoint.undivided import Model, Tensors
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
-from megatron_ft.engines.port import PARTS, STAGED
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.utils import atomic_file
 
-KEY = "sharding"
-"""In a saved state: parameter -> [axis along which it is cut, number of matrices below each other that are each cut]."""
 _EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the weight from whose rows the size of the vocabulary is read."""
-
-Tensors = dict[str, torch.Tensor]
-
-
-def whole_model(found: Found) -> Tensors:
-    """Return all parameters and buffers of the model in a checkpoint, by name, on the CPU.
-
-    Raises ``CheckpointError`` for a damaged checkpoint, or slices of which nothing says how they are put together.
-    """
-    settings = found.manifest["meta"]["settings"]
-    stages, slices = parallelism.stages(settings), parallelism.slices(settings)
-    _, shards, _ = found.manifest["meta"].get("layout", [stages, 1, slices])
-    whole: Tensors = {}
-    for stage in range(stages):
-        width = shards * slices
-        for name, tensor in _stage(found, [load(found, stage * width + number) for number in range(width)]).items():
-            if name in whole and not torch.equal(whole[name], tensor):
-                raise CheckpointError(
-                    f"{found.path} has different values of {name} in two stages; it cannot be exported"
-                )
-            whole[name] = tensor
-    return whole
-
-
-def _stage(found: Found, states: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Return the tensors of one stage, from the states of its ranks."""
-    first = states[0]
-    if PARTS in first:
-        model = reshard.whole(states, found.path)["model"]
-        return {name.partition(".")[2] if first.get(STAGED) else name: one for name, one in model.items()}
-    if "masters" in first and "optimizers" in first:
-        raise CheckpointError(f"{found.path} is of megatron-core, whose models cannot be exported yet")
-    models = [state["module"] if "module" in state else state["model"] for state in states]
-    how = first.get(KEY, {})
-    return {name: _joined(found, name, [model[name] for model in models], how.get(name)) for name in models[0]}
-
-
-def _joined(found: Found, name: str, parts: Sequence[torch.Tensor], how: Sequence[int] | None) -> torch.Tensor:
-    if how is None:
-        if all(torch.equal(parts[0], part) for part in parts[1:]):
-            return parts[0]
-        raise CheckpointError(
-            f"{found.path}: {name} differs between the slices, and nothing says how it is cut; give the parameter the "
-            f"attributes tensor_model_parallel, partition_dim (the axis) and partition_stride (the number of matrices below "
-            f"each other, default 1), and save again"
-        )
-    axis, matrices = how
-    cut = [part.chunk(matrices, 0) for part in parts]
-    return torch.cat([torch.cat([each[number] for each in cut], axis) for number in range(matrices)], 0).contiguous()
+_MEGATRON_LAYERS = {"non_homogeneous_layers": True}
+"""Megatron's metadata of a distributed checkpoint: each layer has names of its own (``engines.megatron.whole_model``)."""
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""The formats of a distributed checkpoint of Megatron-core, in which its readers look them up."""
 
 
 def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Tensors:
@@ -116,45 +68,95 @@ def _each(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield str(number), new.replace("*", str(number - int(first)))
 
 
-def _write_torch(tensors: Tensors, place: Path, model: Mapping[str, Any]) -> None:
-    torch.save(tensors, place)
+def _write_torch(model: Model, place: Path) -> None:
+    torch.save(model.tensors, place)
 
 
-def _write_hf(tensors: Tensors, place: Path, model: Mapping[str, Any]) -> None:
+def _write_hf(model: Model, place: Path) -> None:
     place.mkdir()
-    files.write(place / "model.safetensors", tensor_files.encode({n: t.contiguous() for n, t in tensors.items()}))
-    vocabulary = {"vocab_size": len(tensors[_EMBEDDING])} if _EMBEDDING in tensors else {}
-    if model:
-        atomic_file.write_json(place / "config.json", {**model, **vocabulary}, mode=0o644)
+    pieces = tensor_files.encode({name: tensor.contiguous() for name, tensor in model.tensors.items()})
+    files.write(place / "model.safetensors", pieces)
+    vocabulary = {"vocab_size": len(model.tensors[_EMBEDDING])} if _EMBEDDING in model.tensors else {}
+    if model.config:
+        atomic_file.write_json(place / "config.json", {**model.config, **vocabulary}, mode=0o644)
 
 
-FORMATS: dict[str, Callable[[Tensors, Path, Mapping[str, Any]], None]] = {"torch": _write_torch, "hf": _write_hf}
+def _write_deepspeed(model: Model, place: Path) -> None:
+    tag = f"global_step{model.step}"
+    (place / tag).mkdir(parents=True)
+    layers = _layers(model.tensors)
+    for number, layer in layers.items():
+        torch.save(layer, place / tag / f"layer_{number:02d}-model_states.pt")
+    counts = {"global_steps": model.step, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    torch.save({"module": None if layers else model.tensors, **counts}, place / tag / "mp_rank_00_model_states.pt")
+    (place / "latest").write_text(tag, encoding="utf-8")
 
 
-def export(found: Found, kind: str, out: Path, names: Mapping[str, str]) -> Tensors:
-    """Write the model of a checkpoint, and return its tensors.
+def _layers(tensors: Tensors) -> dict[int, Tensors]:
+    """Return the tensors of each layer of a ``PipelineModule``, which DeepSpeed reads one by one; none of other models."""
+    found: dict[int, Tensors] = {}
+    for name, tensor in tensors.items():
+        number, _, rest = name.partition(".")
+        if not number.isdecimal():
+            return {}
+        found.setdefault(int(number), {})[rest] = tensor
+    return found
+
+
+def _write_megatron(model: Model, place: Path) -> None:
+    iteration = place / f"iter_{model.step:07d}"
+    # What is no tensor is a list of each rank's object.
+    dcp.save({**model.keyed, **{name: [None] for name in model.objects}}, checkpoint_id=iteration, no_dist=True)
+    torch.save({"content_metadata": _MEGATRON_LAYERS, "iteration": model.step}, iteration / "common.pt")
+    (iteration / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
+    (place / "latest_checkpointed_iteration.txt").write_text(str(model.step), encoding="utf-8")
+
+
+FORMATS: dict[str, Callable[[Model, Path], None]] = {
+    "hf": _write_hf,
+    "torch": _write_torch,
+    "deepspeed": _write_deepspeed,
+    "megatron": _write_megatron,
+}
+
+
+def export(found: Found, kind: str, out: Path, names: Mapping[str, str]) -> Model:
+    """Write the model of a checkpoint, and return it.
 
     Args:
-        kind: ``torch``: a file for ``torch.load``, name -> tensor; ``hf``: a directory with ``model.safetensors`` and, if
-            the config had ``fault_tolerance.model``, ``config.json``.
+        kind: ``torch``: a file for ``torch.load``, name -> tensor; ``hf``: a directory with ``model.safetensors`` and, where
+            the model's config is known, ``config.json``; ``deepspeed``: a directory for ``load_checkpoint`` with
+            ``load_module_only``; ``megatron``: one for ``megatron.core.dist_checkpointing``.
         out: the file or directory, which must not exist; it appears when it is complete.
         names: as for :func:`renamed`; empty: the names stay.
 
     Raises:
-        CheckpointError, ConfigError: as above, or ``out`` exists or cannot be written.
+        CheckpointError, ConfigError: as above, or ``out`` exists or cannot be written, or the model has no such format.
     """
     if out.exists():
         raise ConfigError(f"--out {out} exists; name another place")
-    tensors = whole_model(found)
-    tensors = renamed(tensors, names) if names else tensors
+    model = undivided.of(found)
+    if kind == "megatron":
+        _check_megatron(found, model, names)
+    elif kind == "hf" and model.keyed and not names:
+        model.tensors, model.config = llama.converted(model.keyed, model.settings)
+    elif names:
+        model.tensors = renamed(model.tensors, names)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with files.explained("writing", out):
         try:
-            FORMATS[kind](tensors, temporary, found.manifest["meta"]["settings"].get("fault_tolerance.model", {}))
+            FORMATS[kind](model, temporary)
             os.rename(temporary, out)
         except RuntimeError as error:  # torch.save's, of a full disk
             raise CheckpointError(f"{out} cannot be written: {str(error).splitlines()[0]}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.unlink(missing_ok=True)
-    return tensors
+    return model
+
+
+def _check_megatron(found: Found, model: Model, names: Mapping[str, str]) -> None:
+    if not model.keyed:
+        raise ConfigError(f"--format megatron: {found.path} is no checkpoint of session.megatron; use torch or hf")
+    if names:
+        raise ConfigError("--names has no effect with --format megatron, which keeps Megatron's names; leave it out")

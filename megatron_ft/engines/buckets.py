@@ -12,6 +12,7 @@ Failures it assumes: none. A reduced tensor into which an abandoned reduction ma
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -25,7 +26,7 @@ from megatron_ft.data.order import step_seed
 from megatron_ft.engines import exact_rounding, tensor_checksum
 from megatron_ft.engines.buffers import Buffers
 from megatron_ft.engines.exact_rounding import ExactBucket, Rounding, square_norm
-from megatron_ft.engines.port import DIGEST, OWN, TAIL, Miscount, Progress, Ready, StepResult, manual_seed
+from megatron_ft.engines.port import DIGEST, MODEL_CONFIG, OWN, TAIL, Miscount, Progress, Ready, StepResult, manual_seed
 from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
@@ -449,7 +450,9 @@ class Bucketed:
         """Return the part of the state that is neither the model's nor the optimizer's."""
         rest = {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
         unsaved = self._buffers.unsaved()
-        return rest | self._grid() | ({"buffers": dict(unsaved)} if unsaved else {})
+        rest |= self._grid() | ({"buffers": dict(unsaved)} if unsaved else {})
+        config: Any = getattr(self._model, "config", None)
+        return rest | ({MODEL_CONFIG: json.loads(config.to_json_string())} if hasattr(config, "to_json_string") else {})
 
     def _load_rest(self, state: Mapping[str, Any], scheduler: Any) -> None:
         """Inverse of :meth:`_rest`, after the model was loaded."""

@@ -41,6 +41,22 @@ like it; all others, and those without an entry, are the same at every rank (``c
 STAGED = "staged"
 """Key of :meth:`Engine.state`: names of the model's tensors begin with the number of their stage."""
 
+MODEL_CONFIG = "model_config"
+"""Key of :meth:`Engine.state`: the content of Hugging Face's ``config.json``, for a model of ``transformers``."""
+
+MEGATRON = "megatron"
+"""Key of :meth:`Engine.state` of a Megatron model (``engines.megatron.whole_model``):
+
+    {"tensors": {name of a tensor at this rank: {
+         "name": its name in a model that is not divided,
+         "key": its name in Megatron's checkpoints, "shape": of the whole there,
+         "stacked": number of first axes of that shape that the tensor does not have (experts),
+         "boxes": [[offset, shape of the part], ...]: where its pieces belong, which follow each other along its first axis
+     }},
+     "objects": [names of what is no tensor in Megatron's checkpoints, all of them None],
+     "settings": {setting of Megatron's config or of its GPTModel: value}}
+"""
+
 Progress = Callable[[str], None]
 """Called by an engine with the name of the action that it is about to take; fault injection uses it."""
 

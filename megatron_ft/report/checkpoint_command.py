@@ -1,15 +1,12 @@
-"""The command ``megatron-ft checkpoint``: list, check and export the checkpoints in a directory."""
+"""The command ``megatron-ft checkpoint``: list and check the checkpoints in a directory."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft import checkpoint
-from megatron_ft.checkpoint import export
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.utils import terminal
@@ -23,8 +20,7 @@ def run(options: argparse.Namespace) -> int:
     found = checkpoint.find(options.directory)
     if options.what == "list":
         return _list(found, options.directory)
-    chosen = _chosen(found, options)
-    return _verify(chosen) if options.what == "verify" else _export(chosen, options)
+    return _verify(complete(found, options.directory, options.step))
 
 
 def _list(found: list[Found], directory: Path) -> int:
@@ -50,15 +46,18 @@ def _list(found: list[Found], directory: Path) -> int:
     return 0
 
 
-def _chosen(found: list[Found], options: argparse.Namespace) -> list[Found]:
-    """Return the complete checkpoints, or that of one step."""
-    complete = [one for one in found if one.complete and options.step in (None, one.step)]
-    if not complete:
-        of = "" if options.step is None else f" of step {options.step}"
+def complete(found: list[Found], directory: Path, step: int | None) -> list[Found]:
+    """Return the complete ones of the checkpoints ``found`` in a directory, or that of one step.
+
+    Raises ``CheckpointError`` if there is none.
+    """
+    chosen = [one for one in found if one.complete and step in (None, one.step)]
+    if not chosen:
+        of = "" if step is None else f" of step {step}"
         raise CheckpointError(
-            f"there is no complete checkpoint{of} in {options.directory}; megatron-ft checkpoint list shows what is there"
+            f"there is no complete checkpoint{of} in {directory}; megatron-ft checkpoint list shows what is there"
         )
-    return complete
+    return chosen
 
 
 def _verify(chosen: list[Found]) -> int:
@@ -73,28 +72,3 @@ def _verify(chosen: list[Found]) -> int:
         else:
             print(f"step {one.step}: all {len(one.manifest['files'])} files are intact")
     return 1 if damaged else 0
-
-
-def _export(chosen: list[Found], options: argparse.Namespace) -> int:
-    names = {} if options.names is None else _names(options.names)
-    one = chosen[0]
-    tensors = export.export(one, options.format, options.out, names)
-    count = sum(tensor.numel() for tensor in tensors.values())
-    print(f"step {one.step}: {len(tensors)} tensors with {count} elements are in {options.out}")
-    if options.format == "hf" and not (options.out / "config.json").exists():
-        print(
-            f"the run's config has no fault_tolerance.model: from_pretrained needs the model's config.json in {options.out}"
-        )
-    return 0
-
-
-def _names(path: Path) -> Mapping[str, str]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--names {path} cannot be read: {error}; give a JSON file with old beginning: new one"
-        ) from None
-    if not isinstance(raw, dict) or not all(isinstance(new, str) for new in raw.values()):
-        raise ConfigError(f"--names {path} must be a JSON object with old beginning: new one, both texts")
-    return raw

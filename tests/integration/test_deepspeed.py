@@ -356,7 +356,7 @@ def test_an_exported_pipeline_is_hugging_faces_llama(tmp_path, data_dir):
     names = {"0": "model.embed_tokens", "1-2": "model.layers.*", "3": "model.norm", "4": "lm_head"}
     (tmp_path / "names.json").write_text(json.dumps(names))
     where = ["--format", "hf", "--out", out, "--names", tmp_path / "names.json"]
-    made = support.ft("checkpoint", "export", saved, *where)
+    made = support.ft("export", saved, *where)
     assert made.returncode == 0, made.stderr
     theirs = transformers.LlamaForCausalLM.from_pretrained(out)
     again = start(tmp_path / "again", data_dir, steps=3, **options)

@@ -68,7 +68,7 @@ def test_a_divided_model_is_exported_whole(tmp_path, data_dir, sizes):
     saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}, "groups": 2}
     run = engine_kills.native(tmp_path / "run", data_dir, **sizes, **saved)
     run.check()
-    said = support.ft("checkpoint", "export", tmp_path / "saved", "--format", "torch", "--out", tmp_path / "model.pt")
+    said = support.ft("export", tmp_path / "saved", "--format", "torch", "--out", tmp_path / "model.pt")
     assert said.returncode == 0, said.stderr
     model = torch.load(tmp_path / "model.pt")
     norm = sum(float(one.double().square().sum()) for one in model.values()) ** 0.5

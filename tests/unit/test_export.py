@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ft import checkpoint, cli
-from megatron_ft.checkpoint import export
+from megatron_ft.checkpoint import export, llama, undivided
 from megatron_ft.errors import CheckpointError, ConfigError
 
 WHOLE = {
@@ -51,7 +51,7 @@ def save(directory, stages=2, slices=2, cut=CUT, model=None, step=4):
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_stages_and_slices_are_put_together(tmp_path, stages, slices):
-    whole = export.whole_model(save(tmp_path / "saved", stages, slices))
+    whole = undivided.of(save(tmp_path / "saved", stages, slices)).tensors
     assert whole.keys() == WHOLE.keys()
     assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)
 
@@ -59,7 +59,7 @@ def test_stages_and_slices_are_put_together(tmp_path, stages, slices):
 def test_slices_of_which_nothing_says_how_they_were_cut_are_refused(tmp_path):
     found = save(tmp_path / "saved", cut={"1.out.weight": [1, 1]})
     with pytest.raises(CheckpointError, match=r"1.qkv.weight differs between the slices.*partition_dim"):
-        export.whole_model(found)
+        undivided.of(found)
 
 
 @pytest.mark.parametrize("kind", ["torch", "hf"])
@@ -68,7 +68,7 @@ def test_what_is_exported_is_what_other_programs_read(tmp_path, kind, capsys):
     save(tmp_path / "saved", model={"model_type": "llama", "vocab_size": 1})
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     out = tmp_path / "out"
-    command = ["checkpoint", "export", str(tmp_path / "saved"), "--format", kind, "--out", str(out)]
+    command = ["export", str(tmp_path / "saved"), "--format", kind, "--out", str(out)]
     assert cli.main([*command, "--names", str(tmp_path / "names.json")]) == 0
     assert "step 4: 5 tensors with 116 elements" in capsys.readouterr().out
     read = torch.load(out) if kind == "torch" else safetensors.load_file(out / "model.safetensors")
@@ -142,3 +142,35 @@ def test_a_directory_without_checkpoints_is_said_to_be_one(tmp_path, words, why,
     assert cli.main(["checkpoint", *words]) == 2
     assert why in capsys.readouterr().err
     assert cli.main(["checkpoint", "list", "."]) == 0 and "there is no checkpoint" in capsys.readouterr().out
+
+
+def test_a_run_is_exported_from_the_checkpoint_directory_of_its_config(tmp_path, capsys):
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    run.mkdir()
+    save(saved)
+    (run / "history.jsonl").write_text('{"event": "start", "groups": 2}\n')
+    command = ["export", str(run), "--format", "torch", "--out", str(tmp_path / "model.pt")]
+    (run / "config.json").write_text(json.dumps({"fault_tolerance": {"checkpoint": {"directory": ""}}}))
+    assert cli.main(command) == 2 and "has saved no checkpoint" in capsys.readouterr().err
+    (run / "config.json").write_text(json.dumps({"fault_tolerance": {"checkpoint": {"directory": str(saved)}}}))
+    assert cli.main([*command, "--step", "5"]) == 2 and "no complete checkpoint of step 5" in capsys.readouterr().err
+    assert cli.main(command) == 0 and torch.load(tmp_path / "model.pt").keys() == WHOLE.keys()
+
+
+def test_a_format_that_the_model_does_not_have_is_refused(tmp_path, capsys):
+    save(tmp_path / "saved")
+    command = ["export", str(tmp_path / "saved"), "--format", "megatron", "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 2 and "is no checkpoint of session.megatron" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"normalization": "LayerNorm"}, "has normalization 'LayerNorm', Hugging Face's Llama 'RMSNorm'"),
+        ({}, "has decoder.layers.0.mlp.linear_fc2.bias, which Hugging Face's Llama has not"),
+    ],
+)
+def test_a_megatron_model_that_is_no_llama_is_not_called_one(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        llama.converted({"decoder.layers.0.mlp.linear_fc2.bias": torch.ones(2)}, settings)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import DIGEST, Control, Listed, Work
+from megatron_ft.engines.port import DIGEST, MEGATRON, Control, Listed, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
@@ -39,6 +39,8 @@ try:
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
+
+    from megatron_ft.engines.megatron import whole_model
 except ImportError as error:
     raise EngineError(f"megatron-core cannot be imported ({error}); install it: {extras.install('megatron')}") from None
 
@@ -303,8 +305,13 @@ class MegatronEngine(Staged):
             },
             "optimizers": [inner.state_dict() for inner in self._inner],
             "masters": self._masters(),
+            MEGATRON: self._whole_model,
         }
         return state | self._rest(self._scheduler)
+
+    @cached_property
+    def _whole_model(self) -> Mapping[str, Any]:
+        return whole_model.described([chunk.module for chunk in self._chunks], self._config)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         own = self._model.state_dict()

@@ -1,0 +1,58 @@
+"""The command ``megatron-ft export``: the model of a run, in the files that other programs load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint import export
+from megatron_ft.errors import ConfigError
+from megatron_ft.report.checkpoint_command import complete
+from megatron_ft.runlog.run_record import RunRecord
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export the newest complete checkpoint, or that of ``options.step``. Raises ``FTError``."""
+    names = {} if options.names is None else _names(options.names)
+    directory = _directory(options.place)
+    found = complete(checkpoint.find(directory), directory, options.step)[0]
+    model = export.export(found, options.format, options.out, names)
+    tensors = model.keyed if options.format == "megatron" else model.tensors
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(f"step {found.step}: {len(tensors)} tensors with {count} elements are in {options.out}")
+    if options.format == "hf" and not model.config:
+        print(
+            f"the run's config has no fault_tolerance.model, and its model no config of transformers: from_pretrained needs "
+            f"the model's config.json in {options.out}"
+        )
+    return 0
+
+
+def _directory(place: Path) -> Path:
+    """Return the checkpoint directory of a run, or ``place`` if it is none. Raises ``ConfigError``."""
+    if not place.is_dir():
+        raise ConfigError(f"{place} is not a directory; give the --run-dir or the checkpoint.directory of a run")
+    if not (place / "config.json").is_file():
+        return place
+    section = RunRecord.load(place).config.get("fault_tolerance", {})
+    directory = section.get("checkpoint", {}).get("directory")
+    if not directory:
+        raise ConfigError(
+            f"the run in {place} has saved no checkpoint: its config has no fault_tolerance.checkpoint.directory"
+        )
+    return Path(directory)
+
+
+def _names(path: Path) -> Mapping[str, str]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--names {path} cannot be read: {error}; give a JSON file with old beginning: new one"
+        ) from None
+    if not isinstance(raw, dict) or not all(isinstance(new, str) for new in raw.values()):
+        raise ConfigError(f"--names {path} must be a JSON object with old beginning: new one, both texts")
+    return raw
