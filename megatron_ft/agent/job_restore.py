@@ -21,7 +21,7 @@ from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import Audit
 from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
 from megatron_ft.core.lifecycle import restart_policy
-from megatron_ft.errors import WIPED_OUT, CheckpointError, ConfigError
+from megatron_ft.errors import WIPED_OUT, CheckpointError
 from megatron_ft.types import given
 from megatron_ft.utils.console import say
 
@@ -89,16 +89,9 @@ def _meta(found: Found) -> Mapping[str, Any]:
 def _check(run: RunConfig, found: Found) -> None:
     from megatron_ft.checkpoint import restore
 
-    ranks = found.manifest["ranks_per_group"]
-    stages, *_ = found.manifest["meta"].get("layout", [0])
-    divided_anew = stages == run.stages == 1 and run.inner_shards * run.slices == run.ranks_per_group
-    if ranks != run.ranks_per_group and not divided_anew:
-        raise ConfigError(
-            f"a group has {run.ranks_per_group} ranks, but checkpoint {found.path} was saved with {ranks}; start with "
-            f"--ranks-per-group {ranks}, stages and slices as they were (the number of groups may differ), or name another "
-            f"checkpoint.directory"
-        )
-    restore.check(run, found.path, _meta(found), but=_KNOWN_BY_SCRIPT)
+    meta = _meta(found)
+    restore.check_division(run, found)
+    restore.check(run, found.path, meta, but=_KNOWN_BY_SCRIPT)
 
 
 def whole_job(settings: FaultToleranceConfig) -> restart_policy.Limits | None:

@@ -10,7 +10,7 @@ a directory of its own, in which nothing changes once its manifest exists. Nothi
 
 from megatron_ft.checkpoint.directory_lock import Lock, check_free, lock, take
 from megatron_ft.checkpoint.pruning import discard, prune
-from megatron_ft.checkpoint.reader import find, inspect, load, load_newest, newest, verify
+from megatron_ft.checkpoint.reader import find, inspect, keys, load, load_newest, newest, verify
 from megatron_ft.checkpoint.saver import Saved, Saver
 from megatron_ft.checkpoint.writer import Snapshot, complete, snapshot, write_part
 
@@ -24,6 +24,7 @@ __all__ = [
     "discard",
     "find",
     "inspect",
+    "keys",
     "load",
     "load_newest",
     "lock",

@@ -113,6 +113,14 @@ def load(found: Found, position: int, copies: Locate = nowhere) -> Any:
     return unflatten(skeleton["state"], lambda dtype, shape, device: read[next(names)])
 
 
+def keys(found: Found) -> set[str]:
+    """Return the keys of the state of position 0. Raises ``CheckpointError`` as :func:`load` does."""
+    _require_complete(found)
+    name = f"{POSITION.format(0)}/{SKELETON}"
+    skeleton = _skeleton(Path(found.path) / name, found.manifest["files"][name])
+    return {key for key, _ in skeleton["state"]["map"]}
+
+
 def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, torch.Tensor]:
     size, digest = entry["bytes"], entry["sha256"]
     copy = copies(digest, size)

@@ -22,7 +22,7 @@ from megatron_ft.checkpoint.memory_copies import Locate, nowhere
 from megatron_ft.config import parallelism
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
-from megatron_ft.engines.port import PARTS, Engine, StepResult
+from megatron_ft.engines.port import PARTITIONS, PARTS, STAGED, Engine, StepResult
 from megatron_ft.errors import CheckpointError, ConfigError
 
 KEY = "resume"
@@ -101,6 +101,8 @@ def check(config: RunConfig, path: str, was: Mapping[str, Any], but: tuple[str, 
     """Raise ``ConfigError`` for settings that differ from those in the checkpoint's ``meta``, except the names in
     ``but``."""
     now, before = settings(config), was["settings"]
+    if "layout" in was:  # says the same, and is compared when the state is divided
+        now, before = _without_stages(now), _without_stages(before)
     for name in sorted(now.keys() | before.keys()):
         mine, theirs = now.get(name), before.get(name)
         if mine != theirs and name not in but:
@@ -109,6 +111,30 @@ def check(config: RunConfig, path: str, was: Mapping[str, Any], but: tuple[str, 
                 f"that affect the result must stay the same when a run continues: set it back, or begin anew in another "
                 f"checkpoint.directory"
             )
+
+
+def check_division(config: RunConfig, found: Found) -> None:
+    """Raise ``ConfigError`` unless a checkpoint can be loaded by groups that are divided as the config says."""
+    ranks = found.manifest["ranks_per_group"]
+    layout, mine = found.manifest["meta"].get("layout"), [config.stages, config.inner_shards, config.slices]
+    if ranks == config.ranks_per_group and layout in (None, mine):
+        return
+    kinds = checkpoint.keys(found)
+    stages = layout[0] if layout else 0
+    fits = config.stages > 1 if STAGED in kinds else stages == config.stages == 1
+    whole = config.stages * config.inner_shards * config.slices == config.ranks_per_group
+    if not (fits and whole and kinds & {PARTS, PARTITIONS}):
+        raise ConfigError(
+            f"a group has {config.ranks_per_group} ranks (stages, inner_shards, slices: {mine}), but checkpoint "
+            f"{found.path} was saved with {ranks} ({layout or 'unknown'}), and its engine cannot divide it anew; start with "
+            f"the ranks, stages, slices and inner_shards that it was saved with (the number of groups may differ), or name "
+            f"another checkpoint.directory"
+        )
+
+
+def _without_stages(settings: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in settings.get("pipeline", {}).items() if key != "stages"}
+    return {key: value for key, value in settings.items() if key != "pipeline"} | ({"pipeline": rest} if rest else {})
 
 
 def _shown(value: Any) -> str:
@@ -154,20 +180,18 @@ def load(
 
 def _divided_anew(found: Found, engine: Engine, copies: Locate) -> dict[str, Any]:
     """Return the part of a checkpoint that this rank holds, whose group is divided otherwise than that which saved it."""
-    positions = range(found.manifest["ranks_per_group"])
-    if found.manifest["meta"]["layout"][0] > 1:
-        raise CheckpointError(
-            f"checkpoint {found.path} was saved by groups with another division of a pipeline; start with the stages, "
-            f"slices and inner_shards that it was saved with"
-        )
-    state = reshard.whole([checkpoint.load(found, position, copies) for position in positions], found.path)
+    stages, shards, slices = found.manifest["meta"]["layout"]
+    width = shards * slices
+    saved = [
+        [checkpoint.load(found, stage * width + number, copies) for number in range(width)] for stage in range(stages)
+    ]
     mine = engine.state()
-    if PARTS not in mine:
+    if any((key in mine) != (key in saved[0][0]) for key in (PARTS, PARTITIONS, STAGED)):
         raise CheckpointError(
-            f"checkpoint {found.path} was saved by groups of {len(positions)} ranks, divided otherwise than these; this "
+            f"checkpoint {found.path} was saved by groups of {stages * width} ranks, divided otherwise than these; this "
             f"engine cannot divide it anew: start with the stages, slices and inner_shards that it was saved with"
         )
-    return reshard.cut(state, mine[PARTS])
+    return reshard.cut(reshard.whole(saved, found.path), mine, found.path)
 
 
 def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:

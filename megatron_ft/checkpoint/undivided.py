@@ -18,7 +18,7 @@ from megatron_ft.checkpoint import reshard
 from megatron_ft.checkpoint.reader import load
 from megatron_ft.config import parallelism
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
-from megatron_ft.engines.port import MEGATRON, MODEL_CONFIG, PARTS, STAGED
+from megatron_ft.engines.port import MEGATRON, MODEL_CONFIG, PARTITIONS, PARTS
 from megatron_ft.errors import CheckpointError
 
 KEY = "sharding"
@@ -82,8 +82,14 @@ def _stage(found: Found, states: Sequence[Mapping[str, Any]]) -> Tensors:
     """Return the tensors of one stage, from the states of its ranks."""
     first = states[0]
     if PARTS in first:
-        model = reshard.whole(states, found.path)["model"]
-        return {name.partition(".")[2] if first.get(STAGED) else name: one for name, one in model.items()}
+        return dict(reshard.whole([states], found.path)["model"])
+    if PARTITIONS in first:  # the module lacks its parameters with ZeRO-3
+        tensors = {**reshard.whole_parameters(states), **first["module"]}
+        if lacks := [name for name in first[PARTITIONS]["shapes"] if name not in tensors]:
+            raise CheckpointError(
+                f"{found.path} does not have {lacks[0]}, because ZeRO-3 keeps only what is trained; it cannot be exported"
+            )
+        return tensors
     models = [state["module"] if "module" in state else state["model"] for state in states]
     how = first.get(KEY, {})
     return {name: _joined(found, name, [model[name] for model in models], how.get(name)) for name in models[0]}

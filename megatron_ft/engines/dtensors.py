@@ -98,8 +98,14 @@ class DTensorBucketed(JointBucketed):
     def _boxes(self) -> dict[str, Any]:
         """Return which part of which tensor this rank holds (``checkpoint.reshard``)."""
         model = {name: _box(one) for name, one in self.model.state_dict().items() if isinstance(one, DTensor)}
-        updated = enumerate(one for group in self.optimizer.param_groups for one in group["params"])
-        return {"model": model, "optimizer": {number: _box(one) for number, one in updated if isinstance(one, DTensor)}}
+        updated = [one for group in self.optimizer.param_groups for one in group["params"]]
+        boxes = {number: _box(one) for number, one in enumerate(updated) if isinstance(one, DTensor)}
+        names = {one: self._whole_name(name) for name, one in self.model.named_parameters()}
+        return {"model": model, "optimizer": boxes, "names": [names.get(one, "") for one in updated]}
+
+    def _whole_name(self, name: str) -> str:
+        """Return the name in the whole model of a parameter of this rank's model."""
+        return name
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         own = self.model.state_dict()

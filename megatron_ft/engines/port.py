@@ -33,10 +33,18 @@ are equal in all groups after the reduction. Before the slots, bucket 0 has the 
 PARTS = "parts"
 """Key of :meth:`Engine.state` that says which parts of which tensors a rank holds, where the state can be divided anew:
 
-    {"model": {name: [shape of the whole, offset, shape of the part]}, "optimizer": {number of the parameter: the same}}
+    {"model": {name: [shape of the whole, offset, shape of the part]}, "optimizer": {number of the parameter: the same},
+     "names": [names of the optimizer's parameters in the whole model, by number]}
 
 A part has its place in every axis: it is a box. Tensors of the optimizer that are shaped like their parameter are parts
 like it; all others, and those without an entry, are the same at every rank (``checkpoint.reshard``)."""
+
+PARTITIONS = "partitions"
+"""Key of :meth:`Engine.state` with ZeRO-2 and 3: which elements of which parameters the partitions of a rank hold:
+
+    {"shapes": {name of a parameter: shape}, "tied": {another name of it: name},
+     "pieces": [for each partition: [[name, begin in the partition, begin in the flattened parameter, elements], ...]]}
+"""
 
 STAGED = "staged"
 """Key of :meth:`Engine.state`: names of the model's tensors begin with the number of their stage."""

@@ -108,6 +108,9 @@ class TorchPipeline(DTensorBucketed, Staged):
     def state(self) -> Mapping[str, Any]:
         return {**super().state(), STAGED: True}
 
+    def _whole_name(self, name: str) -> str:
+        return name.partition(".")[2]
+
     def flush(self, control: Control, work: Work) -> None:
         self._work = work
         for listed, last in rounds.rounds(self.layout, control, work, most=rounds.ALL):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import engine_kills, support
+from tests import deepspeed_kills, engine_kills, support
 
 IN_CI = (
     "3 x FSDP2: rank 1 of group 1 in the last backward pass",
@@ -45,32 +45,81 @@ def test_a_rank_that_dies_costs_no_step(tmp_path, data_dir, alone, name):
     assert not engine_kills.judge(run, case, alone(case.kit), exact=False)[0], run.logs()
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_a_checkpoint_of_two_shards_goes_on_with_another_number(tmp_path, data_dir, shards):
-    """Without dropout, which draws other numbers for a share of the samples."""
-    own = ("--layers", 2, "--dropout", 0)
-    saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}, "own": own, "groups": 1}
-    samples = {"train_micro_batch_size_per_gpu": 4}
-    alone = engine_kills.fsdp(tmp_path / "alone", data_dir, shards=2, own=own, groups=1, steps=8, engine=samples)
+SAMPLES = {"train_micro_batch_size_per_gpu": 4}
+
+
+def _fsdp(*arguments, **options):
+    return engine_kills.fsdp(*arguments, engine=SAMPLES, **options)
+
+
+def _zero(*arguments, stage, **options):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 100}
+    options["own"] = (*options["own"], "--width", 64, "--seq-len", 32)
+    return deepspeed_kills.zero(*arguments, stage=stage, **options | {"engine": {"zero_optimization": zero, **SAMPLES}})
+
+
+def _native(*arguments, schedule="1f1b", own, **options):
+    return engine_kills.native(*arguments, own=(*own, "--schedule", schedule), **options)
+
+
+DIVIDED_ANEW = {
+    "FSDP2 2 to 4 shards": (_fsdp, {"shards": 2}, {"shards": 4}),
+    "FSDP2 2 shards to 1": (_fsdp, {"shards": 2}, {"shards": 1}),
+    "ZeRO-2 2 to 4 shards": (_zero, {"stage": 2, "shards": 2}, {"stage": 2, "shards": 4}),
+    "ZeRO-2 2 shards to 1": (_zero, {"stage": 2, "shards": 2}, {"stage": 2, "shards": 1}),
+    "ZeRO-3 2 to 4 shards": (_zero, {"stage": 3, "shards": 2}, {"stage": 3, "shards": 4}),
+    "ZeRO-3 2 shards to 1": (_zero, {"stage": 3, "shards": 2}, {"stage": 3, "shards": 1}),
+    "torch pipeline 4 stages to 2": (_native, {"stages": 4}, {"stages": 2}),
+    "torch pipeline 2 stages to 4 on 2 ranks, 2 shards": (
+        _native,
+        {"stages": 2},
+        {"stages": 2, "shards": 2, "schedule": "interleaved"},
+    ),
+}
+"""Starts of an engine, and its division when the checkpoint is saved and when it is loaded."""
+
+
+@pytest.mark.parametrize(
+    "case", support.first_of(DIVIDED_ANEW, "FSDP2 2 to 4 shards", "ZeRO-2 2 to 4 shards", "ZeRO-3 2 shards to 1",
+                             "torch pipeline 2 stages to 4 on 2 ranks, 2 shards")
+)  # fmt: skip
+def test_a_checkpoint_goes_on_in_groups_that_are_divided_otherwise(tmp_path, data_dir, case):
+    """Without dropout, which draws other numbers for a share of the samples and for a stage."""
+    start, before, after = case
+    support.needs_engine(start.__name__)
+    saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}}
+    common = {"groups": 1, "own": ("--layers", 4 if "stages" in before else 2, "--dropout", 0)}
+    alone = start(tmp_path / "alone", data_dir, steps=6, **common, **before)
     alone.check()
-    first = engine_kills.fsdp(tmp_path / "first", data_dir, shards=2, steps=4, engine=samples, **saved)
+    first = start(tmp_path / "first", data_dir, steps=3, **common, **before, **saved)
     first.finish()
-    second = engine_kills.fsdp(tmp_path / "second", data_dir, shards=shards, steps=8, engine=samples, **saved)
-    second.finish()
-    assert first.process.returncode == second.process.returncode == 0, second.logs()
+    second = start(tmp_path / "second", data_dir, steps=6, **common, **after, **saved)
+    said = second.finish()
+    assert first.process.returncode == second.process.returncode == 0, said + second.logs()
     losses = [line["loss"] for run in (first, second) for line in run.events("step")]
     assert losses == pytest.approx([line["loss"] for line in alone.events("step")], rel=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"shards": 2}, {"stages": 2}, {"slices": 2}], ids=str)
-def test_a_divided_model_is_exported_whole(tmp_path, data_dir, sizes):
+@pytest.mark.parametrize(
+    ("start", "sizes"),
+    [
+        (engine_kills.native, {"shards": 2}),
+        (engine_kills.native, {"stages": 2}),
+        (engine_kills.native, {"slices": 2}),
+        (deepspeed_kills.zero, {"shards": 2, "stage": 3}),
+    ],
+    ids=["shards", "stages", "slices", "ZeRO-3"],
+)
+def test_a_divided_model_is_exported_whole(tmp_path, data_dir, start, sizes):
     """What is exported has the norm that the groups have recorded, and the names of the whole model."""
+    support.needs_engine(start.__name__)
     saved = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}, "groups": 2}
-    run = engine_kills.native(tmp_path / "run", data_dir, **sizes, **saved)
+    run = start(tmp_path / "run", data_dir, **sizes, **saved)
     run.check()
-    said = support.ft("export", tmp_path / "saved", "--format", "torch", "--out", tmp_path / "model.pt")
+    said = support.ft("export", run.directory, "--format", "torch", "--out", tmp_path / "model.pt")
     assert said.returncode == 0, said.stderr
     model = torch.load(tmp_path / "model.pt")
-    norm = sum(float(one.double().square().sum()) for one in model.values()) ** 0.5
+    once = {one.data_ptr(): one for one in model.values()}  # weights may be tied
+    norm = sum(float(one.double().square().sum()) for one in once.values()) ** 0.5
     assert norm == pytest.approx(run.events("survivor")[0]["params_norm"], rel=1e-6)
-    assert {"embedding.weight", "blocks.0.q.weight", "blocks.1.down.weight", "head.weight"} <= model.keys()
+    assert {"embedding.weight", "blocks.0.norm1.weight", "blocks.1.norm2.weight", "head.weight"} <= model.keys()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ft.checkpoint import reshard
-from megatron_ft.engines.port import PARTS
-from megatron_ft.errors import CheckpointError
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint import reshard, restore
+from megatron_ft.config import schema
+from megatron_ft.core.lifecycle.checkpoint_policy import Found
+from megatron_ft.engines.port import PARTITIONS, PARTS, STAGED
+from megatron_ft.errors import CheckpointError, ConfigError
 
 
 def divided(whole: dict[str, torch.Tensor], ranks: int) -> list[dict]:
     """Divide a state along the first axis, as FSDP does; "scale" is the same at every rank."""
     states = []
     for rank in range(ranks):
-        state: dict = {"model": {"scale": torch.tensor(2.0)}, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}}
+        state: dict = {
+            "model": {"scale": torch.tensor(2.0)},
+            "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        }
         state[PARTS] = {"model": {}, "optimizer": {}}
         for number, (name, tensor) in enumerate(whole.items()):
             chunk = -(-len(tensor) // ranks)
@@ -33,9 +41,9 @@ def divided(whole: dict[str, torch.Tensor], ranks: int) -> list[dict]:
 @given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=4), before=st.integers(1, 5), after=st.integers(1, 5))
 def test_parts_of_any_number_become_parts_of_any_other(rows, before, after):
     whole = {f"weight {at}": torch.randn(count, 3) for at, count in enumerate(rows)}
-    joined = reshard.whole(divided(whole, before), "a checkpoint")
+    joined = reshard.whole([divided(whole, before)], "a checkpoint")
     for expected in divided(whole, after):
-        found = reshard.cut(joined, expected[PARTS])
+        found = reshard.cut(joined, expected, "a checkpoint")
         assert all(torch.equal(found["model"][name], one) for name, one in expected["model"].items())
         for number, values in expected["optimizer"]["state"].items():
             assert all(torch.equal(found["optimizer"]["state"][number][key], one) for key, one in values.items())
@@ -43,4 +51,46 @@ def test_parts_of_any_number_become_parts_of_any_other(rows, before, after):
 
 def test_a_state_that_says_nothing_of_parts_is_refused():
     with pytest.raises(CheckpointError, match="cannot be divided anew"):
-        reshard.whole([{"model": {}}], "a checkpoint")
+        reshard.whole([[{"model": {}}]], "a checkpoint")
+
+
+def test_an_optimizer_with_other_groups_of_parameters_is_refused():
+    (state,) = divided({"w": torch.ones(4, 3)}, 1)
+    other = {**state, "optimizer": {**state["optimizer"], "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}}
+    with pytest.raises(CheckpointError, match="has 1 groups of parameters in its optimizer, and here are 2"):
+        reshard.cut(reshard.whole([[state]], "a checkpoint"), other, "a checkpoint")
+
+
+def saved(directory, layout: list[int], **keys: object) -> Found:
+    """Write a checkpoint of ranks whose state has these keys."""
+    ranks, receipts = layout[0] * layout[1] * layout[2], []
+    for position in range(ranks):
+        part = checkpoint.snapshot({"model": {"w": torch.ones(2)}, **keys}, 0, 1)
+        receipts.append(checkpoint.write_part(directory, 4, "a", position, part))
+    options = {"run_id": "run", "groups": 1, "ranks_per_group": ranks, "meta": {"layout": layout}}
+    checkpoint.complete(directory, 4, "a", receipts, **options)
+    return checkpoint.find(directory)[0]
+
+
+BOXES, PIPELINE = {PARTS: {}}, {PARTS: {}, STAGED: True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys", "now", "fits"),
+    [
+        ([1, 2, 1], BOXES, {"shards": 4}, True),
+        ([1, 2, 1], {PARTITIONS: {}}, {"shards": 4}, True),
+        ([1, 2, 1], {}, {"shards": 4}, False),  # Megatron
+        ([2, 1, 1], PIPELINE, {"stages": 4}, True),
+        ([2, 1, 1], PIPELINE, {"stages": 1}, False),  # another engine
+        ([2, 1, 1], {}, {"stages": 4}, False),  # DeepSpeed's
+        ([2, 1, 1], {}, {"shards": 2}, False),
+        ([2, 1, 1], {}, {"stages": 2}, True),  # as it was
+    ],
+)
+def test_the_launcher_knows_what_can_be_divided_anew(tmp_path, layout, keys, now, fits):
+    sizes = {"pipeline": {"stages": now.get("stages", 1)}, "fault_tolerance": {"inner_shards": now.get("shards", 1)}}
+    config = schema.resolve({"train_micro_batch_size_per_gpu": 4, **sizes}, groups=1)
+    found = saved(tmp_path, layout, **keys)
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="its engine cannot divide it anew"):
+        restore.check_division(config, found)

@@ -25,10 +25,10 @@ from megatron_ft.engines.deepspeed.engine import Adapter
 from megatron_ft.engines.deepspeed.optimizers import InPlace
 from megatron_ft.engines.joint import OneByOne
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Ready
+from megatron_ft.engines.port import PARTITIONS, Ready
 from megatron_ft.engines.state_tensors import named_state
 
-_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+_ADDED_TO = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 """ZeRO-3's name of the memory in which it adds gradients up: id of a parameter -> flat tensor."""
 
 
@@ -110,6 +110,28 @@ class Partitioned(InPlace):
         self._adds_itself = True
         self.optimizer.grad_partitions_flat_buffer = torch.empty(0)
 
+    def held(self, names: Mapping[nn.Parameter, str], layout: Layout) -> list[list[list[Any]]]:
+        """Return which elements the partitions of this rank hold (``engines.port.PARTITIONS``). ``names``: of the
+        parameters."""
+        found = []
+        for number, master in enumerate(self.masters()):
+            pieces, begin = list[list[Any]](), 0
+            if self.divides_parameters:  # each parameter by itself
+                for parameter in self.optimizer.fp16_groups[number]:
+                    size = parameter.partition_numel()
+                    first = layout.shard * size
+                    count = min(size, parameter.ds_numel - first)
+                    pieces.append([names[parameter], begin, first, count])
+                    begin += size
+            else:  # all parameters of a group one after the other
+                ours = layout.shard * master.numel()
+                starts = self.optimizer.round_robin_bit16_offsets[number]
+                for parameter, start in zip(self.optimizer.round_robin_bit16_groups[number], starts, strict=True):
+                    first, end = max(start, ours), min(start + parameter.numel(), ours + master.numel())
+                    pieces.append([names[parameter], first - ours, first - start, end - first])
+            found.append([piece for piece in pieces if piece[-1] > 0])
+        return found
+
     def aim(self) -> None:
         if not self._adds_itself:
             return
@@ -117,7 +139,7 @@ class Partitioned(InPlace):
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.adds_to.views, strict=True):
                 group, number = self.pieces[parameter]
-                getattr(zero, _PARTITIONS)[zero.fp16_groups[group][number].ds_id] = view
+                getattr(zero, _ADDED_TO)[zero.fp16_groups[group][number].ds_id] = view
         zero.micro_step_id = 1  # with 0 it would overwrite
 
     def gradients(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
@@ -190,9 +212,22 @@ class DeepSpeedZero(Adapter, OneByOne):
                 ready(bucket)
 
     def _module_state(self) -> Mapping[str, Any]:
-        if not self._optimizer.divides_parameters:
-            return super()._module_state()
-        return dict(self.engine.module.named_buffers())
+        state = super()._module_state()
+        if self._optimizer.divides_parameters:
+            divided = dict(self.engine.module.named_parameters(remove_duplicate=False))
+            state = {name: tensor for name, tensor in state.items() if name not in divided}
+        return state
+
+    def state(self) -> Mapping[str, Any]:
+        named = {parameter: name for name, parameter in self.engine.module.named_parameters()}
+        shapes = {name: list(getattr(parameter, "ds_shape", parameter.shape)) for parameter, name in named.items()}
+        every = self.engine.module.named_parameters(remove_duplicate=False)
+        what = {
+            "shapes": shapes,
+            "tied": {name: named[parameter] for name, parameter in every if name not in shapes},
+            "pieces": self._optimizer.held(named, self.layout),
+        }
+        return {**super().state(), PARTITIONS: what}
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         optimizer, module = self._optimizer, self.engine.module
