@@ -19,8 +19,6 @@ from megatron_ft.utils import atomic_file
 
 _EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the weight from whose rows the size of the vocabulary is read."""
-_MEGATRON_LAYERS = {"non_homogeneous_layers": True}
-"""Megatron's metadata of a distributed checkpoint: each layer has names of its own (``engines.megatron.whole_model``)."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -100,14 +98,15 @@ def _layers(tensors: Tensors) -> dict[int, Tensors]:
         if not number.isdecimal():
             return {}
         found.setdefault(int(number), {})[rest] = tensor
-    return found
+    # Layers without tensors have files, too.
+    return {number: found.get(number, {}) for number in range(max(found, default=-1) + 1)}
 
 
 def _write_megatron(model: Model, place: Path) -> None:
     iteration = place / f"iter_{model.step:07d}"
     # What is no tensor is a list of each rank's object.
     dcp.save({**model.keyed, **{name: [None] for name in model.objects}}, checkpoint_id=iteration, no_dist=True)
-    torch.save({"content_metadata": _MEGATRON_LAYERS, "iteration": model.step}, iteration / "common.pt")
+    torch.save({"content_metadata": model.content, "iteration": model.step}, iteration / "common.pt")
     (iteration / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
     (place / "latest_checkpointed_iteration.txt").write_text(str(model.step), encoding="utf-8")
 

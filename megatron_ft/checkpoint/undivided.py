@@ -38,6 +38,7 @@ class Model:
         settings: Settings of Megatron-core's model; empty for others.
         keyed: The same tensors by their names in Megatron's checkpoints; empty for other models.
         objects: Names of what is no tensor in Megatron's checkpoints.
+        content: Metadata of these names, which Megatron's checkpoints have.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Model:
     settings: Mapping[str, Any] = field(default_factory=dict)
     keyed: Tensors = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+    content: Mapping[str, Any] = field(default_factory=dict)
 
 
 def of(found: Found) -> Model:
@@ -74,7 +76,7 @@ def of(found: Found) -> Model:
             model.tensors[name] = tensor
     if whole.keyed:
         model.tensors, model.keyed = dict(whole.named()), whole.keyed
-        model.settings, model.objects = whole.settings, list(whole.objects)
+        model.settings, model.content, model.objects = whole.settings, whole.content, list(whole.objects)
     return model
 
 
@@ -117,6 +119,7 @@ class _Megatron:
         self.keyed: Tensors = {}
         self.objects: dict[str, None] = {}
         self.settings: Mapping[str, Any] = {}
+        self.content: Mapping[str, Any] = {}
         self._names: dict[tuple[str, tuple[int, ...]], str] = {}
         self._filled: set[tuple[str, tuple[int, ...]]] = set()
 
@@ -127,7 +130,7 @@ class _Megatron:
                 f"{self._path} was saved by an older megatron_ft, which did not say how a Megatron model is put together; "
                 f"go on with the run, and export a later checkpoint"
             )
-        self.settings = state[MEGATRON]["settings"]
+        self.settings, self.content = state[MEGATRON]["settings"], state[MEGATRON]["content"]
         self.objects |= dict.fromkeys(state[MEGATRON]["objects"])
         known = state[MEGATRON]["tensors"]
         for name, tensor in state["model"].items():

@@ -62,6 +62,7 @@ MEGATRON = "megatron"
          "boxes": [[offset, shape of the part], ...]: where its pieces belong, which follow each other along its first axis
      }},
      "objects": [names of what is no tensor in Megatron's checkpoints, all of them None],
+     "content": Megatron's metadata of the names,
      "settings": {setting of Megatron's config or of its GPTModel: value}}
 """
 

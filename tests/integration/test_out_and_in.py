@@ -129,6 +129,47 @@ def test_deepspeed_loads_what_was_exported_for_it(pretrained_run, tmp_path):
     assert said.returncode == 0, said.stderr
 
 
+PIPELINE = """
+import os, sys
+from pathlib import Path
+os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import deepspeed
+import deepspeed.ops
+deepspeed.ops.__compatible_ops__ = {}
+from deepspeed.pipe import PipelineModule
+deepspeed.init_distributed(dist_init_required=False)
+from megatron_ft import checkpoint
+from megatron_ft.checkpoint import export
+
+place = Path(sys.argv[1])
+layers = [torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)]
+model = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
+wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+receipt = checkpoint.write_part(place, 3, "a", 0, checkpoint.snapshot({"module": wanted}, 0, 1))
+meta = {"settings": {"pipeline": {"stages": 1}}}
+checkpoint.complete(place, 3, "a", [receipt], run_id="run", groups=1, ranks_per_group=1, meta=meta)
+export.export(checkpoint.find(place)[0], "deepspeed", place / "out", {})
+for parameter in model.parameters():
+    torch.nn.init.zeros_(parameter)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = {"train_batch_size": 1}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+path, _ = engine.load_checkpoint(str(place / "out"), load_module_only=True)
+assert path and all(torch.equal(engine.module.state_dict()[name], wanted[name]) for name in wanted)
+"""
+
+
+def test_deepspeeds_pipeline_loads_layer_by_layer(tmp_path):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    (tmp_path / "load.py").write_text(PIPELINE)
+    words = [sys.executable, tmp_path / "load.py", tmp_path]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=support.TIMEOUT_S, check=False)
+    assert said.returncode == 0, said.stderr
+
+
 LLAMA = ("--llama", "--dropout", 0)
 
 

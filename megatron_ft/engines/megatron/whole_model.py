@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 CONTENT = {"non_homogeneous_layers": True}
-"""Megatron's metadata of such a checkpoint: each layer has names of its own."""
+"""Megatron's metadata of the names: each layer has names of its own."""
 _OF_MODEL = (
     "position_embedding_type",
     "rotary_percent",
@@ -52,6 +52,7 @@ def described(chunks: Sequence[Any], config: Any) -> dict[str, Any]:
     return {
         "tensors": tensors,
         "objects": objects,
+        "content": CONTENT,
         "settings": {name: value for name, value in settings.items() if _is_plain(value)},
     }
 
