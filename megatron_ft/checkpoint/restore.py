@@ -191,7 +191,9 @@ def _divided_anew(found: Found, engine: Engine, copies: Locate) -> dict[str, Any
             f"checkpoint {found.path} was saved by groups of {stages * width} ranks, divided otherwise than these; this "
             f"engine cannot divide it anew: start with the stages, slices and inner_shards that it was saved with"
         )
-    return reshard.cut(reshard.whole(saved, found.path), mine, found.path)
+    state = reshard.cut(reshard.whole(saved, found.path), mine, found.path)
+    state.pop("grid", None)  # of exact reduction: it belongs to the parts that a rank had
+    return state
 
 
 def _check_fits(origin: Origin, path: str, mine: torch.Tensor, theirs: torch.Tensor | None) -> None:
