@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ft.checkpoint import files, llama, tensor_files, undivided
 from megatron_ft.checkpoint.undivided import Model, Tensors
@@ -81,7 +83,8 @@ def _write_hf(model: Model, place: Path) -> None:
 
 def _write_deepspeed(model: Model, place: Path) -> None:
     tag = f"global_step{model.step}"
-    (place / tag).mkdir(parents=True)
+    place.mkdir()
+    (place / tag).mkdir()
     layers = _layers(model.tensors)
     for number, layer in layers.items():
         torch.save(layer, place / tag / f"layer_{number:02d}-model_states.pt")
@@ -103,9 +106,12 @@ def _layers(tensors: Tensors) -> dict[int, Tensors]:
 
 
 def _write_megatron(model: Model, place: Path) -> None:
+    place.mkdir()
     iteration = place / f"iter_{model.step:07d}"
     # What is no tensor is a list of each rank's object.
-    dcp.save({**model.keyed, **{name: [None] for name in model.objects}}, checkpoint_id=iteration, no_dist=True)
+    content = {**model.keyed, **{name: [None] for name in model.objects}}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a single process, which is meant
+        dcp.save(content, checkpoint_id=iteration, no_dist=True)
     torch.save({"content_metadata": model.content, "iteration": model.step}, iteration / "common.pt")
     (iteration / "metadata.json").write_text(json.dumps(_BACKENDS), encoding="utf-8")
     (place / "latest_checkpointed_iteration.txt").write_text(str(model.step), encoding="utf-8")
@@ -146,8 +152,10 @@ def export(found: Found, kind: str, out: Path, names: Mapping[str, str]) -> Mode
         try:
             FORMATS[kind](model, temporary)
             os.rename(temporary, out)
-        except RuntimeError as error:  # torch.save's, of a full disk
-            raise CheckpointError(f"{out} cannot be written: {str(error).splitlines()[0]}") from None
+        except (RuntimeError, CheckpointException) as error:  # torch's, of a full disk
+            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+            why = str(next(iter(failures))[0]).splitlines()[0]
+            raise CheckpointError(f"{out} cannot be written: {why}") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ft import checkpoint, cli
 from megatron_ft.checkpoint import export, llama, undivided
+from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.errors import CheckpointError, ConfigError
 
 WHOLE = {
@@ -162,6 +164,24 @@ def test_a_format_that_the_model_does_not_have_is_refused(tmp_path, capsys):
     command = ["export", str(tmp_path / "saved"), "--format", "megatron", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2 and "is no checkpoint of session.megatron" in capsys.readouterr().err
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize("kind", export.FORMATS)
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, kind):
+    """A limit on the size of files stands for it."""
+    tensors = {"model.norm.weight": torch.ones(10_000)}
+    model = undivided.Model(
+        3, tensors=tensors, keyed=tensors if kind == "megatron" else {}, objects=["extra/shard_0_1"]
+    )
+    monkeypatch.setattr(undivided, "of", lambda found: model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="out"):
+            export.export(Found("a checkpoint", 3, True), kind, tmp_path / "out", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
