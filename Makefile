@@ -26,6 +26,7 @@ $(VENV)/.ready: pyproject.toml setup.py
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@$(BIN)/pip install --quiet --no-deps 'megatron-core==0.16.1' || echo 'megatron-core could not be installed; its tests are skipped'
+	@$(BIN)/pip install --quiet 'accelerate>=1.10' 'lightning>=2.6' || echo 'accelerate and lightning could not be installed; their tests are skipped'
 	@touch $@
 
 setup: $(VENV)/.ready

@@ -1,4 +1,4 @@
-"""A small task for both scripts: add three numbers."""
+"""A small task for all scripts: add three numbers."""
 
 import torch
 from torch import nn
@@ -25,6 +25,25 @@ class Sums(Dataset):
     def loss(self, model, loss_fn):
         """Return the mean loss over all samples."""
         return loss_fn(model, default_collate([self[index] for index in range(len(self))])).item()
+
+
+class MixedSums(Sums):
+    """The same samples in a mixed order, for scripts that do not shuffle."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index * 7 % len(self))
+
+
+class TokenSums(MixedSums):
+    """The same as token ids: the three numbers, then their sum, the only label."""
+
+    vocab_size = 3 * DIGITS
+
+    def __getitem__(self, index):
+        terms, total = super().__getitem__(index)
+        labels = torch.full((4,), -100)
+        labels[3] = total
+        return {"input_ids": torch.cat([terms, total[None]]), "labels": labels}
 
 
 def make_model():

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from megatron_ft.errors import ConfigError
 
 EXTRAS = {
+    "accelerate": "hf",
     "datasets": "data",
     "deepspeed": "deepspeed",
+    "lightning": "lightning",
     "networkx": "train",
     "numba": "exact",
     "ortools": "train",
@@ -17,6 +19,7 @@ EXTRAS = {
     "sentencepiece": "data",
     "tokenizers": "data",
     "torch": "train",
+    "transformers": "hf",
     "yaml": "yaml",
 }
 """The extra that installs a module."""

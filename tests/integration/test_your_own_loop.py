@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
@@ -17,6 +18,13 @@ from megatron_ft.faults.injection_points import Breakpoint
 from tests import support, warm
 
 EXAMPLE = support.ROOT / "examples" / "your_own_loop"
+CONVERSIONS = {
+    "ddp": "ft",
+    "hf_trainer": "hf_trainer_ft",
+    "hf_accelerate": "hf_accelerate_ft",
+    "lightning_module": "lightning_ft",
+    "titan_style": "titan_style_ft",
+}
 HELD_OUT = re.compile(r"held-out loss ([\d.]+); saved in")
 
 
@@ -27,11 +35,15 @@ def code(name: str) -> list[str]:
     return [line for line in text.splitlines()[first.end_lineno :] if line.strip()]
 
 
-def test_the_conversion_changes_few_lines_as_the_documents_say():
-    new = [line for line in difflib.ndiff(code("ddp.py"), code("ft.py")) if line.startswith("+ ")]
-    assert len(new) <= 15, new
-    said = [support.ROOT / "docs" / "script.md", support.ROOT / "examples" / "README.md"]
-    assert all(f"{len(new)} lines" in path.read_text(encoding="utf-8") for path in said)
+@pytest.mark.parametrize(("plain", "converted"), CONVERSIONS.items())
+def test_a_conversion_changes_few_lines_as_the_documents_say(plain, converted):
+    new = [line for line in difflib.ndiff(code(f"{plain}.py"), code(f"{converted}.py")) if line.startswith("+ ")]
+    assert len(new) <= 20, new
+    row = rf"\b{plain}\.py.*\b{converted}\.py.*\b{len(new)} lines\b"
+    for page in (support.ROOT / "docs" / "script.md", support.ROOT / "examples" / "README.md"):
+        assert re.search(row, page.read_text(encoding="utf-8")), (
+            f"{page.name} does not say {len(new)} lines for {plain}"
+        )
 
 
 def test_both_scripts_learn_the_task(tmp_path):
@@ -59,20 +71,22 @@ def test_both_scripts_learn_the_task(tmp_path):
     assert (tmp_path / "ft.pt").exists()
 
 
-def run_of(tmp_path, name: str, holds=()) -> support.Run:
+def run_of(
+    tmp_path, name: str, holds=(), own=("--epochs", 1), config="ds_config.json", rejoin=False, script=None
+) -> support.Run:
     """Run a script of the example with 2 groups and exact reduction, short."""
-    script = support.changed_script(tmp_path / f"{name}.py", "", EXAMPLE / f"{name}.py")
-    own = ["--epochs", 1, "--out", tmp_path / f"{name}.pt"]
-    known = json.loads((EXAMPLE / "ds_config.json").read_text())
-    section = {**known.get("fault_tolerance", {}), "reduction": "exact", "rejoin": {"enabled": False}}
-    section["detector"] = {"stopped_timeout_s": support.TIMEOUT_S}
-    config = tmp_path / f"{name}.json"
+    script = script or support.changed_script(tmp_path / f"{name}.py", "", EXAMPLE / f"{name}.py")
+    known = json.loads((EXAMPLE / config).read_text())
+    section = {**known.get("fault_tolerance", {}), "reduction": "exact", "rejoin": {"enabled": rejoin}}
+    section["detector"] = {"stopped_timeout_s": support.TIMEOUT_S, "straggler_factor": 0}
+    directory = tmp_path / (f"{name}.struck" if holds else name)
+    config = directory.with_suffix(".json")
     config.write_text(json.dumps({**known, "fault_tolerance": section}))
-    where = ["--groups", 2, "--config", config, "--run-dir", tmp_path / name]
+    where = ["--groups", 2, "--config", config, "--run-dir", directory]
     env = {**os.environ, **injection_points.to_env(list(holds))}
-    process = warm.launch("launch", *where, script, "--", *own, env=env)
+    process = warm.launch("launch", *where, script, "--", *own, "--out", directory / "model", env=env)
     support.started.append(process)
-    return support.Run(tmp_path / name, process, 2)
+    return support.Run(directory, process, 2)
 
 
 def test_a_loop_of_its_own_gives_the_same_bits_when_a_group_dies(tmp_path):
@@ -84,6 +98,72 @@ def test_a_loop_of_its_own_gives_the_same_bits_when_a_group_dies(tmp_path):
     own.finish()
     assert own.process.returncode == with_loss_fn.process.returncode == 0, own.logs()
     assert support.outcome(own) == support.outcome(with_loss_fn) and own.events("fault")
+
+
+def losses(text: str) -> list[float]:
+    """Return the losses that a script has printed, in their order."""
+    return [float(number) for number in re.findall(r"loss'?:? '?(\d+\.\d+)", text)]
+
+
+def printed(run: support.Run) -> str:
+    """Return what group 0 has printed."""
+    return (run.directory / "logs" / "g0.p0.log").read_text()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversion and how it is run: ``own`` are options of both scripts, ``ranks`` processes of the plain one.
+
+    ``rejoin``: the library counts steps by itself, so a group that comes back has to go on with the right number."""
+
+    package: str = "torch"
+    own: tuple[object, ...] = ("--epochs", 1)
+    config: str = "ds_config.json"
+    ranks: int = 1
+    rejoin: bool = False
+
+
+CASES = {
+    "hf_trainer": Case("transformers", ("--steps", 40), rejoin=True),
+    "hf_accelerate": Case("accelerate"),
+    "lightning_module": Case("lightning", ("--epochs", 2), rejoin=True),
+    "titan_style": Case(own=("--steps", 15), config="sharded.json", ranks=2),
+}
+
+
+@pytest.mark.parametrize("plain", CASES)
+def test_a_converted_script_keeps_its_losses_when_a_group_dies(tmp_path, plain):
+    """The undisturbed run has the same microbatches as the plain script, the disturbed one also the same bits. Group 0
+    dies: it is the one that prints."""
+    case, name = CASES[plain], CONVERSIONS[plain]
+    pytest.importorskip(case.package, reason=f"{case.package} is not installed")
+    many = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", case.ranks) if case.ranks > 1 else ()
+    words = [sys.executable, *many, EXAMPLE / f"{plain}.py", *case.own, "--out", tmp_path / "plain"]
+    alone = subprocess.Popen(
+        [*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    undisturbed = run_of(tmp_path, name, own=case.own, config=case.config)
+    undisturbed.finish()
+    assert undisturbed.process.returncode == 0, undisturbed.logs()
+    said, errors = alone.communicate(timeout=support.TIMEOUT_S)
+    assert alone.returncode == 0, errors
+    wanted = losses(printed(undisturbed))
+    assert wanted and losses(said) == pytest.approx(wanted, rel=1e-3), (said, printed(undisturbed))
+
+    hold = Breakpoint(0, 6, "backward")
+    gate = support.Gate(tmp_path, slowly=100, script=EXAMPLE / f"{name}.py") if case.rejoin else None
+    run = run_of(tmp_path, name, [hold], case.own, case.config, case.rejoin, gate and gate.script)
+    run.strike(hold)
+    if gate:
+        support.wait_for(lambda: run.events("rejoined"), run)
+        gate.open()
+    run.finish()
+    assert run.process.returncode == 0, run.logs()
+    assert support.outcome(run) == support.outcome(undisturbed) and run.events("fault")
+    assert (run.directory / "model").exists()
+    if case.rejoin:
+        after = losses(printed(run).partition("incarnation 1")[2])
+        assert after and after == wanted[-len(after) :], printed(run)
 
 
 MISUSE = {

@@ -17,6 +17,7 @@ ORDER = (
         "checkpoint",
         "worker",
         "__init__",
+        "integrations",
         "agent",
         "launchers",
         "planning",

@@ -1,0 +1,47 @@
+"""An ordinary script for Hugging Face's Trainer; `hf_trainer_ft.py` is the same script with megatron_ft.
+
+python examples/your_own_loop/hf_trainer.py
+"""
+
+import argparse
+
+from sums import TokenSums
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", default="sums-hf")
+    args = parser.parse_args()
+
+    set_seed(args.seed)
+    train, held_out = TokenSums([n for n in range(1000) if n % 5]), TokenSums(range(0, 1000, 5))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=TokenSums.vocab_size, max_position_embeddings=8, **sizes))
+    arguments = TrainingArguments(
+        output_dir="runs/hf",
+        max_steps=args.steps,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=50,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=args.device == "cpu",
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
+    trainer.train()
+    trainer.save_model(args.out)
+
+
+if __name__ == "__main__":
+    main()
