@@ -166,6 +166,94 @@ def test_a_converted_script_keeps_its_losses_when_a_group_dies(tmp_path, plain):
         assert after and after == wanted[-len(after) :], printed(run)
 
 
+HABITS = f"""
+import argparse, hashlib, json, sys
+from pathlib import Path
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+sys.path.insert(0, {str(EXAMPLE)!r})
+from sums import MixedSums, make_model
+from torch.utils.data import DataLoader
+import megatron_ft
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+parser.add_argument("--out", type=Path)
+args = parser.parse_args()
+session = megatron_ft.init(seed=1)
+torch.manual_seed(1)
+loader = session.prepare(DataLoader(MixedSums(range(800)), batch_size=8))
+held_out = DataLoader(MixedSums(range(800, 1000)), batch_size=50)
+model = torch.nn.Sequential(*make_model(), torch.nn.BatchNorm1d(30))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1))
+warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.CosineAnnealingLR(optimizer, args.steps)], [5])
+average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+class Best:
+    loss, step, seen = float("inf"), -1, 0
+    def state_dict(self):
+        return {{"loss": self.loss, "step": self.step, "seen": self.seen}}
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+@torch.no_grad()
+def evaluate(model):
+    model.eval()
+    loss = sum(cross_entropy(model(terms), total, reduction="sum").item() for terms, total in held_out)
+    model.train()
+    return loss / 200
+
+best = Best()
+session.register("average", average)
+session.register("best", best)
+session.wrap(model, optimizer, scheduler=scheduler)
+for step in session.steps(args.steps):
+    for terms, total in session.microbatches(loader):
+        session.backward(cross_entropy(model(terms), total))
+    session.commit()
+    average.update_parameters(model)
+    best.seen += 1
+    if step % 5 == 4:
+        loss, smooth = evaluate(model), evaluate(average)
+        session.log({{"held_out": loss, "held_out_average": smooth}})
+        if smooth < best.loss:
+            best.loss, best.step = smooth, step
+
+def digest(module):
+    state = module.state_dict()
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+says = {{"model": digest(model), "average": digest(average), "lr": scheduler.get_last_lr(), **best.state_dict()}}
+args.out.with_suffix(f".{{session.group}}").write_text(json.dumps(says))
+"""
+
+
+def test_what_scripts_do_beside_the_steps_is_the_same_in_all_groups_after_a_return(tmp_path):
+    """An average of the weights with BatchNorm's statistics, an evaluation loop, a best value, schedulers in sequence, and
+    clipping by value in a hook of the optimizer."""
+    (tmp_path / "habits.py").write_text(HABITS)
+    own = ("--steps", 40)
+    undisturbed = run_of(tmp_path, "habits", own=own, script=tmp_path / "habits.py")
+    hold = Breakpoint(1, 6, "backward")
+    gate = support.Gate(tmp_path, slowly=100, script=tmp_path / "habits.py")
+    run = run_of(tmp_path, "habits", [hold], own, rejoin=True, script=gate.script)
+    run.strike(hold)
+    support.wait_for(lambda: run.events("rejoined"), run)
+    gate.open()
+    says = []
+    for each in (undisturbed, run):
+        each.finish()
+        assert each.process.returncode == 0, each.logs()
+        says += [json.loads((each.directory / f"model.{group}").read_text()) for group in range(2)]
+    assert says == [says[0]] * 4 and says[0]["seen"] == 40 and says[0]["step"] > 0
+    logged = [[line["values"] for line in each.events("log")] for each in (undisturbed, run)]
+    assert logged[0] == logged[1] and len(logged[0]) == 8
+
+
 MISUSE = {
     "a turn without backward": (
         "session.backward(loss)",
