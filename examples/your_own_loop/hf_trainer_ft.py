@@ -1,7 +1,9 @@
 """The script `hf_trainer.py` with megatron_ft: a lost process costs no step.
 
-    megatron-ft launch --groups 2 --config examples/your_own_loop/ds_config.json --run-dir runs/sums \
+    megatron-ft launch --groups 2 --config examples/your_own_loop/hf_trainer.json --run-dir runs/sums \
         examples/your_own_loop/hf_trainer_ft.py
+
+The config has the number of microbatches, and that all labels of a step weigh the same, as with the Trainer alone.
 """
 
 import argparse

@@ -35,7 +35,7 @@ class MixedSums(Sums):
 
 
 class TokenSums(MixedSums):
-    """The same as token ids: the three numbers, then their sum, the only label."""
+    """The same as token ids: the three numbers, then their sum. The sum is a label, and the third number where it is odd."""
 
     vocab_size = 3 * DIGITS
 
@@ -43,6 +43,8 @@ class TokenSums(MixedSums):
         terms, total = super().__getitem__(index)
         labels = torch.full((4,), -100)
         labels[3] = total
+        if terms[2] % 2:
+            labels[2] = terms[2]
         return {"input_ids": torch.cat([terms, total[None]]), "labels": labels}
 
 

@@ -124,7 +124,7 @@ class Case:
 
 
 CASES = {
-    "hf_trainer": Case("transformers", ("--steps", 40), rejoin=True),
+    "hf_trainer": Case("transformers", ("--steps", 40), "hf_trainer.json", rejoin=True),
     "hf_accelerate": Case("accelerate"),
     "lightning_module": Case("lightning", ("--epochs", 2), rejoin=True),
     "titan_style": Case(own=("--steps", 15), config="sharded.json", ranks=2),
