@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import megatron_ft  # ft
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    batch = {name: values.to(next(model.parameters()).device) for name, values in batch.items()}
     logits = model(batch["input_ids"], batch.get("document_ids"), batch.get("position_ids"))
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -23,6 +25,7 @@ def main() -> None:
     parser.add_argument("--data", default="data/sotu", help="directory made by `megatron-ft prepare`")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1, help="initial weights, order of the samples, dropout")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=20, help="steps until the full learning rate")
     parser.add_argument("--layers", type=int, default=4)
@@ -37,6 +40,7 @@ def main() -> None:
     dataset = session.dataset(args.data, seq_len=args.seq_len, documents=args.document_mask)  # ft: id -> tensors
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(dataset.vocab_size, args.layers, args.width, seq_len=args.seq_len, dropout=args.dropout))
+    model.to("cpu" if args.device == "cpu" else f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,8 +36,7 @@ class Slices:
             group = dist.new_group(list(range(first, first + count)))
             if first <= dist.get_rank() < first + count:
                 mine = group
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(dist.get_rank() % count, count, DeviceMesh.from_group(mine, device))
+        return cls(dist.get_rank() % count, count, DeviceMesh.from_group(mine, get_accelerator().device_name()))
 
 
 class Split(nn.Module):

@@ -8,6 +8,7 @@ A group is ``pipeline.stages`` x ``tensor_parallel.autotp_size`` ranks. The conf
 """
 
 import argparse
+import os
 
 import torch
 
@@ -20,13 +21,20 @@ def main() -> None:
     parser.add_argument("--data", default="data/sotu", help="directory made by `megatron-ft prepare`")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    found = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=found, choices=("cpu", "cuda"))
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--deepspeed_config", help="ignored: the launcher has told")
     args = parser.parse_args()
 
+    os.environ["DS_ACCELERATOR"] = args.device  # before anything imports DeepSpeed
+    import deepspeed  # noqa: F401  init_distributed then initialises its communication, also for a group of one rank
+
     session = megatron_ft.init(seed=args.seed)  # ft
-    session.init_distributed()  # ft: instead of deepspeed.init_distributed(); the world is this group
+    session.init_distributed(
+        "gloo" if args.device == "cpu" else None
+    )  # ft: instead of deepspeed.init_distributed(); the world is this group
     seq_len = session.config.model.get("max_position_embeddings", 128)
     dataset = session.dataset(args.data, seq_len=seq_len)  # ft: microbatch id -> tensors
     if session.config.model.get("model_type") == "llama":
