@@ -13,7 +13,7 @@ from sums import MixedSums, make_model
 from torch.utils.data import DataLoader
 
 import megatron_ft
-from megatron_ft.integrations.lightning_strategy import FaultTolerantStrategy
+from megatron_ft.integrations.lightning_strategy import FaultTolerantStrategy, SessionLogger
 
 
 class Adder(lightning.LightningModule):
@@ -67,7 +67,7 @@ def main():
         callbacks=[Report()],
         enable_checkpointing=False,
         enable_progress_bar=False,
-        logger=False,
+        logger=SessionLogger(session),
     )
     trainer.fit(module, strategy.prepare(DataLoader(train, batch_size=8)), DataLoader(held_out, batch_size=50))
     session.save_final(args.out, lambda path: torch.save(module.state_dict(), path))

@@ -110,6 +110,14 @@ def printed(run: support.Run) -> str:
     return (run.directory / "logs" / "g0.p0.log").read_text()
 
 
+def logged(run: support.Run) -> list[tuple[int, dict]]:
+    """Return the losses that ``session.log`` has written, with their steps."""
+    return [
+        (line["step"], {name: value for name, value in line["values"].items() if "loss" in name})
+        for line in run.events("log")
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     """A conversion and how it is run: ``own`` are options of both scripts, ``ranks`` processes of the plain one.
@@ -164,6 +172,7 @@ def test_a_converted_script_keeps_its_losses_when_a_group_dies(tmp_path, plain):
     if case.rejoin:
         after = losses(printed(run).partition("incarnation 1")[2])
         assert after and after == wanted[-len(after) :], printed(run)
+        assert logged(run) and logged(run) == logged(undisturbed)
 
 
 HABITS = f"""
