@@ -105,6 +105,11 @@ def losses(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss'?:? '?(\d+\.\d+)", text)]
 
 
+def steps(text: str, after: int) -> list[str]:
+    """Return the lines that a script has printed for steps after that one."""
+    return [found[0] for found in re.finditer(r"^step (\d+)  .*$", text, re.M) if int(found[1]) > after]
+
+
 def printed(run: support.Run) -> str:
     """Return what group 0 has printed."""
     return (run.directory / "logs" / "g0.p0.log").read_text()
@@ -172,6 +177,8 @@ def test_a_converted_script_keeps_its_losses_when_a_group_dies(tmp_path, plain):
     if case.rejoin:
         after = losses(printed(run).partition("incarnation 1")[2])
         assert after and after == wanted[-len(after) :], printed(run)
+        entered = run.events("rejoined")[-1]["step"]
+        assert steps(printed(run), entered) == steps(printed(undisturbed), entered), printed(run)
         assert logged(run) and logged(run) == logged(undisturbed)
 
 
