@@ -101,7 +101,6 @@ KEPT = dict([
     _result("host_losses", "-m tests.host_losses --save", "tests/netlab.py", *RUN),
     _result("engine_memory", "-m tests.conformance.memory", *STEP),
     _result("engine_kills", "-m tests.engine_kills", *RUN),
-    _result("engine_kills_exact", "-m tests.engine_kills --exact", *RUN),
     _result("checkpoint_kills", "-m tests.checkpoint_kills 10 2", *RUN),
     _result("fuzz", "-m tests.fuzz --save", *_paths(
         "auth/handshake.py auth/secret.py collectives/framing.py worker/rejoin/state_sender.py "

@@ -1,10 +1,10 @@
 """Kills of single ranks of groups whose ranks compute together, at every moment of a step and in every engine. Some run in
 CI, all of them by
 
-    make engine-kills        (python -m tests.engine_kills [--exact] [--seed S] [NAME ...])
+    make engine-kills        (python -m tests.engine_kills [--seed S] [NAME ...])
 
-which compares each run with a failure-free one and writes what came out to benchmarks/results/engine_kills.json. A NAME
-chooses all cases that contain it.
+which compares each run with a failure-free one, bit by bit where gradients are reduced exactly, and writes what came out to
+benchmarks/results/engine_kills.json. A NAME chooses all cases that contain it.
 """
 
 from __future__ import annotations
@@ -199,32 +199,32 @@ def judge(run: support.Run, case: Case, reference: support.Run, exact: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine_kills", description="Kill ranks at every moment.")
     parser.add_argument("names", nargs="*", help="parts of the names of the cases to play (default: all)")
-    parser.add_argument("--exact", action="store_true", help="exact reduction: bits are compared")
     parser.add_argument("--seed", type=int, help="draw 20 kills for each engine in place of the listed ones")
     options = parser.parse_args()
-    kits = [name for name, kit in KITS.items() if not (options.exact and "inner_shards_reduce" in kit.options)]
-    known = [one for kit in kits for one in (cases(kit) if options.seed is None else drawn(kit, 20, options.seed))]
+    known = [one for kit in KITS for one in (cases(kit) if options.seed is None else drawn(kit, 20, options.seed))]
     chosen = [case for case in known if not options.names or any(name in case.name for name in options.names)]
-    settings = {"reduction": "exact"} if options.exact else {}
     results, references = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
         prepare(root / "data", [text], vocab_size=512, log=lambda line: None)
         for number, case in enumerate(chosen):
+            exact = "inner_shards_reduce" not in KITS[case.kit].options
+            settings = {"reduction": "exact"} if exact else {}
             if case.kit not in references:
                 references[case.kit] = start(case.kit, root / f"alone{len(references)}", root / "data", **settings)
                 references[case.kit].check()
             run = play(case, root / f"run{number}", root / "data", **settings)
-            found, off = judge(run, case, references[case.kit], options.exact)
-            results.append({"case": case.name, "violations": found, "largest_relative_difference_of_a_loss": off})
+            found, off = judge(run, case, references[case.kit], exact)
+            results.append(
+                {"case": case.name, "exact": exact, "violations": found, "largest_relative_difference_of_a_loss": off}
+            )
             came_out = "; ".join(found) or f"ok, losses off by {off:.1e}"
             print(f"{number + 1}/{len(chosen)} {case.name}: {came_out}", flush=True)
     bad = sum(bool(result["violations"]) for result in results)
     off = max((result["largest_relative_difference_of_a_loss"] for result in results), default=0.0)
-    if not options.names:
-        name = "engine_kills" + "_exact" * options.exact
-        print(f"raw results in {common.save(name, {'moments': {**MOMENTS, **TWICE}, 'results': results})}")
+    if not options.names and options.seed is None:
+        print(f"raw results in {common.save('engine_kills', {'moments': {**MOMENTS, **TWICE}, 'results': results})}")
     print(f"{len(results)} runs, {bad} of them broke a promise; losses off by up to {off:.1e}")
     return 1 if bad else 0
 
