@@ -33,14 +33,14 @@ from megatron_ft.utils import extras
 
 try:
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_ft.engines.megatron import whole_model
+    from megatron_ft.engines.megatron import supported_settings, whole_model
 except ImportError as error:
     raise EngineError(f"megatron-core cannot be imported ({error}); install it: {extras.install('megatron')}") from None
 
@@ -83,7 +83,7 @@ class MegatronEngine(Staged):
     ) -> None:
         self._chunks: list[Any] = list(chunks)
         self._megatron, self._scheduler = optimizer, scheduler
-        self._config = _checked(self._chunks, optimizer, layout, settings)
+        self._config = supported_settings.checked(self._chunks, optimizer, layout, settings)
         self._step, self._seq_length, self._samples = forward_step, seq_length, samples
         self._finalize = self._config.finalize_model_grads_func or finalize_model_grads
         self._config.finalize_model_grads_func = None  # after the sum over the groups, not after each run
@@ -101,9 +101,9 @@ class MegatronEngine(Staged):
         source_of = {p: index for index, (_, buffer) in enumerate(sources) for p in buffer.params}
         super().__init__(model, parameters, layout=layout, shard_group=group, apart=source_of, **settings)
         self._source = [sources[source_of[bucket.parameters[0]]] for bucket in self._buckets]
-        self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters}  # in Megatron's buffers
         self._scratch: torch.Tensor | None = None
         self.takes_gradients = self._rounding is not None
+        self._own: dict[Any, torch.Tensor] = {p: p.main_grad for p in parameters} if self.takes_gradients else {}
         self._take_over_buffers()
         self._of_stage = self._by_stage(len(self._chunks), lambda parameter: sources[source_of[parameter]][0])
         self._counted = {parameter for parameter in parameters if _counts_here(parameter)}
@@ -336,63 +336,6 @@ class MegatronEngine(Staged):
         for number, inner in enumerate(others, 1):
             for name, tensor in named_state(nn.Module(), inner, {}):
                 yield f"{name}, optimizer {number}", tensor
-
-
-def _checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, settings: Mapping[str, Any]) -> Any:
-    """Return Megatron's config of the model. Raises ``EngineError`` for one that cannot be made fault-tolerant."""
-    if not chunks or not all(isinstance(chunk, DistributedDataParallel) for chunk in chunks):
-        raise EngineError(
-            "session.megatron takes a list of model chunks, each in megatron.core's DistributedDataParallel; wrap them"
-        )
-    config: Any = chunks[0].config
-    ddp: Any = chunks[0].ddp_config
-    sizes = {
-        "pipeline_model_parallel_size": (parallel_state.get_pipeline_model_parallel_world_size(), layout.stages),
-        "tensor_model_parallel_size": (parallel_state.get_tensor_model_parallel_world_size(), layout.slices),
-        "data_parallel_size": (parallel_state.get_data_parallel_world_size(with_context_parallel=True), layout.shards),
-    }
-    names = {
-        "pipeline_model_parallel_size": "pipeline.stages",
-        "tensor_model_parallel_size": "tensor_parallel.autotp_size",
-    }
-    for name, (has, said) in sizes.items():
-        if has != said:
-            raise EngineError(
-                f"Megatron's {name} is {has} and {names.get(name, 'fault_tolerance.inner_shards')} of the config is {said}; "
-                f"make them equal"
-            )
-    clipping, per_token = settings["gradient_clipping"], settings.get("loss_reduction") == "token"
-    refused = [
-        (optimizer.config.fp16, "fp16", "use bf16: every group would have a loss scale of its own"),
-        (
-            ddp.overlap_grad_reduce,
-            "overlap_grad_reduce",
-            "leave it out: gradients are reduced when a step is committed",
-        ),
-        (ddp.overlap_param_gather, "overlap_param_gather", "leave it out"),
-        (ddp.average_in_collective, "average_in_collective", "leave it out"),
-        (not ddp.grad_reduce_in_fp32, "grad_reduce_in_fp32 false", "set it to true: sums over groups are fp32"),
-        (config.delay_wgrad_compute, "delay_wgrad_compute", "leave it out"),
-        (
-            len(chunks) > 1 and layout.stages == 2 and config.batch_p2p_comm,
-            "virtual stages on 2 ranks with batch_p2p_comm",
-            "set batch_p2p_comm to false and overlap_p2p_comm to true: Megatron would mix up what the two ranks send",
-        ),
-    ]
-    for wrong, what, remedy in refused:
-        if wrong:
-            raise EngineError(f"Megatron is configured with {what}, which megatron_ft does not support; {remedy}")
-    if optimizer.config.clip_grad != clipping:
-        raise EngineError(
-            f"OptimizerConfig.clip_grad is {optimizer.config.clip_grad} and gradient_clipping of the config is {clipping}; "
-            f"make them equal"
-        )
-    if bool(config.calculate_per_token_loss) != per_token:
-        raise EngineError(
-            f"Megatron's calculate_per_token_loss is {config.calculate_per_token_loss}, which needs "
-            f'fault_tolerance.loss_reduction "{"token" if config.calculate_per_token_loss else "microbatch"}"; set it'
-        )
-    return config
 
 
 def _counts_here(parameter: nn.Parameter) -> bool:
