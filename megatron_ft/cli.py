@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prepare(
         command(
             "prepare",
-            "tokenise text into a dataset of packed samples",
+            "tokenize text into a dataset of packed samples",
             "--out data/sotu",
             "--out data/mine --text books.jsonl web.parquet --vocab-size 32000",
             "--out data/web --text web.jsonl.gz --tokenizer gpt2/tokenizer.json --workers 32",
@@ -439,7 +439,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN",
         help="its token that ends a document (default: <|endoftext|> or another usual name)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenise (default: one for each core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: one for each core)")
     parser.set_defaults(run=_prepare)
 
 

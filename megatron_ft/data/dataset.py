@@ -40,7 +40,7 @@ from megatron_ft.data.corpus import (
 )
 from megatron_ft.data.indexed import index
 from megatron_ft.data.order import BatchSchedule, sample_indices
-from megatron_ft.data.tokeniser_pool import tokenise
+from megatron_ft.data.tokenizer_pool import tokenize
 from megatron_ft.data.tokenizer import FILES, MODEL_FILE, Tokenizer, train_tokenizer
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
@@ -108,7 +108,7 @@ def prepare(
     eod_token: str | None = None,
     workers: int | None = None,
 ) -> DatasetMeta:
-    """Tokenise a corpus into a directory for :class:`PackedDataset`, and for Megatron's readers (``OUT/tokens``).
+    """Tokenize a corpus into a directory for :class:`PackedDataset`, and for Megatron's readers (``OUT/tokens``).
 
     A second call with an equal tokenizer, or ``vocab_size``, and files of equal names, sizes and times returns at once.
     Another call prepares anew, and the old data stay usable until the new data are complete. Other files in ``out`` are not
@@ -124,7 +124,7 @@ def prepare(
         log: Called with each message.
         tokenizer: A tokenizer to use in place of a trained one: see ``Tokenizer.load``.
         eod_token: Its token that ends a document. Default: the usual name that it has.
-        workers: Number of processes that tokenise. Default: the cores that may be used.
+        workers: Number of processes that tokenize. Default: the cores that may be used.
 
     Returns:
         The description of the dataset.
@@ -294,7 +294,7 @@ def _build(
 ) -> DatasetMeta:
     """Write the files into ``stage``, the meta file last."""
     dtype = token_dtype(tokenizer.vocab_size)
-    with closing(tokenise(corpus.documents, tokenizer, dtype, workers, log)) as encoded:
+    with closing(tokenize(corpus.documents, tokenizer, dtype, workers, log)) as encoded:
         lengths, tokens_sha256 = _write_tokens(encoded, stage / TOKENS)
     _write_synced(stage / INDEX, index(lengths, dtype))
     _write_synced(stage / tokenizer.file_name, tokenizer.model)

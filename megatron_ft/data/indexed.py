@@ -1,4 +1,4 @@
-"""Megatron's tokenised corpora: a ``.bin`` of token ids and an ``.idx`` of the sequences in it, read and written.
+"""Megatron's tokenized corpora: a ``.bin`` of token ids and an ``.idx`` of the sequences in it, read and written.
 
     .idx: the bytes of ``_MAGIC`` | uint64 1 | uint8 dtype | uint64 S | uint64 D | int32 [S] lengths | int64 [S] first
           bytes | int64 [D] numbers of the sequences with which documents begin, and of the one after the last

@@ -2,7 +2,7 @@
 ``tokenizer.json``.
 
 A trained one is a lossless byte-pair tokenizer: ``decode(encode(text)) == text`` for every text. sentencepiece is
-configured without normalisation and without added or removed spaces; it encodes characters without a piece as bytes, and
+configured without normalization and without added or removed spaces; it encodes characters without a piece as bytes, and
 no piece crosses a newline. Training is deterministic: equal text and vocabulary size give equal pieces. A tokenizer of
 the user's is taken as it is, and its file is kept unchanged.
 

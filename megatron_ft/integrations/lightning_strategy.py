@@ -168,7 +168,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             if is_wrong:
                 raise ConfigError(f"Lightning's Trainer has {name}={getattr(trainer, name)!r}: {remedy}")
         if len(self.optimizers) != 1 or not given(self.lightning_module).automatic_optimization:
-            raise ConfigError("a module with several optimizers, or that optimises by itself: use a loop of your own")
+            raise ConfigError("a module with several optimizers, or that optimizes by itself: use a loop of your own")
         if len(schedulers) > 1 or any(
             each.interval != "step" or each.reduce_on_plateau or each.frequency != 1 for each in schedulers
         ):

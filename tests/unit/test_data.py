@@ -191,7 +191,7 @@ class Killed(BaseException):
     """An exception that stands for a kill: no handler of the package may catch it."""
 
 
-@pytest.mark.parametrize("moment", ["_train", "tokenise", "_write_tokens", "_write_synced", "_publish"])
+@pytest.mark.parametrize("moment", ["_train", "tokenize", "_write_tokens", "_write_synced", "_publish"])
 def test_an_interrupted_prepare_leaves_the_old_data_or_none(tmp_path, text_file, monkeypatch, moment):
     def die(*args):
         raise Killed

@@ -1,4 +1,4 @@
-"""Tokenising with several processes: the documents of a corpus, in order, whatever the number of processes.
+"""Tokenizing with several processes: the documents of a corpus, in order, whatever the number of processes.
 
 Each worker process encodes spans of documents, which it reads from the Arrow files that all share; this process gets the
 tokens in the order of the spans. A worker ends with its parent.
@@ -39,7 +39,7 @@ _AHEAD = 4
 """Spans for each worker that are encoded or wait to be written: these limit the memory."""
 
 
-def tokenise(
+def tokenize(
     documents: Dataset,
     tokenizer: Tokenizer,
     dtype: np.dtype,
@@ -100,7 +100,7 @@ def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[list
         complete = True
     except BrokenProcessPool:
         raise DataError(
-            "a process that tokenised has died; if the kernel killed it for memory (dmesg says so), use fewer --workers"
+            "a process that tokenized has died; if the kernel killed it for memory (dmesg says so), use fewer --workers"
         ) from None
     finally:
         if not complete:
@@ -116,7 +116,7 @@ def _begin(parent: int, encode: _Encoder) -> None:
     """Prepare a worker process: it ends with its parent, and Ctrl-C is the parent's affair."""
     global _encoder
     lifeline.end_with(parent)
-    process_name.take("tokeniser", "ft-tokenise")
+    process_name.take("tokenizer", "ft-tokenize")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _encoder = encode
 
@@ -138,7 +138,7 @@ def _with_progress(
     # No refreshing thread: the workers are forked later.
     bar = Progress(console=Console(stderr=True), transient=True, auto_refresh=False, disable=not shown)
     with closing(spans), bar:
-        task = bar.add_task("tokenising", total=total)
+        task = bar.add_task("tokenizing", total=total)
         for span in spans:
             yield span
             done, tokens = min(done + DOCUMENTS_PER_SPAN, total), tokens + sum(map(len, span))
@@ -149,6 +149,6 @@ def _with_progress(
             bar.update(task, completed=done, description=f"{tokens / 1e6:,.1f} million tokens", refresh=True)
             if not shown:
                 log(
-                    f"tokenised {done:,} of {total:,} documents ({done / total:.0%}), {tokens / 1e6:,.1f} million tokens, "
+                    f"tokenized {done:,} of {total:,} documents ({done / total:.0%}), {tokens / 1e6:,.1f} million tokens, "
                     f"about {left_s:.0f} s left"
                 )

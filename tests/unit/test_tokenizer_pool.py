@@ -1,4 +1,4 @@
-"""Several processes tokenise: the same bytes whatever their number, and nothing half-written whoever is killed."""
+"""Several processes tokenize: the same bytes whatever their number, and nothing half-written whoever is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from megatron_ft.data import prepare, read_meta, tokeniser_pool
+from megatron_ft.data import prepare, read_meta, tokenizer_pool
 from megatron_ft.data.tokenizer import Tokenizer, _SentencePiece
 from megatron_ft.errors import DataError
 from tests import support
@@ -39,11 +39,11 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, text_file,
 
 
 def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(tokeniser_pool, "PROGRESS_S", 0)
+    monkeypatch.setattr(tokenizer_pool, "PROGRESS_S", 0)
     lines: list[str] = []
     prepare(tmp_path / "out", [text_file], 310, workers=2, log=lines.append)
-    told = [line for line in lines if line.startswith("tokenised ")]
-    assert told[0].startswith("tokenised 64 of 300 documents (21%), ") and "300 of 300 documents (100%)" in told[-1]
+    told = [line for line in lines if line.startswith("tokenized ")]
+    assert told[0].startswith("tokenized 64 of 300 documents (21%), ") and "300 of 300 documents (100%)" in told[-1]
 
 
 def test_a_worker_that_is_killed_is_an_error_and_nothing_is_written(tmp_path, text_file, monkeypatch):
@@ -55,7 +55,7 @@ def test_a_worker_that_is_killed_is_an_error_and_nothing_is_written(tmp_path, te
         return encode(self, text)
 
     monkeypatch.setattr(_SentencePiece, "encode_blocks", killed)
-    with pytest.raises(DataError, match="a process that tokenised has died.*use fewer --workers"):
+    with pytest.raises(DataError, match="a process that tokenized has died.*use fewer --workers"):
         prepare(tmp_path / "out", [text_file], 310, workers=2, log=lambda line: None)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     with pytest.raises(DataError, match="not a complete dataset"):
