@@ -38,10 +38,10 @@ from megatron_ft.data.corpus import (
     has_text,
     read_documents,
 )
-from megatron_ft.data.indexed import index
+from megatron_ft.data.indexed import IGNORED_LABEL, index
 from megatron_ft.data.order import BatchSchedule, sample_indices
-from megatron_ft.data.tokenizer_pool import tokenize
 from megatron_ft.data.tokenizer import FILES, MODEL_FILE, Tokenizer, train_tokenizer
+from megatron_ft.data.tokenizer_pool import tokenize
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
 from megatron_ft.utils import cores
@@ -425,7 +425,8 @@ class PackedDataset:
     Sample i predicts the ``seq_len`` tokens after each of ``tokens[i*seq_len : (i+1)*seq_len]``, across document ends. With
     ``documents`` a batch also has ``document_ids``, numbers that differ between the documents of a sample, from 0, and
     ``position_ids``, which begin anew in each document and each sample; an end-of-document id belongs to the document before
-    it. Attention within a document only is where two ``document_ids`` are equal.
+    it. Attention within a document only is where two ``document_ids`` are equal. The label of an end-of-document id, which
+    is of the next document, is then ``data.indexed.IGNORED_LABEL``.
     The order of the ``num_samples`` samples in each data epoch follows from ``seed`` (see ``data.order``). Tokens are
     mapped from the file, so ranks of one node share the memory. All groups must have the same arguments and the same
     data, which is checked through ``identity``.
@@ -532,7 +533,8 @@ class PackedDataset:
         """Return ``input_ids`` and ``labels``, each int64 ``[samples_per_microbatch, seq_len]`` on the CPU, contiguous; with
         ``documents`` also ``document_ids`` and ``position_ids``, of the same type and shape.
 
-        ``labels[b, t]`` is the token that follows ``input_ids[b, t]``. Raises ``ValueError`` for an impossible id.
+        ``labels[b, t]`` is the token after ``input_ids[b, t]``, or ``IGNORED_LABEL`` (see the class). Raises ``ValueError``
+        for an impossible id.
         """
         return self._batch(np.stack([self.sample(index) for index in self.indices(microbatch).tolist()]))
 
@@ -543,6 +545,7 @@ class PackedDataset:
         batch = {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
         if self._says_documents:
             is_end = batch["input_ids"] == self.meta.eod_id
+            batch["labels"] = np.where(is_end, IGNORED_LABEL, batch["labels"])
             places = np.broadcast_to(np.arange(self.seq_len), is_end.shape)
             begins = np.zeros_like(places)
             begins[..., 1:] = np.where(is_end[..., :-1], places[..., 1:], 0)

@@ -24,6 +24,8 @@ import torch
 
 from megatron_ft.errors import DataError
 
+IGNORED_LABEL = -100
+"""A label that the losses of torch and of Hugging Face's models leave out."""
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
@@ -36,7 +38,8 @@ class IndexedTokens:
 
     ``dataset[i]`` has ``input_ids`` and ``labels``, int64 [seq_len]; with ``documents`` also ``document_ids``, numbers that
     differ between documents, and ``position_ids``, which begin anew in each: attention within a document only is where
-    two ``document_ids`` are equal. Tokens are mapped from the file.
+    two ``document_ids`` are equal. The label of a document's last token is then ``IGNORED_LABEL``. Tokens are mapped from
+    the file.
 
     Args:
         prefix: path of the two files without ``.bin`` and ``.idx``.
@@ -102,8 +105,11 @@ class IndexedTokens:
         sample = {"input_ids": tokens[:-1], "labels": tokens[1:]}
         if self._says_documents:
             places = np.arange(first, first + self.seq_len)
-            document = np.searchsorted(self._document_ends, places, side="right")
+            document, following = (
+                np.searchsorted(self._document_ends, at, side="right") for at in (places, places + 1)
+            )
             begins = np.where(document > 0, self._document_ends[np.maximum(document - 1, 0)], 0)
+            sample["labels"] = tokens[1:].masked_fill(torch.from_numpy(document != following), IGNORED_LABEL)
             sample["document_ids"] = torch.from_numpy(document.astype(np.int64))
             sample["position_ids"] = torch.from_numpy(places - np.maximum(begins, first))
         return sample

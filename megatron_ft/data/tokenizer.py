@@ -12,6 +12,7 @@ Assumed failures: files that are missing, damaged or not of these kinds; tokeniz
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ JSON_FILE, MODEL_FILE = FILES = ("tokenizer.json", "tokenizer.model")
 """The names of a tokenizer in a directory, the first one that exists. The ending says of which kind a file is."""
 BLOCK_CHARS = 1 << 20  # encoding takes some hundred bytes of memory per character, so long documents are divided
 _FIXED_PIECES = 260  # every byte, <unk>, <eod>, newline and space
+_AROUND_CHARS = 1 << 10
+"""Characters on each side of a place, which show whether a text can be divided there."""
 _LINE_CHARS = 1 << 14  # sentencepiece counts positions inside a word with 16 bits
 # sentencepiece writes a space as U+2581 inside pieces, so a U+2581 of the text would be decoded as a space. It is encoded
 # as bytes, which decode to themselves.
@@ -52,6 +55,8 @@ class Tokenizer:
         vocab_size: Number of token ids.
         eod_token: The token that ends a document.
         eod_id: Its id.
+        unknown: Number of characters and words without a token in all that was encoded: they became the token for
+            unknown text, or were left out.
     """
 
     model: bytes
@@ -59,6 +64,7 @@ class Tokenizer:
     vocab_size: int
     eod_token: str
     eod_id: int
+    unknown: int = 0
 
     @staticmethod
     def load(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
@@ -94,8 +100,22 @@ class Tokenizer:
         return [token for block in self.encode_blocks(text) for token in block]
 
     def encode_blocks(self, text: str) -> Iterator[list[int]]:
-        """Yield the ids of :meth:`encode` in parts. A tokenizer that was trained here takes blocks of about ``BLOCK_CHARS``
-        characters, which limits the memory; one of the user's takes the whole text."""
+        """Yield the ids of :meth:`encode` in parts, which limits the memory: of about ``BLOCK_CHARS`` characters, if the
+        tokenizer gives both sides of the end of a line the ids that they have together; else of the whole text."""
+        start = end = 0
+        for block in _blocks(text):
+            end += len(block)
+            around = text[max(end - _AROUND_CHARS, start) : end], text[end : end + _AROUND_CHARS]
+            if not around[1] or self._ids("".join(around))[0] == [
+                token for side in around for token in self._ids(side)[0]
+            ]:
+                ids, unknown = self._ids(text[start:end])
+                self.unknown += unknown
+                yield ids
+                start = end
+
+    def _ids(self, text: str) -> tuple[list[int], int]:
+        """Return the ids of a text, and the number of characters and words in it without a token."""
         raise NotImplementedError
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -143,9 +163,13 @@ class _SentencePiece(Tokenizer):
         special = [piece for piece, number in ids.items() if self._pieces.is_control(number)]
         self._end_documents(name, ids, special, eod_token)
 
+    def _ids(self, text: str) -> tuple[list[int], int]:
+        ids = self._pieces.encode(text)
+        return ids, ids.count(self._pieces.unk_id())
+
     def encode_blocks(self, text: str) -> Iterator[list[int]]:
         if not self._is_own:
-            yield self._pieces.encode(text)
+            yield from super().encode_blocks(text)
             return
         # No piece crosses a newline or a space mark, so the ids are those of the whole text.
         for block in _blocks(text):
@@ -180,16 +204,38 @@ class _HuggingFace(Tokenizer):
         ids = self._tokenizer.get_vocab()
         self.vocab_size = max(ids.values(), default=-1) + 1  # there may be gaps
         special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        settings = json.loads(model)["model"]
+        # Unigram has the number of its token for unknown text, other models its name.
+        self._unk_id = ids.get(settings.get("unk_token") or "", settings.get("unk_id"))
+        bytes_known = settings.get("byte_fallback") or ids.keys() >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        self._leaves_out = self._unk_id is None and not bytes_known
+        self._name = name
         self._end_documents(name, ids, special, eod_token)
 
-    def encode_blocks(self, text: str) -> Iterator[list[int]]:
-        yield self._tokenizer.encode(text, add_special_tokens=False).ids
+    def _ids(self, text: str) -> tuple[list[int], int]:
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library has no type of its own
+            raise DataError(
+                f"{self._name}: the tokenizer cannot encode a text ({error}): give it a token for unknown text"
+            ) from error
+        ids: list[int] = encoded.ids
+        return ids, _left_out(text, encoded.offsets) if self._leaves_out else ids.count(self._unk_id)
 
     def decode(self, tokens: Iterable[int]) -> str:
         numbers = [int(token) for token in tokens]
         if numbers and not 0 <= min(numbers) <= max(numbers) < self.vocab_size:
             raise IndexError(f"token ids {min(numbers)}..{max(numbers)} are not all in range({self.vocab_size})")
         return self._tokenizer.decode(numbers, skip_special_tokens=False)
+
+
+def _left_out(text: str, places: Iterable[tuple[int, int]]) -> int:
+    """Return the number of characters, apart from blanks, that are in no token's place."""
+    end, left_out = 0, 0
+    for begin, after in (*places, (len(text), len(text))):
+        left_out += len("".join(text[end:begin].split()))
+        end = max(end, after)
+    return left_out
 
 
 def _some(tokens: Collection[str]) -> str:

@@ -35,6 +35,8 @@ PROGRESS_S = 5.0
 """Seconds between lines that say how far the work is, where there is no terminal."""
 REFRESH_S = 0.2
 """The same for the bar on a terminal."""
+Span = tuple[list[np.ndarray], int]
+"""The tokens of each document of a span, and the number of characters and words without a token."""
 _AHEAD = 4
 """Spans for each worker that are encoded or wait to be written: these limit the memory."""
 
@@ -54,10 +56,11 @@ def tokenize(
         tokenizer: Encodes the text.
         dtype: Type of the tokens.
         workers: Number of processes, >= 1. With 1, or with few documents, it is done in this process.
-        log: Called with a line every ``PROGRESS_S``, unless stderr is a terminal, where a bar is shown.
+        log: Called with a line every ``PROGRESS_S``, unless stderr is a terminal, where a bar is shown; and at the end with
+            the number of characters and words without a token, if there are any.
 
     Raises:
-        DataError: A worker has died.
+        DataError: A worker has died, or the tokenizer cannot encode a text.
     """
     starts = range(0, len(documents), DOCUMENTS_PER_SPAN)
     count = min(workers, len(starts))
@@ -67,28 +70,28 @@ def tokenize(
 
 
 class _Encoder:
-    """Encodes the span of documents that begins at a number."""
+    """Encodes the span of documents that begins at a number. Returns also what the tokenizer did not know in them."""
 
     def __init__(self, documents: Dataset, tokenizer: Tokenizer, dtype: np.dtype) -> None:
         self._documents, self._tokenizer, self._dtype = documents, tokenizer, dtype
         self._end = np.array([tokenizer.eod_id], dtype=dtype)
 
-    def __call__(self, start: int) -> list[np.ndarray]:
-        texts = self._documents[start : start + DOCUMENTS_PER_SPAN]["text"]
-        return [self._tokens(text) for text in texts if has_text(text)]
+    def __call__(self, start: int) -> Span:
+        texts, before = self._documents[start : start + DOCUMENTS_PER_SPAN]["text"], self._tokenizer.unknown
+        return [self._tokens(text) for text in texts if has_text(text)], self._tokenizer.unknown - before
 
     def _tokens(self, text: str) -> np.ndarray:
         blocks = [np.array(block, dtype=self._dtype) for block in self._tokenizer.encode_blocks(text)]
         return np.concatenate([*blocks, self._end])
 
 
-def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[list[np.ndarray]]:
+def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[Span]:
     """Yield ``encode(start)`` for all starts, in order. The processes end with the iterator, without finishing their work
     if it is closed early."""
     others = set(multiprocessing.active_children())
     # Forked: the tokenizer and the documents are there already.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (os.getpid(), encode))
-    waiting: deque[Future[list[np.ndarray]]] = deque()
+    waiting: deque[Future[Span]] = deque()
     complete = False
     try:
         for start in starts:
@@ -121,27 +124,26 @@ def _begin(parent: int, encode: _Encoder) -> None:
     _encoder = encode
 
 
-def _encode(start: int) -> list[np.ndarray]:
+def _encode(start: int) -> Span:
     assert _encoder is not None, "the process was prepared"
     return _encoder(start)
 
 
-def _with_progress(
-    spans: Generator[list[np.ndarray]], total: int, log: Callable[[str], object]
-) -> Generator[list[np.ndarray]]:
+def _with_progress(spans: Generator[Span], total: int, log: Callable[[str], object]) -> Generator[list[np.ndarray]]:
     from rich.console import Console
     from rich.progress import Progress
 
     shown = sys.stderr.isatty()
     began = said = time.monotonic()
-    done = tokens = 0
+    done = tokens = unknown = 0
     # No refreshing thread: the workers are forked later.
     bar = Progress(console=Console(stderr=True), transient=True, auto_refresh=False, disable=not shown)
     with closing(spans), bar:
         task = bar.add_task("tokenizing", total=total)
-        for span in spans:
-            yield span
-            done, tokens = min(done + DOCUMENTS_PER_SPAN, total), tokens + sum(map(len, span))
+        for encoded, more_unknown in spans:
+            yield encoded
+            unknown += more_unknown
+            done, tokens = min(done + DOCUMENTS_PER_SPAN, total), tokens + sum(map(len, encoded))
             now = time.monotonic()
             if now - said < (REFRESH_S if shown else PROGRESS_S):
                 continue
@@ -152,3 +154,8 @@ def _with_progress(
                     f"tokenized {done:,} of {total:,} documents ({done / total:.0%}), {tokens / 1e6:,.1f} million tokens, "
                     f"about {left_s:.0f} s left"
                 )
+    if unknown:
+        log(
+            f"the tokenizer has no token for {unknown:,} characters or words of the text, in {tokens:,} tokens: they are "
+            f"lost in the data (a tokenizer of bytes loses none)"
+        )

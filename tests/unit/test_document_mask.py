@@ -46,6 +46,9 @@ def test_a_packed_sample_has_the_documents_that_megatrons_reader_finds(data):
             assert torch.equal(sample[name], other[name])
         assert torch.equal(sample["document_ids"], other["document_ids"] - other["document_ids"][0])
         several += bool(sample["document_ids"][-1])
+        is_end = sample["input_ids"] == ours.meta.eod_id
+        following = torch.from_numpy(ours.sample(index)[1:])
+        assert torch.equal(sample["labels"], torch.where(is_end, -100, following)), "the next document is not predicted"
     assert 0 < several < len(ours)
     batch, microbatch = ours(Microbatch(0, 0, 1)), Microbatch(0, 0, 1)
     for name, values in batch.items():

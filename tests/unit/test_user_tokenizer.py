@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_ft.data import IndexedTokens, PackedDataset, Tokenizer, prepare, read_meta
+from megatron_ft.data import IndexedTokens, PackedDataset, Tokenizer, prepare, read_meta, tokenizer_pool
 from megatron_ft.errors import DataError
 
 TEXT = "\n".join(f"The {number}. day was as long as the day before it, and nobody counted." for number in range(40))
@@ -42,12 +43,12 @@ def model_file(path, **options):
     return path
 
 
-def prepared(tmp_path, tokenizer, **options):
+def prepared(tmp_path, tokenizer, log=lambda line: None, **options):
     file = tmp_path / "text.jsonl"
     if not file.exists():
         lines = [{"text": ODD}, {"text": TEXT}]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return prepare(tmp_path / "out", [file], tokenizer=tokenizer, log=lambda line: None, **options)
+    return prepare(tmp_path / "out", [file], tokenizer=tokenizer, log=log, **options)
 
 
 @pytest.mark.parametrize(("make", "name"), [(json_file, "tokenizer.json"), (model_file, "tokenizer.model")])
@@ -65,6 +66,61 @@ def test_a_prepared_directory_keeps_the_tokenizer_and_its_end_of_document(tmp_pa
     if name.endswith("json"):
         assert tokenizer.decode(parts[0][:-1]) == ODD
     assert PackedDataset(tmp_path / "out", 16, 1, 1, 1, 0).vocab_size == tokenizer.vocab_size == meta.vocab_size
+
+
+def words_file(path, **options):
+    """A tokenizer of the words of TEXT, whose model knows no bytes."""
+    made = tokenizers.Tokenizer(models.BPE(**options))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    how = {"special_tokens": ["</s>", *options.values()], "show_progress": False}
+    made.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=320, **how))
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (lambda path: words_file(path / "t.json"), 12),  # < | x | > p < / > Ä 漢 🎉
+        (lambda path: words_file(path / "t.json", unk_token="<unk>"), 12),
+        (lambda path: model_file(path / "t.model", byte_fallback=False, vocab_size=60), 9),
+        (lambda path: json_file(path / "t.json"), 0),
+        (lambda path: model_file(path / "t.model"), 0),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_without_a_token_is_told_once_with_its_number(tmp_path, monkeypatch, make, lost, workers):
+    monkeypatch.setattr(tokenizer_pool, "DOCUMENTS_PER_SPAN", 1)
+    lines: list[str] = []
+    prepared(tmp_path, make(tmp_path), workers=workers, log=lines.append)
+    told = [line for line in lines if "no token for" in line]
+    assert [int(re.search(r"no token for (\d+) ", line)[1]) for line in told] == [lost] * bool(lost)
+
+
+def test_a_text_that_cannot_be_encoded_is_an_error_in_a_worker_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_pool, "DOCUMENTS_PER_SPAN", 1)
+    known = "<|endoftext|>"
+    made = tokenizers.Tokenizer(
+        models.WordLevel({letter: number for number, letter in enumerate(dict.fromkeys(known))})
+    )
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens([known])
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(
+        DataError, match=r"t\.json: the tokenizer cannot encode a text.*give it a token for unknown text"
+    ):
+        prepared(tmp_path, tmp_path / "t.json", workers=2)
+
+
+@pytest.mark.parametrize("make", [lambda path: json_file(path / "t.json"), lambda path: model_file(path / "t.model")])
+def test_a_long_text_that_is_divided_has_the_same_tokens(tmp_path, monkeypatch, make):
+    tokenizer = Tokenizer.load(make(tmp_path))
+    text = f"{ODD}\n\n  {ODD}\n"
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("megatron_ft.data.tokenizer.BLOCK_CHARS", 100)
+    blocks = list(tokenizer.encode_blocks(text))
+    assert [token for block in blocks for token in block] == whole
+    assert len(blocks) > 20
 
 
 def test_another_tokenizer_prepares_anew_and_leaves_one_file(tmp_path):
