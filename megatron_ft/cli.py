@@ -881,6 +881,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="PLACE", help="the new file or directory")
     parser.add_argument("--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)")
     parser.add_argument("--names", type=Path, metavar="FILE", help="JSON file with old beginning of a name: new one")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="copy the tokenizer of this directory, too (--format hf)"
+    )
     parser.set_defaults(run=_export)
 
 

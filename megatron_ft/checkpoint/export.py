@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Te
     """Return the tensors under other names.
 
     Args:
-        names: old beginning -> new one, of whole parts between dots. ``"1-4": "model.layers.*"`` stands for the four
+        names: old beginning -> new one, of whole parts between dots; ``""`` takes the old one away. ``"1-4": "model.layers.*"`` stands for the four
             beginnings 1 to 4, which become ``model.layers.0`` to ``model.layers.3``.
 
     Raises:
@@ -47,7 +47,7 @@ def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Te
         old = next((one for end in range(len(parts), 0, -1) if (one := ".".join(parts[:end])) in beginnings), None)
         if old is None:
             raise ConfigError(f"--names has no entry for {name}; known are: {', '.join(beginnings)}")
-        new = beginnings[old] + name[len(old) :]
+        new = (beginnings[old] + name[len(old) :]).removeprefix(".")
         if new in found and not torch.equal(found[new], tensor):
             raise ConfigError(f"--names gives {name} and another tensor with other values the name {new}")
         found[new] = tensor
@@ -125,7 +125,7 @@ FORMATS: dict[str, Callable[[Model, Path], None]] = {
 }
 
 
-def export(found: Found, kind: str, out: Path, names: Mapping[str, str]) -> Model:
+def export(found: Found, kind: str, out: Path, names: Mapping[str, str], beside: Sequence[Path] = ()) -> Model:
     """Write the model of a checkpoint, and return it.
 
     Args:
@@ -134,23 +134,33 @@ def export(found: Found, kind: str, out: Path, names: Mapping[str, str]) -> Mode
             ``load_module_only``; ``megatron``: one for ``megatron.core.dist_checkpointing``.
         out: the file or directory, which must not exist; it appears when it is complete.
         names: as for :func:`renamed`; empty: the names stay.
+        beside: files that are copied into the directory, such as those of a tokenizer.
 
     Raises:
         CheckpointError, ConfigError: as above, or ``out`` exists or cannot be written, or the model has no such format.
     """
     if out.exists():
         raise ConfigError(f"--out {out} exists; name another place")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: {out.parent} is not a directory; make it, or name another place")
     model = undivided.of(found)
     if kind == "megatron":
         _check_megatron(found, model, names)
     elif kind == "hf" and model.keyed and not names:
         model.tensors, model.config = llama.converted(model.keyed, model.settings)
+    elif kind == "hf" and not names and _layers(model.tensors):
+        raise ConfigError(
+            f"--format hf: the names in {found.path} begin with the numbers of a pipeline's layers, which transformers does "
+            f"not know; give its names with --names FILE"
+        )
     elif names:
         model.tensors = renamed(model.tensors, names)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with files.explained("writing", out):
         try:
             FORMATS[kind](model, temporary)
+            for file in beside:
+                shutil.copyfile(file, temporary / file.name)
             os.rename(temporary, out)
         except (RuntimeError, CheckpointException) as error:  # torch's, of a full disk
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]

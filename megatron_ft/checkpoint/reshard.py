@@ -29,7 +29,7 @@ def whole(stages: Sequence[Sequence[Mapping[str, Any]]], path: str) -> dict[str,
         path: of the checkpoint.
 
     Raises:
-        CheckpointError: the states say nothing of their parts.
+        CheckpointError: the states say nothing of their parts, or two stages have different tensors of one name.
     """
     first = stages[0][0]
     if PARTITIONS in first:
@@ -41,9 +41,12 @@ def whole(stages: Sequence[Sequence[Mapping[str, Any]]], path: str) -> dict[str,
     buffers: dict[str, Any] = {}
     moments: dict[str, Any] = {}
     for state in found:
-        model |= _of_whole_model(state["model"])
-        buffers |= _of_whole_model(state.get("buffers", {}))
-        moments |= {state[PARTS]["names"][number]: values for number, values in state["optimizer"]["state"].items()}
+        names = state[PARTS].get("names")
+        if names is None:
+            raise _cannot_be_divided(path)
+        _add_stage(model, _of_whole_model(state["model"]), path)
+        _add_stage(buffers, _of_whole_model(state.get("buffers", {})), path)
+        moments |= {names[number]: values for number, values in state["optimizer"]["state"].items()}
     state = {**found[0], "model": model, "optimizer": {**found[0]["optimizer"], "state": moments}}
     return state | ({"buffers": buffers} if buffers else {})
 
@@ -106,16 +109,31 @@ def _torch_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return optimizer["torch"] if PARTITIONS in state else optimizer
 
 
+def _cannot_be_divided(path: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} was saved by an engine whose state cannot be divided anew; start with as many ranks in a "
+        f"group, divided in the same way, as it was saved with"
+    )
+
+
+def _add_stage(whole: dict[str, Any], stage: Mapping[str, torch.Tensor], path: str) -> None:
+    """Add the tensors of a stage. A copy of equal values, such as a table of positions, is one tensor of the model."""
+    for name, tensor in stage.items():
+        if name in whole and not torch.equal(whole[name], tensor):
+            raise CheckpointError(
+                f"checkpoint {path} has different values of {name} in two stages, so it cannot be divided anew; start with "
+                f"the stages that it was saved with (or give stages the parameter names of the whole model from the start)"
+            )
+        whole[name] = tensor
+
+
 def _of_whole_model(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
 
 
 def _whole_stage(states: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
     if not all(PARTS in state for state in states):
-        raise CheckpointError(
-            f"checkpoint {path} was saved by an engine whose state cannot be divided anew; start with as many ranks in a "
-            f"group, divided in the same way, as it was saved with"
-        )
+        raise _cannot_be_divided(path)
     first = states[0]
     model = {name: _joined([(state["model"][name], state[PARTS]["model"].get(name)) for state in states])
              for name in first["model"]}  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_ft import checkpoint
 from megatron_ft.checkpoint import export
+from megatron_ft.data.tokenizer import FILES
 from megatron_ft.errors import ConfigError
 from megatron_ft.report.checkpoint_command import complete
 from megatron_ft.runlog.run_record import RunRecord
@@ -17,9 +18,10 @@ from megatron_ft.runlog.run_record import RunRecord
 def run(options: argparse.Namespace) -> int:
     """Export the newest complete checkpoint, or that of ``options.step``. Raises ``FTError``."""
     names = {} if options.names is None else _names(options.names)
+    tokenizer = [] if options.tokenizer is None else _tokenizer(options.tokenizer, options.format)
     directory = _directory(options.place)
     found = complete(checkpoint.find(directory), directory, options.step)[0]
-    model = export.export(found, options.format, options.out, names)
+    model = export.export(found, options.format, options.out, names, tokenizer)
     tensors = model.keyed if options.format == "megatron" else model.tensors
     count = sum(tensor.numel() for tensor in tensors.values())
     print(f"step {found.step}: {len(tensors)} tensors with {count} elements are in {options.out}")
@@ -44,6 +46,20 @@ def _directory(place: Path) -> Path:
             f"the run in {place} has saved no checkpoint: its config has no fault_tolerance.checkpoint.directory"
         )
     return Path(directory)
+
+
+def _tokenizer(directory: Path, kind: str) -> list[Path]:
+    """Return the files of a tokenizer. Raises ``ConfigError``."""
+    if kind != "hf":
+        raise ConfigError(f"--tokenizer {directory} is for --format hf; leave it out")
+    names = (*FILES, "tokenizer_config.json", "special_tokens_map.json")
+    found = [directory / name for name in names if (directory / name).is_file()]
+    if not found or found[0].name not in FILES:
+        raise ConfigError(
+            f"--tokenizer {directory} has no {' and no '.join(FILES)}; name the directory of a tokenizer, or one that "
+            f"megatron-ft prepare has written"
+        )
+    return found
 
 
 def _names(path: Path) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 
 import pytest
@@ -164,6 +165,37 @@ def test_a_format_that_the_model_does_not_have_is_refused(tmp_path, capsys):
     command = ["export", str(tmp_path / "saved"), "--format", "megatron", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2 and "is no checkpoint of session.megatron" in capsys.readouterr().err
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_names_a_place_and_a_tokenizer_that_do_not_fit_are_refused(tmp_path, capsys):
+    save(tmp_path / "saved")
+    command = ["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]
+    for words, why in (
+        (["--format", "hf"], "begin with the numbers of a pipeline's layers.*--names FILE"),
+        (["--format", "torch", "--out", str(tmp_path / "no" / "out")], "no is not a directory; make it"),
+        (["--format", "torch", "--tokenizer", str(tmp_path)], "is for --format hf; leave it out"),
+        (["--format", "hf", "--tokenizer", str(tmp_path)], "has no tokenizer.json and no tokenizer.model"),
+    ):
+        assert cli.main([*command, *words]) == 2
+        assert re.search(why, capsys.readouterr().err), why
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_tokenizer_is_copied_beside_the_model(tmp_path):
+    save(tmp_path / "saved")
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    (tmp_path / "mine").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "meta.json"):
+        (tmp_path / "mine" / name).write_text(name)
+    command = ["export", str(tmp_path / "saved"), "--format", "hf", "--out", str(tmp_path / "out")]
+    assert cli.main([*command, "--names", str(tmp_path / "names.json"), "--tokenizer", str(tmp_path / "mine")]) == 0
+    copied = ["model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == copied
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokenizer.json"
+
+
+def test_an_empty_name_takes_a_beginning_away():
+    assert export.renamed({"module.0.weight": torch.ones(1)}, {"module": ""}).keys() == {"0.weight"}
 
 
 @pytest.mark.parametrize("kind", export.FORMATS)

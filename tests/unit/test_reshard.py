@@ -54,6 +54,22 @@ def test_a_state_that_says_nothing_of_parts_is_refused():
         reshard.whole([[{"model": {}}]], "a checkpoint")
 
 
+def test_stages_whose_names_are_not_those_of_the_whole_model_are_refused():
+    """A stage that names its layers from 0 on has other tensors of the same names as the stage before it."""
+    stages = [[divided({"w": torch.full((4, 3), number)}, 1)[0] | {STAGED: True}] for number in (0.0, 1.0)]
+    for (state,) in stages:
+        state["model"] = {f"0.{name}": tensor for name, tensor in state["model"].items()}
+        state[PARTS]["model"] = {f"0.{name}": box for name, box in state[PARTS]["model"].items()}
+    with pytest.raises(CheckpointError, match="a checkpoint was saved by an engine whose state cannot be divided anew"):
+        reshard.whole(stages, "a checkpoint")
+    for (state,) in stages:
+        state[PARTS]["names"] = ["w"]
+    with pytest.raises(
+        CheckpointError, match="different values of w in two stages.*parameter names of the whole model"
+    ):
+        reshard.whole(stages, "a checkpoint")
+
+
 def test_an_optimizer_with_other_groups_of_parameters_is_refused():
     (state,) = divided({"w": torch.ones(4, 3)}, 1)
     other = {**state, "optimizer": {**state["optimizer"], "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}}
