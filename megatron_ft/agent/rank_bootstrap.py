@@ -61,7 +61,7 @@ def _run(script: str) -> int:
         return 1
     except BaseException as error:
         traceback.print_exception(error.with_traceback(_of_script(error, script)))
-        what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}"
+        what = f"{Path(script).name} raised {type(error).__name__}: {error}{_where(error, script)}{_remedy(error)}"
         vital_thread.leave_error(what, getattr(error, "microbatch", None))
         return 1
     return 0
@@ -96,6 +96,16 @@ def _where(error: BaseException, script: str) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text has the line
     return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do where a library looked for a world of torch.distributed that the script has not made."""
+    if "MASTER_ADDR expected" not in str(error):
+        return ""
+    return (
+        "; call session.init_distributed() after megatron_ft.init() and before anything that looks for a world "
+        "(TrainingArguments, Accelerator, init_process_group)"
+    )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Te
     """Return the tensors under other names.
 
     Args:
-        names: old beginning -> new one, of whole parts between dots; ``""`` takes the old one away. ``"1-4": "model.layers.*"`` stands for the four
-            beginnings 1 to 4, which become ``model.layers.0`` to ``model.layers.3``.
+        names: old beginning -> new one, of whole parts between dots; ``""`` takes the old one away.
+            ``"1-4": "model.layers.*"`` stands for the four beginnings 1 to 4, which become ``model.layers.0`` to
+            ``model.layers.3``.
 
     Raises:
         ConfigError: a tensor has none of the beginnings, or two tensors with different values get one name.

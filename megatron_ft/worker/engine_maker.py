@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megatron_ft.collectives.group_world import World
 from megatron_ft.config import parallelism
@@ -114,6 +115,7 @@ class EngineMaker:
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn, scheduler: Any) -> Engine:
         parallelism.refuse_unused(self._config.engine, "session.wrap")
+        _refuse_metric(scheduler, "session.wrap")
         what = "a model given to session.wrap"
         if not _is_divided(model):
             parallelism.refuse_whole_model(self._config, what)
@@ -130,6 +132,7 @@ class EngineMaker:
         from megatron_ft.engines.torch_pipeline import TorchPipeline, split_batch
 
         parallelism.refuse_unused(self._config.engine, "session.pipeline")
+        _refuse_metric(options.get("scheduler"), "session.pipeline")
         own = {"layout": self.layout, "mesh": self.mesh(None), **self.settings(shared=False)}
         with self._making():
             return TorchPipeline(split=split or split_batch, **options, **own)
@@ -158,6 +161,14 @@ class EngineMaker:
         self.init_distributed(None)
         with self._making():
             return build.build(model, self._config, settings=self.settings, **options)
+
+
+def _refuse_metric(scheduler: Any, caller: str) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            f"{caller}: the session steps the scheduler after each step, without the metric that ReduceLROnPlateau needs; "
+            f"give another scheduler, or none and set the learning rate of the optimizer's param_groups in the script"
+        )
 
 
 def _is_divided(model: nn.Module) -> bool:

@@ -376,7 +376,7 @@ class Session:
             loss_fn: (model, batch) -> scalar mean loss of one microbatch; with ``loss_reduction`` ``"token"``: (sum of
                 the tokens' losses, number of tokens). With ``inner_shards`` the batch is this rank's share of the samples.
                 Default: the script has a loop of its own (:meth:`microbatches`).
-            scheduler: learning-rate scheduler, stepped once per committed step. Default: none.
+            scheduler: learning-rate scheduler without a metric, stepped once per committed step. Default: none.
 
         Raises:
             EngineError: the engine cannot train this model or optimizer.

@@ -238,6 +238,26 @@ def test_no_rank_survives_its_agent(tmp_path, data_dir):
         os.close(watch)
 
 
+def test_a_library_that_finds_no_world(tmp_path):
+    own = "import torch\ntorch.distributed.init_process_group('gloo')\n"
+    code, said = launch(tmp_path / "run", script(tmp_path / "s.py", IDLE + own))
+    assert code == 1 and "call session.init_distributed() after megatron_ft.init()" in said.splitlines()[-1]
+
+
+def test_a_scheduler_that_needs_a_metric(tmp_path):
+    own = (
+        "import torch\nmodel = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+        "session.wrap(model, optimizer, lambda model, batch: None, scheduler)\n"
+    )
+    code, said = launch(
+        tmp_path / "run",
+        script(tmp_path / "s.py", IDLE.replace("megatron_ft.init", "session = megatron_ft.init") + own),
+    )
+    assert code == 2
+    one_line(said, "ReduceLROnPlateau", "give another scheduler")
+
+
 def test_groups_that_fail_alike_show_one_traceback_that_begins_in_the_script(tmp_path):
     bad = script(tmp_path / "s.py", 'raise ValueError("too small")')
     for tee in ("0", "none"):

@@ -144,7 +144,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("plain", CASES)
+@pytest.mark.parametrize("plain", support.first_of({name: name for name in CASES}, "hf_accelerate", "lightning_module"))
 def test_a_converted_script_keeps_its_losses_when_a_group_dies(tmp_path, plain):
     """The undisturbed run has the same microbatches as the plain script, the disturbed one also the same bits. Group 0
     dies: it is the one that prints."""
