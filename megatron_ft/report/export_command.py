@@ -45,6 +45,11 @@ def _directory(place: Path) -> Path:
         raise ConfigError(
             f"the run in {place} has saved no checkpoint: its config has no fault_tolerance.checkpoint.directory"
         )
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            f"the run in {place} saves in {directory}, which is not a directory from here; start the command where the run "
+            f"was started, or give the checkpoint.directory itself"
+        )
     return Path(directory)
 
 

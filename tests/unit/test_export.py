@@ -155,6 +155,8 @@ def test_a_run_is_exported_from_the_checkpoint_directory_of_its_config(tmp_path,
     command = ["export", str(run), "--format", "torch", "--out", str(tmp_path / "model.pt")]
     (run / "config.json").write_text(json.dumps({"fault_tolerance": {"checkpoint": {"directory": ""}}}))
     assert cli.main(command) == 2 and "has saved no checkpoint" in capsys.readouterr().err
+    (run / "config.json").write_text(json.dumps({"fault_tolerance": {"checkpoint": {"directory": "elsewhere"}}}))
+    assert cli.main(command) == 2 and "elsewhere, which is not a directory from here" in capsys.readouterr().err
     (run / "config.json").write_text(json.dumps({"fault_tolerance": {"checkpoint": {"directory": str(saved)}}}))
     assert cli.main([*command, "--step", "5"]) == 2 and "no complete checkpoint of step 5" in capsys.readouterr().err
     assert cli.main(command) == 0 and torch.load(tmp_path / "model.pt").keys() == WHOLE.keys()
