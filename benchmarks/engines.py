@@ -392,11 +392,12 @@ def megatron_parts(vocab_size: int, stages: int) -> tuple[Any, Any, Any]:
     example("pretrain_gpt_megatron")
     import train as script
     from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(1, stages, create_gloo_process_groups=False)
     script.tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = script.TransformerConfig(
+    config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
         pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32, use_cpu_initialization=True,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False,

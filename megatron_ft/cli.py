@@ -471,6 +471,11 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="DeepSpeed-style JSON file (default: all settings have their defaults)",
     )
+    parser.add_argument(
+        "--megatron",
+        action="store_true",
+        help="take sizes, batch and clipping from the script's arguments, named as Megatron-LM names them",
+    )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="directory of the run record")
     parser.add_argument(
         "--port", type=int, default=0, metavar="P", help="port of the control store (default: a free one)"
@@ -547,6 +552,11 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_launch)
 
 
+def _megatron(options: argparse.Namespace) -> Sequence[str] | None:
+    """Return the arguments of the script if settings are to be taken from them."""
+    return options.arguments if options.megatron else None
+
+
 def _add_preload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preload", type=_names, default=(), metavar="NAMES", help="modules to import once for all ranks"
@@ -558,7 +568,9 @@ def _launch(options: argparse.Namespace) -> int:
     from megatron_ft.agent import job_restore
     from megatron_ft.launchers import host_place
 
-    run = job_restore.config(options.config, options.groups, options.ranks_per_group, options.failure_domains)
+    run = job_restore.config(
+        options.config, options.groups, options.ranks_per_group, options.failure_domains, _megatron(options)
+    )
     run = host_place.with_store(options, run)
     options.target = None
     if options.ssh:
@@ -763,7 +775,8 @@ def _of_job(options: argparse.Namespace) -> argparse.Namespace:
         name = options.command
         raise LaunchError(f"the launch command is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
     asked = _parser().parse_args(command)
-    asked.settings = host_place.with_store(asked, job_restore.config(asked.config, asked.groups, asked.ranks_per_group))
+    run = job_restore.config(asked.config, asked.groups, asked.ranks_per_group, megatron=_megatron(asked))
+    asked.settings = host_place.with_store(asked, run)
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
         raise LaunchError("Slurm provides the hosts; leave --hosts, --host-rank, --store, --hostfile and --job-id out")
     asked.words = command[1:]

@@ -29,6 +29,14 @@ from tests import deepspeed_kills, support
 STEPS, STEP = deepspeed_kills.STEPS, deepspeed_kills.STEP
 LAST = support.PER_GROUP - 1
 EXAMPLES = support.ROOT / "examples"
+SMALL = ("--width", 64, "--seq-len", 32)
+MEGATRON_SMALL = ("--num-layers", 2, "--hidden-size", 64, "--seq-length", 32)
+"""The same model in Megatron's words."""
+RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
+EXPERTS = (
+    *("--num-experts", 4, "--moe-aux-loss-coeff", 0.01, "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-enable-expert-bias", "--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+)
 
 MOMENTS = {
     "as the step begins": {"point": "begin"},
@@ -90,15 +98,15 @@ def _example(
     stages: int = 1,
     slices: int = 1,
     shards: int = 1,
+    small: Sequence[object] = SMALL,
     own: Sequence[object] = (),
     **options: Any,
 ) -> support.Run:
     split = {"pipeline": {"stages": stages}, "tensor_parallel": {"autotp_size": slices}}
-    own = ("--width", 64, "--seq-len", 32, *own)
     known = {
         "steps": STEPS,
         "script": EXAMPLES / name / "train.py",
-        "own": own,
+        "own": (*small, *own),
         "engine": split,
         "inner_shards": shards,
     }
@@ -116,7 +124,8 @@ def native(*arguments: Any, schedule: str = "1f1b", **options: Any) -> support.R
 
 def megatron(*arguments: Any, own: Sequence[object] = (), **options: Any) -> support.Run:
     extra = ["--preload", "megatron.core.models.gpt,megatron.core.optimizer"]
-    return _example("pretrain_gpt_megatron", *arguments, **{"own": ("--layers", 2, *own), "extra": extra, **options})
+    own = (*MEGATRON_SMALL, *own)
+    return _example("pretrain_gpt_megatron", *arguments, small=(), **{"own": own, "extra": extra, **options})
 
 
 KITS = {
@@ -129,8 +138,11 @@ KITS = {
     "2 x torch PP2 x TP2": Kit(2, 4, native, {"stages": 2, "slices": 2}),
     "2 x torch PP2 x FSDP2": Kit(2, 4, native, {"stages": 2, "shards": 2}),
     "2 x Megatron PP2 x TP2": Kit(2, 4, megatron, {"stages": 2, "slices": 2, "own": ("--sequence-parallel",)}),
-    "2 x Megatron EP2": Kit(2, 2, megatron, {"shards": 2, "own": ("--experts", 4)}),
-    "3 x Megatron DP2, distributed optimizer": Kit(3, 2, megatron, {"shards": 2, "own": ("--distributed-optimizer",)}),
+    "2 x Megatron EP2": Kit(2, 2, megatron, {"shards": 2, "own": EXPERTS}),
+    "2 x Megatron PP2, recomputation": Kit(2, 2, megatron, {"stages": 2, "own": RECOMPUTATION}),
+    "3 x Megatron DP2, distributed optimizer": Kit(
+        3, 2, megatron, {"shards": 2, "own": ("--use-distributed-optimizer",)}
+    ),
     "2 x ZeRO-2": Kit(2, 2, deepspeed_kills.zero, {"stage": 2}),
     "2 x ZeRO-3": Kit(2, 2, deepspeed_kills.zero, {"stage": 3}),
     "3 x PP2": Kit(3, 2, deepspeed_kills.start, {"stages": 2}, deepspeed_kills.patch_violations),

@@ -26,7 +26,7 @@ from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.faults.injector import Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog import history
-from tests import netlab, support, warm
+from tests import engine_kills, netlab, support, warm
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -172,7 +172,8 @@ def _launch(job: Job, directory: Path, data: Path, lab: netlab.Lab | None) -> li
         "--run-dir",
         directory / "run",
     ]
-    own = ["--data", data, "--steps", job.steps, "--seed", 1, "--layers", 2, "--width", 64, "--seq-len", 32]
+    size = engine_kills.MEGATRON_SMALL if job.engine == "megatron" else ("--layers", 2, "--width", 64, "--seq-len", 32)
+    own = ["--data", data, "--steps", job.steps, "--seed", 1, *size]
     launchers = []
     for host in range(job.hosts):
         where = [] if lab is None else ["--hosts", job.hosts, "--host-rank", host, "--store", f"{lab.address(0)}:29500"]

@@ -24,7 +24,7 @@ ENGINES = {
     "FSDP2, bf16": (engine_kills.fsdp, "pretrain_gpt_fsdp", ("--layers", 2, "--bf16")),
     "torch-native": (engine_kills.native, "pretrain_gpt_native3d", ("--layers", 2)),
     "Megatron": (engine_kills.megatron, "pretrain_gpt_megatron", ("--bf16",)),
-    "Megatron, experts": (engine_kills.megatron, "pretrain_gpt_megatron", ("--experts", 4)),
+    "Megatron, experts": (engine_kills.megatron, "pretrain_gpt_megatron", engine_kills.EXPERTS),
 }
 
 

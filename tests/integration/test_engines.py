@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_ft.faults.injection_points import Breakpoint
 from tests import deepspeed_kills, engine_kills, support
 
 IN_CI = (
@@ -43,6 +44,19 @@ def test_a_rank_that_dies_costs_no_step(tmp_path, data_dir, alone, name):
     (case,) = [case for kit in engine_kills.KITS for case in engine_kills.cases(kit) if case.name == name]
     run = engine_kills.play(case, tmp_path / "run", data_dir)
     assert not engine_kills.judge(run, case, alone(case.kit), exact=False)[0], run.logs()
+
+
+def test_recomputed_activations_change_no_bit(tmp_path, data_dir):
+    """A rank dies while Megatron computes its layers again, with their dropout. The other run keeps all activations."""
+    support.needs_engine("megatron")
+    settings = {"groups": 2, "stages": 2, "reduction": "exact"}
+    hold = Breakpoint(1, 2, "backward", after=1, position=1)
+    run = engine_kills.megatron(tmp_path / "run", data_dir, [hold], own=engine_kills.RECOMPUTATION, **settings)
+    run.strike(hold)
+    alone = engine_kills.megatron(tmp_path / "alone", data_dir, **settings)
+    alone.check()
+    run.check(alone)
+    assert support.outcome(run) == support.outcome(alone) and run.events("fault")
 
 
 SAMPLES = {"train_micro_batch_size_per_gpu": 4}

@@ -170,7 +170,9 @@ def test_deepspeeds_pipeline_loads_layer_by_layer(tmp_path):
     assert said.returncode == 0, said.stderr
 
 
-LLAMA = ("--llama", "--dropout", 0)
+LLAMA = (*("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+         *("--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", 2),
+         *("--hidden-dropout", 0, "--attention-dropout", 0))  # fmt: skip
 
 
 def megatron(place, data_dir, name: str, *own: object, steps: int = 2, groups: int = 1, **sizes):
@@ -205,8 +207,8 @@ def test_a_megatron_model_becomes_hugging_faces_llama(llama_run, data_dir, tmp_p
 
 DIVISIONS = {
     "Llama": (LLAMA, {"stages": 2, "slices": 2}, {"slices": 2, "shards": 2}),
-    "experts": (("--experts", 4), {"shards": 2}, {"stages": 2}),
-    "virtual stages": (("--layers", 4), {"stages": 2, "chunks": 2}, {"slices": 2}),
+    "experts": (engine_kills.EXPERTS, {"shards": 2}, {"stages": 2}),
+    "virtual stages": (("--num-layers", 4), {"stages": 2, "chunks": 2}, {"slices": 2}),
 }
 """Options of the model, and its division in a first and in a second run."""
 
@@ -215,7 +217,7 @@ DIVISIONS = {
 def test_a_megatron_model_goes_out_and_in_again_with_another_division(data_dir, tmp_path, case):
     """With a learning rate of 0 the second run saves what it has loaded, in every one of its two groups."""
     own, first, again = case
-    chunks = ("--virtual-stages", first.get("chunks", 1))
+    chunks = ("--num-virtual-stages-per-pipeline-rank", first.get("chunks", 1))
     one = megatron(tmp_path, data_dir, "first", *own, *chunks, **{key: first[key] for key in first if key != "chunks"})
     out = exported(one, "megatron", tmp_path / "out")
     other = megatron(tmp_path, data_dir, "again", *own, "--load", out, "--lr", 0, groups=2, **again)
@@ -225,4 +227,4 @@ def test_a_megatron_model_goes_out_and_in_again_with_another_division(data_dir, 
     assert left.keys() == entered.keys()
     changed = {name for name, tensor in left.items() if not torch.equal(tensor, entered[name])}
     assert all(name.endswith("expert_bias") for name in changed), changed  # no learning rate is used for it
-    assert "--experts" not in own or "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in left
+    assert "--num-experts" not in own or "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in left

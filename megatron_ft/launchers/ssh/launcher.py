@@ -465,6 +465,8 @@ def _common_arguments(options: argparse.Namespace, store: str) -> list[str]:
         if getattr(options, name):
             words.append(f"--{name.replace('_', '-')}={','.join(getattr(options, name))}")
     words += [
-        f"--{name.replace('_', '-')}" for name in ("overwrite", "private", "no_preload") if getattr(options, name)
+        f"--{name.replace('_', '-')}"
+        for name in ("megatron", "overwrite", "private", "no_preload")
+        if getattr(options, name)
     ]
     return [*words, "--", str(options.script), *options.arguments]

@@ -1,0 +1,120 @@
+"""Arguments of Megatron-LM's training scripts that say the same as keys of the config.
+
+Megatron counts the samples of a microbatch for each data-parallel rank, the config for a whole group. Megatron's
+data-parallel ranks are those of all groups, ``fault_tolerance.inner_shards`` of them in each group.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_ft.config import parallelism
+from megatron_ft.config.validators import AUTO, number, whole_number
+from megatron_ft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ft.config.schema import RunConfig
+
+_STAGES, _SLICES, _EXPERTS = (f"--{name}-model-parallel-size" for name in ("pipeline", "tensor", "expert"))
+_SAMPLES, _BATCH, _CLIP = "--micro-batch-size", "--global-batch-size", "--clip-grad"
+_KEYS = {
+    _STAGES: parallelism.STAGES,
+    _SLICES: parallelism.SLICES,
+    _EXPERTS: parallelism.SHARDS,
+    _SAMPLES: "train_micro_batch_size_per_gpu",
+    _BATCH: "train_batch_size",
+    _CLIP: "gradient_clipping",
+}
+_MICROBATCHES = "gradient_accumulation_steps"
+
+
+def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[str, Any]:
+    """Return the settings of a config together with those that the arguments of a script give.
+
+    Args:
+        raw: The content of a config file; may be empty. Keys that it leaves out are filled in.
+        words: The arguments of the script. Only those that stand for a key of the config are read.
+        shards: Number of shards of a step, which is the number of groups at the start of the run.
+
+    Raises:
+        ConfigError: An argument contradicts the config, or is no number in its range.
+    """
+    given = _given(words)
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    _agree(found, given, _STAGES)
+    _agree(found, given, _SLICES)
+    experts = given.get(_EXPERTS, 1)
+    if experts > 1 and _read(found, parallelism.SHARDS) is None:
+        _agree(found, given, _EXPERTS)
+    inner = parallelism.inner_shards(found)
+    if inner % experts:
+        raise ConfigError(
+            f"{_EXPERTS} is {experts} and {parallelism.SHARDS} of the config is {inner}, the data-parallel ranks of a group "
+            f"over which experts are divided; make {parallelism.SHARDS} a multiple of {experts}"
+        )
+    _agree(found, given, _SAMPLES, times=inner)
+    samples, per_group = found.get(_KEYS[_SAMPLES]), found.get(_MICROBATCHES)
+    if _BATCH in given and isinstance(samples, int) and isinstance(per_group, int):
+        found.setdefault(_KEYS[_BATCH], samples * per_group * shards)
+    _agree(found, given, _BATCH)
+    if _read(found, _KEYS[_CLIP]) is None:
+        given.setdefault(_CLIP, 1.0)  # Megatron's own default
+    _agree(found, given, _CLIP)
+    return found
+
+
+def check(run: RunConfig, words: Sequence[str]) -> None:
+    """Raise ``ConfigError`` where the arguments ``words`` of a script contradict the config of its run."""
+    samples = run.samples_per_microbatch
+    in_force = {
+        "pipeline": {"stages": run.stages},
+        "tensor_parallel": {"autotp_size": run.slices},
+        "fault_tolerance": {"inner_shards": run.inner_shards},
+        _KEYS[_SAMPLES]: samples,
+        _MICROBATCHES: run.microbatches_per_group,
+        _KEYS[_BATCH]: samples * run.microbatches,
+        _KEYS[_CLIP]: run.gradient_clipping,
+    }
+    settings(in_force, words, run.shards)
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for argument in _KEYS:
+        kind = float if argument == _CLIP else int
+        parser.add_argument(argument, dest=argument, type=kind, default=argparse.SUPPRESS)
+    try:
+        given = vars(parser.parse_known_args(list(words))[0])
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"an argument of the script is refused: {error}") from None
+    for argument, value in given.items():
+        (number(0) if argument == _CLIP else whole_number(1))(argument, value)
+    return given
+
+
+def _read(found: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    settings = found.get(section, {}) if section else found
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{section} is {settings!r}; it must be a JSON object {{...}}")
+    value = settings.get(name)
+    return None if value == AUTO else value
+
+
+def _agree(found: dict[str, Any], given: Mapping[str, Any], argument: str, times: int = 1) -> None:
+    """Fill in the key of an argument that is given. Its value is ``times`` the argument's."""
+    if argument not in given:
+        return
+    key, value = _KEYS[argument], given[argument] * times
+    has = _read(found, key)
+    if has is not None and has != value:
+        by = f" x {parallelism.SHARDS} {times}" if times > 1 else ""
+        of = f" (shards x {_MICROBATCHES} x {_KEYS[_SAMPLES]})" if argument == _BATCH else ""
+        raise ConfigError(
+            f"{argument} {given[argument]}{by} makes {key}{of} {value} and the config says {has}; correct one of them, or "
+            f"leave one out"
+        )
+    section, _, name = key.rpartition(".")
+    (found.setdefault(section, {}) if section else found)[name] = value
