@@ -27,6 +27,7 @@ _KEYS = {
     _BATCH: "train_batch_size",
     _CLIP: "gradient_clipping",
 }
+_CONTEXT, _RAMPUP = "--context-parallel-size", "--rampup-batch-size"
 _MICROBATCHES = "gradient_accumulation_steps"
 
 
@@ -39,7 +40,7 @@ def settings(raw: Mapping[str, Any], words: Sequence[str], shards: int) -> dict[
         shards: Number of shards of a step, which is the number of groups at the start of the run.
 
     Raises:
-        ConfigError: An argument contradicts the config, or is no number in its range.
+        ConfigError: An argument contradicts the config, is no number in its range, or asks for what is not supported.
     """
     given = _given(words)
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
@@ -85,10 +86,17 @@ def _given(words: Sequence[str]) -> dict[str, Any]:
     for argument in _KEYS:
         kind = float if argument == _CLIP else int
         parser.add_argument(argument, dest=argument, type=kind, default=argparse.SUPPRESS)
+    parser.add_argument(_CONTEXT, dest=_CONTEXT, type=int, default=argparse.SUPPRESS)
+    parser.add_argument(_RAMPUP, dest=_RAMPUP, nargs="+", default=argparse.SUPPRESS)
     try:
         given = vars(parser.parse_known_args(list(words))[0])
     except argparse.ArgumentError as error:
         raise ConfigError(f"an argument of the script is refused: {error}") from None
+    if given.pop(_CONTEXT, 1) != 1 or given.pop(_RAMPUP, None) is not None:
+        raise ConfigError(
+            f"{_CONTEXT} and {_RAMPUP} are not supported: a group has stages x shards x slices ranks, and all steps have "
+            f"the same batch; leave them out"
+        )
     for argument, value in given.items():
         (number(0) if argument == _CLIP else whole_number(1))(argument, value)
     return given

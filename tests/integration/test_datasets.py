@@ -92,9 +92,10 @@ def test_the_example_trains_within_documents_while_a_group_dies(tmp_path, data):
 
 def test_the_megatron_example_trains_on_a_blend_while_a_rank_dies(tmp_path, data):
     support.needs_engine("megatron")
-    own = ("--seq-length", SEQ_LEN, "--vocab-size", VOCAB)
+    sizes = ("--pipeline-model-parallel-size", 2, "--micro-batch-size", 2, "--global-batch-size", 4 * support.PER_GROUP)
+    own = ("--seq-length", SEQ_LEN, "--vocab-size", VOCAB, *sizes)
     blend = ["0.7", data / "one", "0.3", data / "two"]
-    settings = {"stages": 2, "groups": 2, "reduction": "exact", "steps": STEPS}
+    settings = {"groups": 2, "reduction": "exact", "steps": STEPS, "engine": {}, "extra": ["--megatron"]}
     hold = Breakpoint(1, 3, "backward", after=1, position=1)
     run = engine_kills.megatron(tmp_path / "run", blend[0], [hold], own=(*own, "--data-path", *blend), **settings)
     run.strike(hold)

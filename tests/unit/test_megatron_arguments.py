@@ -38,6 +38,8 @@ def test_what_is_left_out_is_as_the_config_has_it():
         ("--global-batch-size 16", "--global-batch-size 16 makes train_batch_size .* 16 and the config says 24"),
         ("--clip-grad 1.0", "--clip-grad 1.0 makes gradient_clipping 1.0 and the config says 0.5"),
         ("--clip-grad -1", "--clip-grad is -1.0; it must be a number >= 0"),
+        ("--context-parallel-size 2", "--context-parallel-size and --rampup-batch-size are not supported"),
+        ("--rampup-batch-size 8 8 100", "--context-parallel-size and --rampup-batch-size are not supported"),
         ("--micro-batch-size two", "--micro-batch-size: invalid int value: 'two'"),
     ],
 )  # fmt: skip

@@ -103,7 +103,7 @@ NEEDED = ["--groups", "3", "--config", "ds.json", "--run-dir", "runs/a"]
 def test_each_option_of_launch_is_for_all_hosts_or_for_the_launcher_alone():
     """A new option of ``launch`` must be added to one of both."""
     options = [*NEEDED, "--ranks-per-group", "2", "--port", "7", "--resume", "never", "--overwrite", "--no-preload"]
-    options += ["--private", "--tee", "all"]
+    options += ["--megatron", "--private", "--tee", "all"]
     options += ["--failure-domains", "a,b,c", "--track", "tensorboard", "--preload", "x,y"]
     mine = ["--ssh", "--ssh-command", "ssh -F x", "--export", "A", "--hostfile", "hosts", "--spare-hosts", "1"]
     asked = parsed(*options, *mine, "train.py", "--", "--steps", "5", "two words", "")
