@@ -19,9 +19,19 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 import torch
 torch.use_deterministic_algorithms(True)
 """
+COMPILED = """
+from megatron_ft.worker.session import Session
+wrap = Session.wrap
+def compiled(self, model, *rest, **options):
+    for block in model.blocks:
+        block.compile()
+    return wrap(self, model, *rest, **options)
+Session.wrap = compiled
+"""
 ENGINES = {
     "FSDP2": (engine_kills.fsdp, "pretrain_gpt_fsdp", ("--layers", 2)),
     "FSDP2, bf16": (engine_kills.fsdp, "pretrain_gpt_fsdp", ("--layers", 2, "--bf16")),
+    "FSDP2, compiled": (engine_kills.fsdp, "pretrain_gpt_fsdp", ("--layers", 2)),
     "torch-native": (engine_kills.native, "pretrain_gpt_native3d", ("--layers", 2)),
     "Megatron": (engine_kills.megatron, "pretrain_gpt_megatron", ("--bf16",)),
     "Megatron, experts": (engine_kills.megatron, "pretrain_gpt_megatron", engine_kills.EXPERTS),
@@ -33,7 +43,8 @@ def test_a_group_that_is_killed_changes_no_bit(tmp_path, data_dir, name):
     if name.startswith("Megatron"):
         pytest.importorskip("megatron.core")
     start, example, own = ENGINES[name]
-    script = support.changed_script(tmp_path / "train.py", DETERMINISTIC, engine_kills.EXAMPLES / example / "train.py")
+    change = DETERMINISTIC + COMPILED * name.endswith("compiled")
+    script = support.changed_script(tmp_path / "train.py", change, engine_kills.EXAMPLES / example / "train.py")
     options = {"script": script, "groups": 3, "own": own, "reduction": "exact", "warm_start": False, "extra": ()}
     alone = start(tmp_path / "alone", data_dir, **options)
     alone.check()
