@@ -138,7 +138,8 @@ def _free_between_blocks_in_use(directory: Path) -> tuple[float, float, float]:
     secret.here = lambda: support.SECRET  # as tests/conftest.py does for other tests
     survivor = Survivor(directory)
     survivor.lose(2)  # the heap is trimmed one loss after the first communicator was destroyed
-    blocks = [(bytes(1_000), b"1" * 100_000) for _ in range(600)]
+    # A smaller block that stays would be found a place elsewhere, and the others lie at the end of the heap.
+    blocks = [(bytes(30_000), b"1" * 100_000) for _ in range(600)]
     in_use, held = [small for small, _ in blocks], _memory_mb()
     del blocks
     freed = _memory_mb()
