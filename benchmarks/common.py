@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -92,6 +93,19 @@ def launch(groups: int, config: Path, run_dir: Path, *job: object) -> list[str]:
 def environment() -> dict[str, str]:
     """Return the environment of a run whose ranks have a thread each and can import what is here."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+
+
+def storages(gradients: bool = False) -> dict[int, int]:
+    """Return the bytes of all storages of tensors, by address; with ``gradients`` also of those that only a tensor refers
+    to."""
+    import torch
+
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    if gradients:
+        tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    local = [(one.to_local() if hasattr(one, "to_local") else one).untyped_storage() for one in tensors]
+    return {one.data_ptr(): one.nbytes() for one in local}
 
 
 def free_port() -> int:

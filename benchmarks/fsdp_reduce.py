@@ -10,7 +10,6 @@ gradients of the whole model at every rank.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
@@ -48,7 +47,7 @@ def measure(rank: int, port: int, pairs: int, found: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
     model, loss_fn = engines.sharded(VOCABULARY, mesh)
-    before = storages()
+    before = common.storages(gradients=True)
     tokens = torch.randint(VOCABULARY, (engines.SAMPLES, engines.SEQ_LEN))
     batch = {"input_ids": tokens, "labels": tokens}
     seconds: dict[str, list[float]] = {"each": [], "last": []}
@@ -61,7 +60,7 @@ def measure(rank: int, port: int, pairs: int, found: Any) -> None:
                 model.set_requires_gradient_sync(way == "each" or index == MICROBATCHES - 1)
                 loss_fn(model, batch).backward()
                 if number == 0 and index == 1:
-                    held[way] = sum(size for at, size in storages().items() if at not in before)
+                    held[way] = sum(size for at, size in common.storages(gradients=True).items() if at not in before)
             if number >= WARMUP:
                 seconds[way].append(time.perf_counter() - began)
             model.zero_grad()
@@ -69,15 +68,6 @@ def measure(rank: int, port: int, pairs: int, found: Any) -> None:
         found.update({f"{way}_s": seconds[way] for way in seconds} | {f"{way}_bytes": held[way] for way in held})
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     dist.destroy_process_group()
-
-
-def storages() -> dict[int, int]:
-    """Return the bytes of all storages of tensors, by address."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-    local = [(one.to_local() if hasattr(one, "to_local") else one).untyped_storage() for one in tensors]
-    return {one.data_ptr(): one.nbytes() for one in local if one.nbytes()}
 
 
 if __name__ == "__main__":

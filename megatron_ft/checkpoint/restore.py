@@ -66,7 +66,7 @@ def meta(
     """
     return {
         "shards": config.shards,
-        "layout": [config.stages, config.inner_shards, config.slices],
+        "layout": _layout(config),
         "microbatches_per_shard": config.microbatches_per_group,
         "settings": settings(config),
         "steps": steps,
@@ -116,7 +116,7 @@ def check(config: RunConfig, path: str, was: Mapping[str, Any], but: tuple[str, 
 def check_division(config: RunConfig, found: Found) -> None:
     """Raise ``ConfigError`` unless a checkpoint can be loaded by groups that are divided as the config says."""
     ranks = found.manifest["ranks_per_group"]
-    layout, mine = found.manifest["meta"].get("layout"), [config.stages, config.inner_shards, config.slices]
+    layout, mine = found.manifest["meta"].get("layout"), _layout(config)
     if ranks == config.ranks_per_group and layout in (None, mine):
         return
     kinds = checkpoint.keys(found)
@@ -130,6 +130,10 @@ def check_division(config: RunConfig, found: Found) -> None:
             f"the ranks, stages, slices and inner_shards that it was saved with (the number of groups may differ), or name "
             f"another checkpoint.directory"
         )
+
+
+def _layout(config: RunConfig) -> list[int]:
+    return [config.stages, config.inner_shards, config.slices]
 
 
 def _without_stages(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def load(
     check(config, origin.path, origin.meta)
     found = checkpoint.inspect(Path(origin.path))
     layout = origin.meta.get("layout")  # checkpoints of older versions have none
-    if layout is None or layout == [config.stages, config.inner_shards, config.slices]:
+    if layout is None or layout == _layout(config):
         state = dict(checkpoint.load(found, position, copies))
     else:
         state = _divided_anew(found, engine, copies)

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -46,7 +47,7 @@ _FIRST_PIECES = ["<unk>", EOD_PIECE, "\n"]
 """The first pieces of a model that :func:`train_tokenizer` has made."""
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Text to token ids and back; see :meth:`load`. :meth:`encode` never produces ``eod_id``.
 
     Attributes:
@@ -114,14 +115,14 @@ class Tokenizer:
                 yield ids
                 start = end
 
+    @abstractmethod
     def _ids(self, text: str) -> tuple[list[int], int]:
         """Return the ids of a text, and the number of characters and words in it without a token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens``, without end-of-document ids. Raises ``IndexError`` for an id outside the
         range."""
-        raise NotImplementedError
 
     def _end_documents(self, name: str, ids: Mapping[str, int], special: Collection[str], given: str | None) -> None:
         """Set ``eod_token`` and ``eod_id``. Raises ``DataError`` unless exactly one token is given or known, or if text can

@@ -129,7 +129,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank is the run's writer at present (``Session.is_writer``)."""
+        """Return whether this rank is the run's writer at present (``Session.is_writer``)."""
         return self._session.is_writer
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:

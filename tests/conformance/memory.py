@@ -8,7 +8,6 @@ with exact reduction, and writes benchmarks/results/engine_memory.json.
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -30,25 +29,14 @@ WIDTH = 256
 """Of the model, which is large enough for what is not proportional to its size to vanish."""
 
 
-def storages() -> dict[int, int]:
-    """Return the bytes of all storages of tensors, by address."""
-    gc.collect()
-    found = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor):
-            storage = (one.to_local() if hasattr(one, "to_local") else one).untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
 def measure(group: one_rank.Group) -> dict[str, dict[str, float]]:
     results = {}
     for name, settings in (("fast", {}), ("exact", {"exact_bits": grid.MOST_BITS})):
-        before = storages()
+        before = common.storages()
         engine = group.build(**{"bucket_mb": 1.0, **settings})
         for step in range(2):
             group.step(engine, [one_rank.IDS], step)
-        after = {at: size for at, size in storages().items() if at not in before}
+        after = {at: size for at, size in common.storages().items() if at not in before}
         state = engine.state()
         kept: dict[int, int] = {}
         collect(state, kept)
