@@ -71,6 +71,12 @@ class JointBucketed(Bucketed):
         whole = loss if loss is None or self._per_token else loss / self.layout.shards
         self._buckets.count(whole, microbatches)
 
+    def _all_complete(self, ready: Ready | None) -> None:
+        """Tell ``ready`` of all buckets (``Work.ready``)."""
+        if ready is not None:
+            for bucket in range(self.num_buckets):
+                ready(bucket)
+
     def _totals(self, loss: float, tokens: int) -> tuple[float, float, int]:
         self._sum_inside()
         views = self._views(self._counted)

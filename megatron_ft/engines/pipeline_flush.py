@@ -31,7 +31,6 @@ from megatron_ft.engines.port import Control, Listed, Work
 from megatron_ft.engines.rounds import parse, words
 
 _END, _FORWARD, _BACKWARD = 0, 1, 2
-_LAST = 2  # is added to the number of a kind
 _KINDS = {_FORWARD: "forward", _BACKWARD: "backward"}
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
@@ -112,36 +111,28 @@ class Flow:
         return Pass(instruction.kind, instruction.index, self._listed[instruction.index], last)
 
     def _on_word(self, word: tuple[int, ...]) -> None:
-        kind, self._count, *rest = word
+        kind, self._count, closed, *rest = word
         if kind == _END:
             self._ended = True
         else:
             self._listed.append(parse(rest))
-            self._closed = kind > _LAST
+            self._closed = bool(closed)
 
     def _tell_next(self, found: Pass | None) -> None:
         """Send the decision to the head of the next stage."""
         layout = self._layout
         if layout.stage + 1 == layout.stages or (found is not None and found.kind == "backward"):
             return
-        said = (_END,) if found is None else (_number(found), self._count, *words(found.listed))
+        said = (_END,) if found is None else (_FORWARD, self._count, found.last, *words(found.listed))
         self._control.send_words(layout.head + layout.width, said)
 
     def _tell_slices(self, found: Pass | None) -> None:
         said: tuple[int, ...] = (_END,)
         if found is not None:
-            said = (_number(found), found.index, *words(found.listed))
+            said = (_NUMBERS[found.kind], found.index, found.last, *words(found.listed))
         for other in range(self._layout.head + 1, self._layout.head + self._layout.width):
             self._control.send_words(other, said)
 
     def _obey(self) -> Pass | None:
-        kind, index, *rest = self._control.receive_words(self._layout.head)
-        if kind == _END:
-            return None
-        last = kind > _LAST
-        return Pass(_KINDS[kind - _LAST * last], index, parse(rest), last)
-
-
-def _number(found: Pass) -> int:
-    """Return the number of a pass in messages."""
-    return _NUMBERS[found.kind] + _LAST * found.last
+        kind, index, last, *rest = self._control.receive_words(self._layout.head)
+        return None if kind == _END else Pass(_KINDS[kind], index, parse(rest), bool(last))

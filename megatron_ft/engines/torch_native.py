@@ -10,18 +10,15 @@ refused with an ``EngineError``, which ends this group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_ft.engines.arrivals import Arrivals
-from megatron_ft.engines.buckets import Bucketed
-from megatron_ft.engines.port import Progress, Ready, manual_seed
+from megatron_ft.engines.single_rank import SingleRank
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
-from megatron_ft.types import Microbatch
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, int | torch.Tensor]]
 """(model, batch) -> scalar loss, the mean over the microbatch; with ``loss_reduction`` ``"token"``: (sum of the tokens'
@@ -33,7 +30,7 @@ _REPLACED = (
 )
 
 
-class TorchNativeEngine(Bucketed):
+class TorchNativeEngine(SingleRank):
     """The :class:`~megatron_ft.engines.port.Engine` port on plain PyTorch.
 
     Args:
@@ -69,30 +66,17 @@ class TorchNativeEngine(Bucketed):
         for bucket in self._buckets:
             bucket.aim()
 
-    def compute(
-        self,
-        microbatch: Microbatch,
-        batch: Any,
-        seed: int,
-        progress: Progress,
-        ready: Ready | None = None,
-        keep: bool = False,
-    ) -> None:
-        manual_seed(seed)
-        progress("forward")
-        loss, tokens = self._split_loss(self.loss_fn(self.model, batch))
-        self._buckets.count(loss)  # before backward: it may send a bucket
-        self._count_tokens(tokens)
-        self._take_changes()
-        progress("backward")
-        early = self._rounding is not None and not keep
-        with self._arrivals.watch(partial(self._complete, ready) if early else ready):
-            loss.backward()
+    def _lose(self, batch: Any) -> Any:
+        return self.loss_fn(self.model, batch)
+
+    def _go_back(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def _on_backward(self) -> None:
         if self._rounding is None and any(
             bucket.parameters[0].grad is not bucket.adds_to.views[0] for bucket in self._buckets
         ):
             raise EngineError(_REPLACED)
-        self._buffers.restore()  # after backward: autograd may have kept them
 
     def _refuse_replaced(self, number: int, index: int, parameter: nn.Parameter) -> None:
         if self._rounding is None and parameter.grad is not self._buckets[number].adds_to.views[index]:

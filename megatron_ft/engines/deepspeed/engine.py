@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +32,10 @@ from megatron_ft.engines.buckets import Bucket, Bucketed
 from megatron_ft.engines.deepspeed.optimizers import InPlace, adapter
 from megatron_ft.engines.deepspeed.pipeline import FlushingEngine
 from megatron_ft.engines.joint import JointBucketed
-from megatron_ft.engines.port import Control, Progress, Ready, Work, manual_seed
+from megatron_ft.engines.port import Control, Work
+from megatron_ft.engines.single_rank import SingleRank
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
-from megatron_ft.types import Microbatch
 
 _SHARDED = ("tensor_model_parallel", "model_parallel")
 """Attributes with which Megatron and DeepSpeed mark a parameter that is split over the slices."""
@@ -176,9 +175,7 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
     def _send_all(self) -> None:
         """After the last backward pass of this stage."""
         self._collect_sum()
-        if (ready := self._work.ready()) is not None:
-            for bucket in range(self.num_buckets):
-                ready(bucket)
+        self._all_complete(self._work.ready())
 
     def _passed(self) -> None:
         """After a forward pass: add its changes, and at the last stage its loss."""
@@ -215,7 +212,7 @@ class DeepSpeedPipeline(Adapter, JointBucketed):
             dist.all_reduce(view, group=group)
 
 
-class DeepSpeedData(Adapter):
+class DeepSpeedData(Adapter, SingleRank):
     """An ``Engine``, made by ``Session.deepspeed``. ``loss_fn``: (engine, batch) -> mean loss of one microbatch, or
     with ``loss_reduction`` ``"token"`` (sum of the tokens' losses, number of these tokens)."""
 
@@ -225,24 +222,11 @@ class DeepSpeedData(Adapter):
         watched = self._buckets if self._optimizer.in_grad else ()
         self._arrivals = Arrivals([bucket.parameters for bucket in watched])
 
-    def compute(
-        self,
-        microbatch: Microbatch,
-        batch: Any,
-        seed: int,
-        progress: Progress,
-        ready: Ready | None = None,
-        keep: bool = False,
-    ) -> None:
-        manual_seed(seed)
-        progress("forward")
-        loss, tokens = self._split_loss(self.loss_fn(self.engine, batch))
-        self._buckets.count(loss)  # before backward: it may send a bucket
-        self._count_tokens(tokens)
-        self._take_changes()
-        progress("backward")
-        early = self._rounding is not None and not keep
-        with self._arrivals.watch(partial(self._complete, ready) if early else ready):
-            self.engine.backward(loss)
+    def _lose(self, batch: Any) -> Any:
+        return self.loss_fn(self.engine, batch)
+
+    def _go_back(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+
+    def _on_backward(self) -> None:
         self._collect_sum()
-        self._buffers.restore()

@@ -42,6 +42,8 @@ class _Piece(NamedTuple):
 class Partitioned(InPlace):
     """The partitions of DeepSpeed's optimizer, of stage 2 or 3."""
 
+    in_grad = False
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.buckets: Buckets
@@ -207,9 +209,7 @@ class DeepSpeedZero(Adapter, OneByOne):
         self.engine.backward(loss)
 
     def _taken_with(self, ready: Ready | None) -> None:
-        if ready is not None:
-            for bucket in range(self.num_buckets):
-                ready(bucket)
+        self._all_complete(ready)
 
     def _module_state(self) -> Mapping[str, Any]:
         state = super()._module_state()

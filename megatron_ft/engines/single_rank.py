@@ -1,0 +1,58 @@
+"""The part that is the same in engines whose ranks each compute whole microbatches, with a model in one piece.
+
+Failures it assumes: none.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_ft.engines.arrivals import Arrivals
+from megatron_ft.engines.buckets import Bucketed
+from megatron_ft.engines.port import Progress, Ready, manual_seed
+from megatron_ft.types import Microbatch
+
+
+class SingleRank(Bucketed):
+    """The common part. A subclass sets ``_arrivals``, which watches the parameters whose gradients tell of complete
+    buckets."""
+
+    _arrivals: Arrivals
+
+    def compute(
+        self,
+        microbatch: Microbatch,
+        batch: Any,
+        seed: int,
+        progress: Progress,
+        ready: Ready | None = None,
+        keep: bool = False,
+    ) -> None:
+        manual_seed(seed)
+        progress("forward")
+        loss, tokens = self._split_loss(self._lose(batch))
+        self._buckets.count(loss)  # before backward: it may send a bucket
+        self._count_tokens(tokens)
+        self._take_changes()
+        progress("backward")
+        early = self._rounding is not None and not keep
+        with self._arrivals.watch(partial(self._complete, ready) if early else ready):
+            self._go_back(loss)
+        self._on_backward()
+        self._buffers.restore()  # after backward: autograd may have kept them
+
+    @abstractmethod
+    def _lose(self, batch: Any) -> Any:
+        """Return what the loss function returns."""
+
+    @abstractmethod
+    def _go_back(self, loss: torch.Tensor) -> None:
+        """Run the backward pass."""
+
+    @abstractmethod
+    def _on_backward(self) -> None:
+        """Called after the backward pass."""
