@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -26,14 +27,18 @@ NAMES = (
 
 def check(names: tuple[str, ...] = NAMES) -> None:
     """Raise ``ConfigError`` if this torch lacks one of ``names``."""
-    lacking = [name for name in names if not _exists(name)]
-    if lacking:
+    if missing := lacking(names):
         import torch
 
         raise ConfigError(
-            f"torch {torch.__version__} has no {', '.join(lacking)}, which megatron_ft uses; "
+            f"torch {torch.__version__} has no {', '.join(missing)}, which megatron_ft uses; "
             f"install a torch with which it was tested: {TESTED}"
         )
+
+
+def lacking(names: Iterable[str]) -> list[str]:
+    """Return those of some dotted names that are neither a module nor an attribute of one. Their packages are installed."""
+    return [name for name in names if not _exists(name)]
 
 
 def _exists(name: str) -> bool:

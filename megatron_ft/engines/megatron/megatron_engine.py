@@ -25,24 +25,23 @@ from torch import nn
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucket
 from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.megatron import megatron_names
 from megatron_ft.engines.port import DIGEST, MEGATRON, Control, Listed, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.engines.state_tensors import named_state
 from megatron_ft.errors import EngineError
-from megatron_ft.utils import extras
 
-try:
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
-    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-    from megatron.core.transformer.module import param_is_not_shared
-    from megatron.core.transformer.moe import moe_utils
+megatron_names.check()
 
-    from megatron_ft.engines.megatron import supported_settings, whole_model
-except ImportError as error:
-    raise EngineError(f"megatron-core cannot be imported ({error}); install it: {extras.install('megatron')}") from None
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate  # noqa: E402
+from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+from megatron_ft.engines.megatron import supported_settings, whole_model  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None where Transformer Engine is missing, too
     moe_utils.te_general_gemm = None

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_ft.engines.megatron import megatron_names
+
 _installed: list[TorchFunctionMode] = []
 
 
@@ -113,6 +115,7 @@ def install() -> None:
     world: Any = dist
     world.all_to_all_single = exchange_with_lists
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of missing kernels for GPUs
+    megatron_names.check(megatron_names.ON_CPU)
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from megatron_ft.engines.layout import Layout
+from megatron_ft.engines.megatron import megatron_names
 from megatron_ft.errors import EngineError
 
 
@@ -22,6 +23,7 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
         raise EngineError(
             "session.megatron takes a list of model chunks, each in megatron.core's DistributedDataParallel; wrap them"
         )
+    megatron_names.check_chunks(chunks)
     config: Any = chunks[0].config
     ddp: Any = chunks[0].ddp_config
     sizes = {
@@ -51,6 +53,16 @@ def checked(chunks: Sequence[nn.Module], optimizer: Any, layout: Layout, setting
         (ddp.average_in_collective, "average_in_collective", "leave it out"),
         (not ddp.grad_reduce_in_fp32, "grad_reduce_in_fp32 false", "set it to true: sums over groups are fp32"),
         (config.delay_wgrad_compute, "delay_wgrad_compute", "leave it out"),
+        (
+            config.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm",
+            "leave it out: its schedule makes passes of two microbatches at once",
+        ),
+        (
+            "quantile_balancing" in config.moe_router_load_balancing_type,
+            "moe_router_load_balancing_type quantile_balancing",
+            "use another one: every group would route its tokens by quantiles of its own",
+        ),
         (
             len(chunks) > 1 and layout.stages == 2 and config.batch_p2p_comm,
             "virtual stages on 2 ranks with batch_p2p_comm",
