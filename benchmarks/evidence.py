@@ -91,6 +91,12 @@ KEPT = dict([
             "megatron_ft/faults", *RUN),
     _result("chaos_exact", "-m tests.chaos --exact --runs 200 --seed 0 --out benchmarks/results/chaos_exact.json",
             "megatron_ft/faults", *RUN),
+    *(
+        _result(name, f"-m tests.chaos --engine {engine} --runs 20 --exact --out benchmarks/results/{name}.json",
+                "megatron_ft/faults", *RUN)
+        for name, engine in (("chaos_fsdp", "fsdp"), ("chaos_torch_pipeline", "torch-pipeline"), ("chaos_tp", "tp"),
+                             ("chaos_megatron", "megatron"))
+    ),
     _result("corruption", "-m tests.corruption --runs 67", "megatron_ft/faults", *RUN),
     _result("exact", "benchmarks/exact.py", *STEP),
     _result("gpu_h200", "-m pytest tests/gpu/test_training_gpu.py tests/gpu/test_exact_gpu.py "

@@ -161,8 +161,10 @@ def summary(results: list[dict[str, Any]], command: str) -> dict[str, Any]:
         kind: dict(Counter(f["state"] for f in faults if _kind(f) == kind)) for kind in sorted(set(map(_kind, faults)))
     }
     struck = [fault for fault in faults if fault["state"] == "injected"]
+    engine = next((result["engine"] for result in results if result.get("engine")), "")
+    name = f"chaos_{engine.replace('-', '_')}" if engine else "chaos_exact" if "--exact" in command else "chaos"
     return {
-        **common.about("chaos_exact" if "--exact" in command else "chaos", command),
+        **common.about(name, command),
         "runs": len(played),
         "faults": len(struck),
         "violated": [result["seed"] for result in played if result["violations"]],
