@@ -25,7 +25,7 @@ from megatron_ft.utils import extras
 from megatron_ft.worker.session import Session
 
 with extras.needed():
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import EvalLoopOutput
 
@@ -53,6 +53,7 @@ class FaultTolerantTrainer(Trainer):
 
     Raises:
         ConfigError: a training argument asks for something that the session does, or that cannot be made fault-tolerant.
+            ``train`` raises it for callbacks of that kind.
     """
 
     optimizer: Any
@@ -146,6 +147,16 @@ class FaultTolerantTrainer(Trainer):
                 "train(resume_from_checkpoint=...): leave it out. With checkpoint.directory in the config, the same command "
                 "goes on from the newest checkpoint"
             )
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EarlyStoppingCallback):
+                raise ConfigError(
+                    f"the Trainer has the callback {type(callback).__name__}: a run has a fixed number of steps; remove it"
+                )
+        if self._per_token and getattr(self, "loss_is_scaled_for_ga", None) is False:
+            raise ConfigError(
+                f'fault_tolerance.loss_reduction "token": {type(self).__name__}.loss_is_scaled_for_ga is False, so its '
+                f'compute_loss returns the mean of a microbatch; set loss_reduction to "microbatch"'
+            )
         output = super().train(**options)
         if self.session.step < self.args.max_steps:
             raise ConfigError(
@@ -190,6 +201,13 @@ class FaultTolerantTrainer(Trainer):
         super().log(logs, start_time)
         if self.session.step:
             self.session.log({name: value for name, value in logs.items() if name not in _RECORDED})
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Raise ``ConfigError``: a callback has set ``control.should_save``."""
+        raise ConfigError(
+            "a callback has set control.should_save: checkpoint.directory in the config saves the run, and save_model() the "
+            "final model; remove the callback"
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model after the training, with ``Session.save_final``. The directory gets its name when it is complete,
@@ -266,6 +284,11 @@ def _check(args: TrainingArguments, gradient_clipping: float) -> None:
         "save_strategy": (
             args.save_strategy != "no",
             'set it to "no"; checkpoint.directory in the config saves the run, and save_model() the final model',
+        ),
+        "eval_on_start": (args.eval_on_start, "the groups get the same model in the first step; leave it out"),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen != "no",
+            "the Trainer's loop does not see the microbatches; leave it out, the run's record has the number of tokens",
         ),
         **dict.fromkeys(epochs, (True, 'set it to "steps", with a number of steps')),
         "fp16": (args.fp16, "its loss scale cannot be kept equal in all groups; use bf16"),

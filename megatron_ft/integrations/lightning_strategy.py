@@ -23,8 +23,24 @@ from megatron_ft.utils import extras
 from megatron_ft.worker.session import Session
 
 with extras.needed():
+    from lightning.pytorch import LightningModule, callbacks
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import SingleDeviceStrategy
+
+_CALLBACKS = {
+    callbacks.EarlyStopping: "a run has a fixed number of steps; remove it, and set max_steps",
+    callbacks.Timer: "a run has a fixed number of steps; leave max_time out, and set max_steps",
+    callbacks.GradientAccumulationScheduler: "set session.microbatches_per_group in a loop of your own",
+    callbacks.StochasticWeightAveraging: "a group that comes back has no average; see session.register in docs/script.md",
+    callbacks.WeightAveraging: "a group that comes back has no average; see session.register in docs/script.md",
+}
+"""What a run cannot have, with the remedy."""
+_HOOKS = {
+    "configure_gradient_clipping": "give optimizer.register_step_pre_hook another kind of clipping",
+    "lr_scheduler_step": "give the optimizer a scheduler with the interval step",
+    "optimizer_step": "give the optimizer a scheduler, or use optimizer.register_step_pre_hook",
+}
+"""Methods of a module that the session's step does not call, or not in a group that comes back; and the remedy."""
 
 
 class FaultTolerantStrategy(SingleDeviceStrategy):
@@ -102,6 +118,11 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
     def _loss(self, _: Any, batch: Any) -> Any:
         made = super().training_step(self.batch_to_device(batch, self.root_device), self._batch_idx)
         if not self._per_token:
+            if isinstance(made, Mapping) and "loss" not in made:
+                raise ConfigError(
+                    f"training_step of {type(self.lightning_module).__name__} has returned {', '.join(made) or 'nothing'}; "
+                    f'it must return the loss, or a dict with it as "loss"'
+                )
             return made["loss"] if isinstance(made, Mapping) else made
         if not isinstance(made, Mapping) or not {"loss", "tokens"} <= made.keys():
             raise ConfigError(
@@ -154,6 +175,10 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
                 clipping != config or trainer.gradient_clip_algorithm == "value",
                 f"the session clips the norm to gradient_clipping in the config, which is {config}; give both one value",
             ),
+            "ckpt_path": (
+                bool(trainer.ckpt_path),
+                "leave it out in fit; with checkpoint.directory in the config, the same command goes on",
+            ),
             "limit_train_batches": (trainer.limit_train_batches != 1.0, "leave it out, and set max_steps"),
             "precision": (
                 trainer.precision == "16-mixed",
@@ -167,7 +192,15 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         for name, (is_wrong, remedy) in wrong.items():
             if is_wrong:
                 raise ConfigError(f"Lightning's Trainer has {name}={getattr(trainer, name)!r}: {remedy}")
-        if len(self.optimizers) != 1 or not given(self.lightning_module).automatic_optimization:
+        for callback in trainer.callbacks:
+            remedy = next((_CALLBACKS[kind] for kind in type(callback).__mro__ if kind in _CALLBACKS), None)
+            if remedy:
+                raise ConfigError(f"Lightning's Trainer has the callback {type(callback).__name__}: {remedy}")
+        module = given(self.lightning_module)
+        for name, remedy in _HOOKS.items():
+            if getattr(type(module), name) is not getattr(LightningModule, name):
+                raise ConfigError(f"{type(module).__name__} has a method {name}: the session makes the step; {remedy}")
+        if len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ConfigError("a module with several optimizers, or that optimizes by itself: use a loop of your own")
         if len(schedulers) > 1 or any(
             each.interval != "step" or each.reduce_on_plateau or each.frequency != 1 for each in schedulers

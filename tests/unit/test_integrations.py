@@ -18,6 +18,8 @@ TRAINER = {
     "save_strategy": ("steps", "checkpoint.directory in the config"),
     "eval_strategy": ("epoch", 'set it to "steps"'),
     "lr_scheduler_type": ("reduce_lr_on_plateau", "use another one"),
+    "eval_on_start": (True, "the same model in the first step"),
+    "include_num_input_tokens_seen": (True, "does not see the microbatches"),
 }
 
 
@@ -34,11 +36,35 @@ def test_arguments_of_the_trainer_that_a_run_cannot_have_are_refused(name, tmp_p
         FaultTolerantTrainer(SESSION, model=torch.nn.Linear(1, 1), args=arguments)
 
 
+def test_what_stops_or_saves_in_the_trainers_way_is_refused_before_the_first_step(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from megatron_ft.integrations.hf_trainer import FaultTolerantTrainer
+
+    class Means(FaultTolerantTrainer):
+        loss_is_scaled_for_ga = False
+
+    section = SimpleNamespace(loss_reduction="token")
+    by_token = SimpleNamespace(gradient_clipping=1.0, fault_tolerance=section)
+    session = SimpleNamespace(**{**vars(SESSION), "config": by_token, "register": lambda *_: None})
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no")
+
+    def made(kind, *callbacks):
+        return kind(session, model=torch.nn.Linear(1, 1), args=arguments, callbacks=list(callbacks))
+
+    with pytest.raises(ConfigError, match="EarlyStoppingCallback: a run has a fixed number of steps"):
+        made(FaultTolerantTrainer, transformers.EarlyStoppingCallback()).train()
+    with pytest.raises(ConfigError, match='set loss_reduction to "microbatch"'):
+        made(Means).train()
+
+
 LIGHTNING = {
     "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, "is gradient_accumulation_steps in the config"),
     "gradient_clip_val": ({"gradient_clip_val": None}, "gradient_clipping in the config, which is 1.0"),
     "checkpoint_callbacks": ({"enable_checkpointing": True}, "set enable_checkpointing=False"),
     "limit_train_batches": ({"limit_train_batches": 3}, "set max_steps"),
+    "max_time": ({"max_time": "00:00:01:00"}, "callback Timer: a run has a fixed number of steps"),
+    "a hook of the module": ({}, "has a method optimizer_step"),
     "no last step": ({"max_epochs": -1}, "set max_steps or max_epochs"),
     "scheduler by epoch": ({}, '"interval": "step"'),
     "another dataloader": ({}, "prepare has not made the dataloader"),
@@ -63,6 +89,10 @@ def test_settings_of_lightning_that_a_run_cannot_have_are_refused(case, tmp_path
             by_epoch = [torch.optim.lr_scheduler.ConstantLR(optimizer)]
             return [optimizer], by_epoch if case == "scheduler by epoch" else []
 
+    class Hooked(Module):
+        def optimizer_step(self, *_):
+            pass
+
     options, remedy = LIGHTNING[case]
     given = {"max_epochs": 1, "gradient_clip_val": 1.0, "enable_checkpointing": False, **options}
     strategy = FaultTolerantStrategy(SESSION, "cpu")
@@ -73,4 +103,4 @@ def test_settings_of_lightning_that_a_run_cannot_have_are_refused(case, tmp_path
     dataloader = torch.utils.data.DataLoader(torch.zeros(4, 1))
     turns = dataloader if case == "another dataloader" else strategy.prepare(dataloader)
     with pytest.raises(ConfigError, match=remedy):
-        trainer.fit(Module(), turns)
+        trainer.fit(Hooked() if case == "a hook of the module" else Module(), turns)
