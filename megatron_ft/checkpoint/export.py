@@ -41,32 +41,38 @@ def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> Te
     Raises:
         ConfigError: a tensor has none of the beginnings, or two tensors with different values get one name.
     """
-    beginnings = dict(_each(names))
+    ranges = list(_ranges(names))
+
+    def new_beginning(old: str) -> str | None:
+        if old in names:
+            return names[old]
+        found = (new.replace("*", str(int(old) - one.start)) for one, new in ranges if int(old) in one)
+        return next(found, None) if old.isdecimal() else None
+
     found: Tensors = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
-        old = next((one for end in range(len(parts), 0, -1) if (one := ".".join(parts[:end])) in beginnings), None)
+        beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        old, begins = next(((old, new) for old in beginnings if (new := new_beginning(old)) is not None), (None, ""))
         if old is None:
-            raise ConfigError(f"--names has no entry for {name}; known are: {', '.join(beginnings)}")
-        new = (beginnings[old] + name[len(old) :]).removeprefix(".")
+            raise ConfigError(f"--names has no entry for {name}; known are: {', '.join(names)}")
+        new = (begins + name[len(old) :]).removeprefix(".")
         if new in found and not torch.equal(found[new], tensor):
             raise ConfigError(f"--names gives {name} and another tensor with other values the name {new}")
         found[new] = tensor
     return found
 
 
-def _each(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _ranges(names: Mapping[str, str]) -> Iterator[tuple[range, str]]:
     for old, new in names.items():
         first, dash, last = old.partition("-")
         if not (dash and first.isdecimal() and last.isdecimal()):
-            yield old, new
             continue
         if "*" not in new or int(first) > int(last):
             raise ConfigError(
                 f"--names: {old!r} stands for {first} to {last}, so {new!r} needs a * for the number from 0"
             )
-        for number in range(int(first), int(last) + 1):
-            yield str(number), new.replace("*", str(number - int(first)))
+        yield range(int(first), int(last) + 1), new
 
 
 def _write_torch(model: Model, place: Path) -> None:

@@ -113,6 +113,8 @@ def _check_file(path: Path) -> None:
             f"{path}: cannot read files ending in {path.suffix!r}: convert it to {', '.join(SUFFIXES)}, the first two with "
             f"{' or '.join(COMPRESSIONS)} if compressed"
         )
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        raise DataError(f"{path}: is no file: write its content to one")
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -239,6 +241,8 @@ def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
                     f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
                     '{"text": ...}, e.g. by rename_column'
                 )
+            if text is not None and not _is_unicode(text):
+                raise DataError(f"document {number} of the stream has half of a surrogate pair: encode its text again")
             texts.append(text)
             chars += len(text or "")
             if len(texts) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
@@ -246,6 +250,14 @@ def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
                 chars = 0
         write()
     return column_of_text(Dataset.from_file(str(path)), "the stream of documents")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _until_it_fails(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

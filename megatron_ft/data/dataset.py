@@ -135,9 +135,10 @@ def prepare(
     """
     if documents is not None and text_files is not None:
         raise DataError("prepare has both text_files and documents: leave one of them out")
+    _check_arguments(out, text_files, documents, vocab_size, tokenizer)
     given = _load_tokenizer(tokenizer, eod_token, vocab_size)
-    if workers is not None and workers < 1:
-        raise DataError(f"--workers {workers} must be at least 1; leave it out for one process on each core")
+    if workers is not None and not (isinstance(workers, int | np.integer) and workers >= 1):
+        raise DataError(f"--workers {workers} must be a whole number >= 1; leave it out for one process on each core")
     directory = Path(out)
     if directory.exists() and not directory.is_dir():
         raise DataError(f"--out {directory} is a file: name a directory, which is created if it does not exist")
@@ -155,6 +156,21 @@ def prepare(
     except OSError as error:
         raise _cannot_prepare(directory, error) from error
     return meta
+
+
+def _check_arguments(out: Any, text_files: Any, documents: Any, vocab_size: Any, tokenizer: Any) -> None:
+    if isinstance(text_files, str | os.PathLike):
+        raise DataError(f"prepare has text_files={str(text_files)!r}: give a list of files")
+    for name, value in (("text_files", text_files), ("documents", documents)):
+        if value is not None and not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+            raise DataError(f"prepare has {name}={value!r}: give several of them, such as a list, or leave it out")
+    if text_files is not None and not isinstance(text_files, Sequence):
+        raise DataError(f"prepare has text_files of the type {type(text_files).__name__}: give a list of files")
+    for path in (out, *(text_files or ()), *(() if tokenizer is None else (tokenizer,))):
+        if not isinstance(path, str | os.PathLike) or "\0" in str(path) or not str(path):
+            raise DataError(f"{path!r} is no path: name a file or directory by a text that is not empty")
+    if vocab_size is not None and not isinstance(vocab_size, int | np.integer):
+        raise DataError(f"--vocab-size {vocab_size!r} must be a whole number: use --vocab-size {VOCAB_SIZE}")
 
 
 def _load_tokenizer(path: StrPath | None, eod_token: str | None, vocab_size: int | None) -> Tokenizer | None:
@@ -442,7 +458,7 @@ class PackedDataset:
 
     Raises:
         DataError: the directory is missing, incomplete or damaged, or has too few tokens for ``seq_len``.
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or no whole number.
     """
 
     def __init__(
@@ -459,9 +475,10 @@ class PackedDataset:
         self._sizes = BatchSchedule.of(microbatches_per_group)
         self.microbatches_per_group = self._sizes.at(0)
         for number in (seq_len, samples_per_microbatch, groups, self.microbatches_per_group):
-            if number < 1:
+            if not isinstance(number, int | np.integer) or number < 1:
                 raise ValueError(
-                    f"must be at least 1: {seq_len=}, {samples_per_microbatch=}, {groups=}, {microbatches_per_group=}"
+                    f"must be whole numbers >= 1: {seq_len=}, {samples_per_microbatch=}, {groups=}, "
+                    f"{microbatches_per_group=}"
                 )
         self.meta = read_meta(path)
         largest = self.meta.num_tokens - 1

@@ -29,6 +29,8 @@ IGNORED_LABEL = -100
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_PROBES, _PROBE_BYTES = 256, 4096
+"""Pieces of the tokens that a fingerprint covers, evenly spread, and the length of each: 1 MiB, whatever the file has."""
 _DTYPES = {np.dtype(f"<{kind}"): code for code, kind in _CODES.items()}
 
 
@@ -51,7 +53,9 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: str | Path, seq_len: int, *, documents: bool = False) -> None:
-        self.prefix, self.seq_len, self._says_documents = str(prefix), seq_len, documents
+        if "\0" in str(prefix) or not isinstance(seq_len, int | np.integer):
+            raise DataError(f"{prefix!r} with sequence length {seq_len!r}: give a path and a whole number >= 1")
+        self.prefix, self.seq_len, self._says_documents = str(prefix), int(seq_len), documents
         index = Path(f"{prefix}.idx")
         try:
             content = index.read_bytes()
@@ -70,13 +74,22 @@ class IndexedTokens:
         if size != expected or not size:
             raise DataError(f"{tokens} has {size} bytes, {index.name} says {expected}: copy both files again")
         if not 1 <= seq_len < self.num_tokens:
-            raise DataError(f"sequence length {seq_len} does not suit the {self.num_tokens} tokens of {tokens}")
+            raise DataError(
+                f"sequence length {seq_len} does not suit the {self.num_tokens} tokens of {tokens}: use 1 to "
+                f"{self.num_tokens - 1}"
+            )
         self._tokens = np.memmap(tokens, dtype=self._dtype, mode="r")
         ends = np.cumsum(self.lengths)
         last = self.documents[1:] - 1
         self._document_ends = ends[last[last >= 0]]
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        """The sha256 of the index. It does not cover the tokens, whose number it says."""
+        digest = hashlib.sha256(content)
+        with tokens.open("rb") as file:
+            for number in range(_PROBES):
+                file.seek(max(size - _PROBE_BYTES, 0) * number // (_PROBES - 1))
+                digest.update(file.read(_PROBE_BYTES))
+        said = " with documents" if documents else ""
+        self.fingerprint = f"{digest.hexdigest()} in samples of {self.seq_len} tokens{said}"
+        """The sha256 of the index and of pieces of the tokens, and what makes samples of them."""
 
     def _parse(self, content: bytes) -> None:
         if len(content) < _HEADER.size:
@@ -123,17 +136,20 @@ class Blend:
     Args:
         datasets: each with ``dataset[index]`` and ``len(dataset)``.
         weights: one for each, > 0; their proportions count.
-        size: number of samples. Default: until one dataset is used up.
+        size: number of samples, >= 1. Default: until one dataset is used up.
 
     Raises:
-        DataError: the numbers of datasets and weights differ, or a weight is not above 0.
+        DataError: the numbers of datasets and weights differ, a weight is not finite and above 0, or ``size`` is below 1.
     """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float], size: int | None = None) -> None:
-        if len(datasets) != len(weights) or not datasets or min(weights) <= 0:
+        fits = all(isinstance(each, int | float | np.number) and 0 < each < float("inf") for each in weights)
+        if len(datasets) != len(weights) or not datasets or not fits:
             raise DataError(
                 f"a blend of {len(datasets)} datasets has the weights {list(weights)}: one above 0 for each"
             )
+        if size is not None and not (isinstance(size, int | np.integer) and size >= 1):
+            raise DataError(f"a blend has the size {size!r}: give a whole number of samples >= 1, or leave it out")
         self.datasets = list(datasets)
         self.seq_len: int = getattr(datasets[0], "seq_len", 0)
         """Number of tokens in a sample, if the datasets say it."""
@@ -156,6 +172,8 @@ def open_corpora(words: Sequence[str], seq_len: int, *, documents: bool = False)
 
     The other arguments and the errors are those of :class:`IndexedTokens`. Raises ``DataError`` for words of another form.
     """
+    if isinstance(words, str):
+        raise DataError(f"open_corpora({words!r}): give a list of words, [{words!r}]")
     if len(words) == 1:
         return IndexedTokens(words[0], seq_len, documents=documents)
     try:
@@ -185,7 +203,8 @@ def _blended(shares: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
 def write(prefix: str | Path, documents: Iterable[np.ndarray], dtype: Any = np.int32) -> None:
     """Write documents, each one sequence of token ids, as ``prefix.bin`` and ``prefix.idx``, which appear complete.
 
-    Raises ``DataError`` for a type of tokens that the format does not have, or that does not hold a token.
+    Raises ``DataError`` for a type of tokens that the format does not have, or that does not hold a token, and for a
+    document that is no row of whole numbers.
     """
     kind = np.dtype(dtype).newbyteorder("<")
     if kind not in _DTYPES or kind.kind == "f":
@@ -196,6 +215,10 @@ def write(prefix: str | Path, documents: Iterable[np.ndarray], dtype: Any = np.i
     temporary = [Path(f"{prefix}.{ending}.tmp") for ending in ("bin", "idx")]
     with temporary[0].open("wb") as file:
         for document in map(np.asarray, documents):
+            if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
+                raise DataError(
+                    f"document {len(lengths)} is {document.dtype} of the shape {document.shape}: give whole numbers [T]"
+                )
             if len(document) and not np.iinfo(kind).min <= document.min() <= document.max() <= np.iinfo(kind).max:
                 raise DataError(f"document {len(lengths)} has tokens that {kind.name} cannot hold; use another type")
             lengths.append(len(document))

@@ -193,9 +193,9 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             if is_wrong:
                 raise ConfigError(f"Lightning's Trainer has {name}={getattr(trainer, name)!r}: {remedy}")
         for callback in trainer.callbacks:
-            remedy = next((_CALLBACKS[kind] for kind in type(callback).__mro__ if kind in _CALLBACKS), None)
-            if remedy:
-                raise ConfigError(f"Lightning's Trainer has the callback {type(callback).__name__}: {remedy}")
+            remedies = [remedy for kind, remedy in _CALLBACKS.items() if isinstance(callback, kind)]
+            if remedies:
+                raise ConfigError(f"Lightning's Trainer has the callback {type(callback).__name__}: {remedies[0]}")
         module = given(self.lightning_module)
         for name, remedy in _HOOKS.items():
             if getattr(type(module), name) is not getattr(LightningModule, name):

@@ -106,6 +106,23 @@ def test_a_vocabulary_too_small_names_the_smallest(size):
     assert train_tokenizer([TEXT], smallest).vocab_size == smallest
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"documents": 5}, "documents=5: give several of them"),
+        ({"documents": [{"text": "a\ud800"}]}, "document 0 of the stream has half of a surrogate pair"),
+        ({"text_files": "web.txt"}, "text_files='web.txt': give a list of files"),
+        ({"text_files": ["a\0b.txt"]}, "is no path"),
+        ({"tokenizer": 5}, "5 is no path"),
+        ({"documents": [{"text": "a"}], "vocab_size": "4096"}, "--vocab-size '4096' must be a whole number"),
+        ({"documents": [{"text": "a"}], "workers": float("nan")}, "--workers nan must be a whole number"),
+    ],
+)
+def test_arguments_of_another_type_are_told_with_the_remedy(tmp_path, options, words):
+    with pytest.raises(DataError, match=words):
+        prepare(tmp_path / "data", **options)
+
+
 def test_impossible_vocabularies_and_texts_are_refused():
     for size in (0, -5, 1, 260, 2**31):
         with pytest.raises(DataError, match=f"--vocab-size {size} must be above 260"):

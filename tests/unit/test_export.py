@@ -98,6 +98,7 @@ def test_a_range_of_names_counts_from_0(first, count):
     ("names", "why"),
     [
         ({"0": "a"}, "no entry for 1"),
+        ({"3-999999999": "layers.*"}, "no entry for 0.weight; known are: 3-999999999"),
         ({"0-2": "a"}, "needs a \\*"),
         ({"2-0": "a.*"}, "needs a \\*"),
         ({"0": "a", "1": "b", "2": "b.norm"}, "no entry|the name"),

@@ -65,7 +65,29 @@ def test_a_dataset_of_megatrons_own_gives_its_samples_in_its_order(tmp_path):
 def test_tokens_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(DataError, match="document 1 has tokens that uint16 cannot hold"):
         write(tmp_path / "corpus", [np.arange(3), np.array([70_000])], np.uint16)
+    for document in (np.array([1.5]), np.zeros((2, 3), int)):
+        with pytest.raises(DataError, match="document 0 is .* give whole numbers"):
+            write(tmp_path / "corpus", [document])
     assert not (tmp_path / "corpus.bin").exists()
+
+
+def test_ranks_compare_the_tokens_and_what_makes_samples_of_them(tmp_path):
+    """Of 60 tokens, samples of 30 and of 40 are as many: their number tells nothing."""
+    for name, first in (("one", 0), ("copy", 0), ("other", 1)):
+        write(tmp_path / name, [np.arange(first, first + 60)])
+    made = [IndexedTokens(tmp_path / name, 30).fingerprint for name in ("one", "copy", "other")]
+    made += [
+        IndexedTokens(tmp_path / "one", 40).fingerprint,
+        IndexedTokens(tmp_path / "one", 30, documents=True).fingerprint,
+    ]
+    assert made[0] == made[1] and len(set(made)) == 4
+    assert "samples of 40 tokens" in made[3] and "documents" in made[4]
+
+
+@pytest.mark.parametrize("weights", [[float("nan"), 1.0], [float("inf"), 1.0], ["1", "2"]])
+def test_weights_that_are_no_proportions_are_refused(weights):
+    with pytest.raises(DataError, match="one above 0 for each"):
+        Blend([range(3), range(3)], weights)
 
 
 def test_a_sample_says_where_documents_begin(tmp_path):

@@ -178,7 +178,7 @@ def test_megatron_reads_a_prepared_directory(tmp_path):
         (lambda path: json_file(path / "t.model"), {}, r"t\.model: the tokenizer model is damaged, or is none of"),
         (lambda path: json_file(path / "t.json"), {"vocab_size": 400}, r"--vocab-size 400 is for a tokenizer that is"),
         (lambda path: None, {"eod_token": "x"}, r"--eod-token x is for a --tokenizer of yours"),
-        (lambda path: json_file(path / "t.json"), {"workers": 0}, r"--workers 0 must be at least 1"),
+        (lambda path: json_file(path / "t.json"), {"workers": 0}, r"--workers 0 must be a whole number >= 1"),
     ],
 )
 def test_each_mistake_is_named_with_rule_and_remedy(tmp_path, make, options, message):
