@@ -48,10 +48,14 @@ def test_compressed_files_and_saved_datasets_are_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("cut.jsonl.gz", gzip.compress(LINES)[:-9], r"cut\.jsonl\.gz: cannot be read as \.gz \(Truncated"),
+        ("cut.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"cut\.jsonl\.gz: cannot be read as \.gz \(Truncated"),
         ("no.jsonl.zst", b"not compressed", r"no\.jsonl\.zst: cannot be read as \.zst \("),
         ("t.parquet.gz", b"x", r"t\.parquet\.gz: cannot read files ending in '\.gz'"),
-        ("broken.jsonl.gz", gzip.compress(b'{"text": "x"\nno'), r"broken\.jsonl\.gz: cannot be read as .*JSON"),
+        (
+            "broken.jsonl.gz",
+            gzip.compress(b'{"text": "x"\nno', mtime=0),
+            r"broken\.jsonl\.gz: cannot be read as .*JSON",
+        ),
         ("directory", None, r"directory: is no directory of a dataset .*save_to_disk"),
     ],
 )
