@@ -59,7 +59,7 @@ def _result(name: str, command: str, *depends_on: str) -> tuple[str, Kept]:
 KEPT = dict([
     _result("overhead", "benchmarks/overhead.py", *STEP),
     _result("unblock", "benchmarks/overhead.py --unblock",
-            *_paths("collectives/communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
+            *_paths("collectives/gloo_communicator.py collectives/gloo_sockets.py utils/socket_tracker.py")),
     _result("engines", "benchmarks/engines.py --pairs 40", *STEP),
     _result("fsdp_reduce", "benchmarks/fsdp_reduce.py", "benchmarks/engines.py"),
     _result("state_check", "benchmarks/state_check.py", *_paths("worker/state_checksum.py engines")),

@@ -212,7 +212,8 @@ def unblock(rounds: int) -> None:
 
 def unblocked(me: int, rounds: int, port: int) -> None:
     """Run one of the processes: print the seconds of each round."""
-    from megatron_ft.collectives.communicator import Broken, Communicator
+    from megatron_ft.collectives.base import Broken, Communicator
+    from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
 
@@ -223,7 +224,7 @@ def unblocked(me: int, rounds: int, port: int) -> None:
 
     seconds: list[float] = []
     for number in range(rounds):
-        outer = Communicator(dist.PrefixStore(f"e{number}", store), me, range(UNBLOCKED), number, 60.0)
+        outer = GlooCommunicator(dist.PrefixStore(f"e{number}", store), me, range(UNBLOCKED), number, 60.0)
         works = [] if me == UNBLOCKED - 1 else [outer.all_reduce(torch.ones(250_000)) for _ in range(4)]
         meet(f"started/{number}")
         began: list[float] = []

@@ -204,11 +204,11 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "while not self._stop.wait(self._beat_s) and (not self._lost)",
     ): _THREAD,
     (
-        "collectives/communicator.py",
+        "collectives/gloo_communicator.py",
         "PointToPoint.wait",
-        "while self._thread is not None and self._thread.is_alive()",
+        "while self._thread.is_alive()",
     ): _GLOO,
-    ("collectives/communicator.py", "Work.wait", "while self._work is not None"): _GLOO,
+    ("collectives/gloo_communicator.py", "Collective.wait", "while True"): _GLOO,
     (
         "collectives/group_world.py",
         "World._meet",

@@ -38,7 +38,7 @@ from typing import NoReturn
 
 import torch
 
-from megatron_ft.collectives.communicator import Broken, Communicator, Left, Work
+from megatron_ft.collectives.base import Broken, Communicator, Left, Work
 from megatron_ft.engines.port import Gradients, Ready
 from megatron_ft.errors import InvariantBroken
 from megatron_ft.faults.injection_points import InjectionPoints

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.collectives.communicator import Broken, Communicator
+from megatron_ft.collectives.base import Broken, Communicator
 from megatron_ft.collectives.rendezvous import Build, wait_for
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_ft.collectives.communicator import BUILD_TIMEOUT_S, Broken, Communicator, broken
+from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator
+from megatron_ft.collectives.gloo_communicator import GlooCommunicator, broken
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient, digest
 from megatron_ft.errors import StoreError
@@ -102,7 +103,7 @@ class Build:
         self._lock = threading.Lock()
         self._made: Communicator | None = None
         self._error: Exception | None = None
-        make = partial(Communicator, me=me, members=members, epoch=epoch, timeout_s=timeout_s, address=env.address)
+        make = partial(GlooCommunicator, me=me, members=members, epoch=epoch, timeout_s=timeout_s, address=env.address)
         self._thread = VitalThread(self._run, "megatron_ft-connect", (make,))
         self._thread.start()
 

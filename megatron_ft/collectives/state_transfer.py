@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.collectives.communicator import Communicator
+from megatron_ft.collectives.base import Communicator
 from megatron_ft.errors import EngineError
 from megatron_ft.types import GroupId
 

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from megatron_ft.collectives.communicator import Communicator
+from megatron_ft.collectives.base import Communicator
 from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ft.checkpoint import restore
-from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.base import Broken
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import StepResult

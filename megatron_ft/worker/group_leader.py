@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, NoReturn, cast
 
 from megatron_ft.checkpoint import restore
-from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.base import Broken
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config.schema import RunConfig, job_of
 from megatron_ft.coordination.client import CoordinationClient

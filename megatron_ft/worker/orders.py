@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 from megatron_ft import errors
-from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.base import Broken
 from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
 from megatron_ft.core.protocol import signals

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from megatron_ft.collectives import state_transfer
+from megatron_ft.collectives.base import Broken, Communicator, sweep
 from megatron_ft.collectives.bucket_allreduce import Changed, Reduction
-from megatron_ft.collectives.communicator import Broken, Communicator, sweep
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
 from megatron_ft.collectives.p2p_channel import P2PChannels

@@ -44,7 +44,7 @@ def test_the_run_stops_where_the_setting_says_stop(tmp_path, data_dir):
 LOSES_THE_SUM = """
 import os, time
 from pathlib import Path
-from megatron_ft.collectives.communicator import Broken
+from megatron_ft.collectives.base import Broken
 from megatron_ft.collectives.bucket_allreduce import Reduction
 from megatron_ft.worker.nonfinite import NonFinite
 start, reduce, all_started = Reduction._start, Reduction._finish, []

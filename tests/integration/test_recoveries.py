@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import communicator as communicator_module
-from megatron_ft.collectives.communicator import Broken, Communicator
+from megatron_ft.collectives import base
+from megatron_ft.collectives.base import Broken
+from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.utils import socket_tracker as sockets_module
 
 MEMBERS, RECOVERIES, SETTLED = 3, 200, 100
@@ -65,7 +66,7 @@ def test_a_hundred_recoveries_leave_nothing_behind():
     for rank, (out, err) in zip(ranks, said, strict=True):
         assert rank.returncode == 0, out + err
         first, settled, last = json.loads(out.splitlines()[-1])  # torch 2.9 writes lines of its own
-        # gloo can forget an operation, whose resources stay then (``collectives.communicator``).
+        # gloo can forget an operation, whose resources stay then (``collectives.gloo_communicator``).
         assert last["forgotten"] <= FORGOTTEN, out
         assert last["sockets"] - first["sockets"] <= last["kept"] * (MEMBERS - 1), out
         assert last["threads"] - first["threads"] <= last["kept"] * THREADS, out
@@ -93,7 +94,7 @@ def rank(me: int, port: int) -> None:
 def recover(store: dist.Store, me: int, number: int) -> bool:
     """Live through one communicator: a sum that works, sums that break, the end. Return whether gloo forgot one of
     them."""
-    outer = Communicator(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
+    outer = GlooCommunicator(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
     assert len(outer._sockets) == MEMBERS - 1, "one connection to each of the others, and nothing else"
     tensor = torch.full((ELEMENTS,), 1.0)
     outer.all_reduce(tensor).wait()
@@ -141,7 +142,7 @@ def ended(found: dict[str, float], first: dict[str, float]) -> bool:
 
 
 def usage() -> dict[str, float]:
-    communicator_module.sweep()
+    base.sweep()
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps for later is no leak
     sockets = len(sockets_module.opened())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -149,7 +150,7 @@ def usage() -> dict[str, float]:
         "sockets": sockets,
         "threads": len(os.listdir("/proc/self/task")),
         "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-        "kept": len(communicator_module._closed),
+        "kept": len(base._closed),
     }
 
 

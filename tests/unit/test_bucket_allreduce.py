@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ft.collectives.base import Broken, Communicator
 from megatron_ft.collectives.bucket_allreduce import Reduction
-from megatron_ft.collectives.communicator import Broken, Communicator
+from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import EngineError
@@ -81,7 +82,7 @@ class Group:
 def connect(members: int, prefix: str = "p") -> list[Communicator]:
     store = dist.PrefixStore(prefix, dist.HashStore())
     with ThreadPoolExecutor(members) as pool:
-        outers = list(pool.map(lambda me: Communicator(store, me, range(members), 0, 60.0), range(members)))
+        outers = list(pool.map(lambda me: GlooCommunicator(store, me, range(members), 0, 60.0), range(members)))
     _open.extend(outers)
     return outers
 

@@ -7,7 +7,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megatron_ft.collectives.communicator import Broken, Communicator, Left
+from megatron_ft.collectives.base import Broken, Left
+from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import EpochAborted, GroupFailed
@@ -26,7 +27,7 @@ def rank(tmp_path, monkeypatch):
     env = MagicMock(group=0, position=0, incarnation=0, run_dir=tmp_path, config=RunConfig(groups=2))
     rank = RankExecutor(env, MagicMock(), History(tmp_path))
     rank.engine, rank.guard = MagicMock(), MagicMock()
-    rank.link.outer, rank.link.view = Communicator(None, 0, [0], 0, 60.0), VIEW
+    rank.link.outer, rank.link.view = GlooCommunicator(None, 0, [0], 0, 60.0), VIEW
     begin(rank, 3)
     yield rank
     rank._prefetcher.close()

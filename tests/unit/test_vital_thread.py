@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ft.agent.heartbeat import HeartbeatService
-from megatron_ft.collectives.communicator import Broken, Over, PointToPoint
+from megatron_ft.collectives.base import Broken, Over
+from megatron_ft.collectives.gloo_communicator import PointToPoint
 from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.membership import first_view
@@ -98,7 +99,7 @@ def test_a_send_that_fails_in_any_way_is_not_done():
         raise MemoryError("of a test")
 
     with pytest.raises(Broken):
-        PointToPoint(SimpleNamespace(wait=wait), Over()).wait()
+        PointToPoint(SimpleNamespace(wait=wait), Over(), timeout_s=60.0).wait()
 
 
 def test_a_sweeper_goes_on_after_a_bug_in_one_sweep(monkeypatch, caplog):

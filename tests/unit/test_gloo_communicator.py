@@ -1,4 +1,4 @@
-"""The outer communicator between threads: sums, and above all the end of every blocked wait."""
+"""Communicators of gloo between threads: sums, and above all the end of every blocked wait."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.auth.handshake import Door
-from megatron_ft.collectives import communicator as communicator_module
-from megatron_ft.collectives import framing, rendezvous, state_transfer
-from megatron_ft.collectives.communicator import Broken, Communicator, Left, Over, Work
+from megatron_ft.collectives import base, framing, gloo_communicator, rendezvous, state_transfer
+from megatron_ft.collectives.base import Broken, Communicator, Left, Over
+from megatron_ft.collectives.gloo_communicator import Collective, GlooCommunicator
 from megatron_ft.utils import socket_tracker
 from tests.support import SECRET
 
@@ -29,14 +29,14 @@ def build(members: int, prefix: str = "p") -> list[Communicator]:
     store = dist.HashStore()
     with ThreadPoolExecutor(members) as pool:
         futures = [
-            pool.submit(Communicator, dist.PrefixStore(prefix, store), me, range(members), 0, 60.0)
+            pool.submit(GlooCommunicator, dist.PrefixStore(prefix, store), me, range(members), 0, 60.0)
             for me in range(members)
         ]
         return [future.result() for future in futures]
 
 
 def test_a_single_member_needs_no_peer():
-    outer = Communicator(None, 3, [3], 0, 60.0)
+    outer = GlooCommunicator(None, 3, [3], 0, 60.0)
     tensor = torch.ones(4)
     outer.all_reduce(tensor).wait()
     assert tensor.tolist() == [1.0] * 4
@@ -99,8 +99,8 @@ def test_an_abort_ends_everything_that_is_pending_at_all_survivors(late):
         assert all(ending.result(timeout=30) for ending in endings)
     for outer in outers:
         outer.close()
-    communicator_module.sweep()
-    assert not communicator_module._closed
+    base.sweep()
+    assert not base._closed
 
 
 def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeypatch):
@@ -109,11 +109,11 @@ def test_a_close_does_not_wait_for_operations_of_communicators_before_it(monkeyp
             return False
 
     stuck = (None, [Never()])
-    monkeypatch.setattr(communicator_module, "_closed", [stuck])
-    monkeypatch.setattr(communicator_module.time, "sleep", lambda _: pytest.fail("it waited"))
-    Communicator(None, 0, [0], 0, 60.0).close()
-    communicator_module.sweep()
-    assert communicator_module._closed == [stuck]
+    monkeypatch.setattr(base, "_closed", [stuck])
+    monkeypatch.setattr(base.time, "sleep", lambda _: pytest.fail("it waited"))
+    GlooCommunicator(None, 0, [0], 0, 60.0).close()
+    base.sweep()
+    assert base._closed == [stuck]
 
 
 def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
@@ -128,7 +128,7 @@ def test_an_operation_that_never_ends_is_abandoned_after_an_abort():
             return False
 
     over = Over()
-    work = Work(Forgotten(), over)
+    work = Collective(Forgotten(), over)
     threading.Timer(0.05, lambda: setattr(over, "aborted", True)).start()
     with pytest.raises(Broken, match="abandoned"):
         work.wait()
@@ -149,7 +149,7 @@ def test_an_operation_that_ends_right_after_its_wait_timed_out_has_succeeded():
         def is_completed(self):
             return self.completed
 
-    Work(EndsMeanwhile(), Over()).wait()
+    Collective(EndsMeanwhile(), Over()).wait()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_operation_that_fails_gives_the_reason_in_plain_words(text, words):
             return True
 
     with pytest.raises(Broken, match=words) as raised:
-        Work(Fails(), Over()).wait()
+        Collective(Fails(), Over()).wait()
     assert "pair.cc" not in str(raised.value) and "gloo" not in str(raised.value)
     assert raised.value.detail == text and raised.value.in_full.endswith(f": {text}")
 
@@ -206,8 +206,8 @@ def test_a_receive_from_a_silent_peer_ends_with_an_abort():
 def test_closing_releases_all_resources():
     for outer in build(3):
         outer.close()
-    communicator_module.sweep()
-    assert not communicator_module._closed
+    base.sweep()
+    assert not base._closed
 
 
 def test_a_member_that_leaves_waits_no_more_and_cuts_nothing_that_is_on_its_way():
@@ -326,7 +326,7 @@ def test_an_abort_cuts_no_connection_that_other_ranks_made_while_it_was_built(tm
     unix.bind(str(tmp_path / "loader"))
     unix.listen()
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
-        first = pool.submit(Communicator, dist.PrefixStore("p", store), 0, range(2), 0, 60.0)
+        first = pool.submit(GlooCommunicator, dist.PrefixStore("p", store), 0, range(2), 0, 60.0)
         while not store.num_keys():  # the member looks for the other one
             assert not first.done()
         caller = subprocess.Popen(CALLER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -336,7 +336,7 @@ def test_an_abort_cuts_no_connection_that_other_ranks_made_while_it_was_built(tm
         accepted = [ends.enter_context(end.accept()[0]) for end in (listener, unix)]
         called = ends.enter_context(framing.call("127.0.0.1", ours.getsockname()[1], SECRET, {}))
         accepted.append(ends.enter_context(admitted.get(timeout=60)))
-        outers = [Communicator(dist.PrefixStore("p", store), 1, range(2), 0, 60.0), first.result()]
+        outers = [GlooCommunicator(dist.PrefixStore("p", store), 1, range(2), 0, 60.0), first.result()]
         for outer in outers:
             outer.abort()
         caller.stdin.write("say\n")
@@ -437,11 +437,11 @@ def test_an_abort_cuts_no_connection_that_a_user_opens_while_communicators_are_b
         with ThreadPoolExecutor(2) as pool:
             for number in range(30):
                 store = dist.HashStore()
-                first = pool.submit(Communicator, dist.PrefixStore("p", store), 0, range(2), number, 60.0)
+                first = pool.submit(GlooCommunicator, dist.PrefixStore("p", store), 0, range(2), number, 60.0)
                 while not store.num_keys():  # the member waits for the other member's address
                     assert not first.done()
                 ends.append(user.connect())
-                outers = [Communicator(dist.PrefixStore("p", store), 1, range(2), number, 60.0), first.result()]
+                outers = [GlooCommunicator(dist.PrefixStore("p", store), 1, range(2), number, 60.0), first.result()]
                 receiving = outers[0].receive(torch.ones(1), 0, 7)
                 outers[1].abort()
                 with pytest.raises(Broken):  # at the peer, which has not aborted: the connection is cut
@@ -459,17 +459,17 @@ def test_an_abort_cuts_no_connection_that_a_user_opens_while_communicators_are_b
 
 def test_a_build_without_its_peers_ends_soon(monkeypatch):
     """Its thread and its descriptors are given back, however long an operation may take."""
-    monkeypatch.setattr(communicator_module, "BUILD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gloo_communicator, "BUILD_TIMEOUT_S", 0.2)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(RuntimeError):
-            Communicator(dist.PrefixStore("alone", dist.HashStore()), 0, range(2), 0, 1800.0)
+            GlooCommunicator(dist.PrefixStore("alone", dist.HashStore()), 0, range(2), 0, 1800.0)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
 @pytest.mark.parametrize("what", ["sum", "message"])
 def test_an_operation_may_take_longer_than_a_build(monkeypatch, what):
-    monkeypatch.setattr(communicator_module, "BUILD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(gloo_communicator, "BUILD_TIMEOUT_S", 0.5)
     one, other = build(2)
     tensors = torch.ones(3), torch.full((3,), 2.0)
     pending = one.all_reduce(tensors[0]) if what == "sum" else one.receive(tensors[0], 1, 3)
@@ -508,7 +508,7 @@ def test_a_build_that_was_given_up_holds_nothing_once_it_is_done():
             closed.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "Communicator", Made)
+        patch.setattr(rendezvous, "GlooCommunicator", Made)
         slow = build_of(lambda: True)
         while not made:
             threading.Event().wait(0.001)

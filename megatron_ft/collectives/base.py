@@ -1,0 +1,220 @@
+"""The contract of every communicator: sums and messages between members, whose waits can be ended from any thread.
+
+A communicator is never repaired, only replaced: each view has one of its own. What a back end has to bring is in
+:class:`Communicator`'s abstract methods; the rest is the same for all and lives here.
+
+The contract, which is that of torchcomms' fault tolerance (liveness, not error propagation):
+
+- :meth:`Communicator.abort` makes every pending and future operation *of this process* fail, whatever the peers do. Where
+  the back end can, it makes them fail at the peers, too; nothing may depend on it, because the watcher brings the news.
+- An operation counts only if its completion was seen here **before** the abort began. A device's kernels return after an
+  abort as if they were done, and their data is garbage; so :meth:`Work.wait` looks at the completion first and then at
+  whether an abort has begun, and an abort says so before it does anything.
+- A buffer belongs to an operation until :meth:`Work.settled` is true. A buffer of an operation that never settles is given
+  up by its owner.
+- :meth:`Communicator.close` returns within a bounded time. It returns False when the back end is stuck; the process must
+  not build another communicator of this kind then, and has to be replaced.
+
+When an epoch ends without a failure (a group leaves or enters), a peer may still be in the last operations of the step
+before, which have ended here: an abort could cut data that is on its way to it. Then :meth:`Communicator.leave` ends
+the waits here only, and the connections stay until the next view stands.
+
+Failures it assumes: any peer may vanish or stop at any time; an operation may then fail, complete here and fail
+elsewhere, or never end. The buffer of a failed in-place all-reduce is partly overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+POLL_S = 0.0005
+GRACE_S = 0.1
+"""Seconds in which an aborted operation may fail before it is abandoned. A failing one needs a few milliseconds."""
+BUILD_TIMEOUT_S = 30.0
+"""Seconds to build one. A peer that has not come by then will not, and a longer wait keeps a thread and descriptors."""
+
+_ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
+_LEFT = "the epoch is over; an operation in which not all groups take part is not waited for"
+
+
+class Broken(Exception):
+    """An operation did not complete: the epoch is over. An event, converted where the operation was started.
+
+    The message is in plain language and goes into the run record; ``detail`` is the library's own text, for the rank's
+    log.
+    """
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+    @property
+    def in_full(self) -> str:
+        """Return message and detail."""
+        return f"{self}: {self.detail}" if self.detail else str(self)
+
+
+class Left(Broken):
+    """The operation was not waited for, because the epoch has ended without a failure."""
+
+
+@dataclass
+class Over:
+    """The reason why a communicator's operations are no longer waited for, if there is one. Any thread writes it."""
+
+    aborted: bool = False
+    left: bool = False
+
+
+class Work(ABC):
+    """A started operation."""
+
+    def __init__(self, over: Over) -> None:
+        self._over = over
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is complete; raise :class:`Broken` if it failed or was abandoned. Releases the GIL."""
+
+    @abstractmethod
+    def settled(self) -> bool:
+        """Return True if the operation has ended, successfully or not, and does not touch its buffer any more."""
+
+    def settles_within(self, timeout_s: float) -> bool:
+        """After an abort: return True if the operation ends in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self.settled():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def give_up(self) -> None:
+        """Raise ``Broken`` if the operation is not to be waited for any more."""
+        if self._over.aborted and not self.settles_within(GRACE_S):
+            raise Broken(_ABANDONED)
+        if self._over.left and not self._over.aborted:
+            raise Left(_LEFT)
+
+
+class Done(Work):
+    """An operation among one member."""
+
+    def wait(self) -> None:
+        pass
+
+    def settled(self) -> bool:
+        return True
+
+
+class Communicator(ABC):
+    """The members' communicator in one process; a back end's ranks are the members' places in ``members``, sorted.
+
+    Args:
+        me: the member that this process is.
+        members: all of them: the live groups of an epoch, or the positions of a group.
+        epoch: the view's number.
+        timeout_s: seconds after which an operation fails by itself.
+    """
+
+    def __init__(self, me: int, members: Sequence[int], epoch: int, timeout_s: float) -> None:
+        self.epoch, self.members = epoch, tuple(sorted(members))
+        self._place, self._timeout_s = self.members.index(me), timeout_s
+        self._over = Over()
+        self._started: list[Work] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Start summing ``tensor`` in place over the members."""
+        return self._start(lambda: self._all_reduce(tensor))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start copying ``source``'s tensor into that of all other members."""
+        return self._start(lambda: self._broadcast(tensor, self.members.index(source)))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+        """Start sending a contiguous tensor to one member."""
+        return self._start(lambda: self._send(tensor, self.members.index(to), tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
+        """Start receiving into a contiguous tensor of the sender's shape and dtype."""
+        return self._start(lambda: self._receive(tensor, self.members.index(source), tag))
+
+    def leave(self) -> None:
+        """Make every pending wait and future operation fail, here only. Callable from any thread, repeatedly.
+
+        A buffer in which an operation is pending belongs to it until :meth:`close`.
+        """
+        self._over.left = True
+
+    def abort(self) -> None:
+        """Make every pending and future operation fail. Callable from any thread, repeatedly; does not block."""
+        self._over.aborted = True
+        self._cut()
+
+    def close(self) -> bool:
+        """Abort. The first :func:`sweep` after the last operation has ended frees memory, threads and sockets.
+
+        Returns False if the back end is stuck, and this process cannot go on with it.
+        """
+        self.abort()
+        usable = self._aborted_in_time()
+        deadline = time.monotonic() + GRACE_S
+        while not all(work.settled() for work in self._started) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        _closed.append((self._release(), self._started))
+        self._started = []
+        return usable
+
+    # --- what a back end brings ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _all_reduce(self, tensor: torch.Tensor) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """``root``, here and below ``to`` and ``source``: a place in ``members``."""
+
+    @abstractmethod
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _cut(self) -> None:
+        """Begin to end all operations. Any thread calls it, more than once; it must not block."""
+
+    def _aborted_in_time(self) -> bool:
+        """Wait for what :meth:`_cut` has begun, for a bounded time; False if that is not over then."""
+        return True
+
+    @abstractmethod
+    def _release(self) -> Any:
+        """Return what must live until the last operation has ended, and drop every reference to it."""
+
+    def _start(self, operation: Callable[[], Work]) -> Work:
+        if self._over.aborted:
+            raise Broken("the communicator was aborted")
+        if self._over.left:
+            raise Left(_LEFT)
+        work = operation() if len(self.members) > 1 else Done(self._over)
+        self._started = [other for other in self._started if not other.settled()] + [work]
+        return work
+
+
+_closed: list[tuple[Any, list[Work]]] = []
+"""What closed communicators must keep, with their started operations."""
+
+
+def sweep() -> bool:
+    """Destroy the closed communicators whose operations have all ended. Returns whether there was one."""
+    before = len(_closed)
+    if _closed:
+        _closed[:] = [entry for entry in _closed if not all(work.settled() for work in entry[1])]
+    return len(_closed) < before
