@@ -12,8 +12,8 @@ The contract, which is that of torchcomms' fault tolerance (liveness, not error 
   whether an abort has begun, and an abort says so before it does anything.
 - A buffer belongs to an operation until :meth:`Work.settled` is true. A buffer of an operation that never settles is given
   up by its owner.
-- :meth:`Communicator.close` returns within a bounded time. It returns False when the back end is stuck; the process must
-  not build another communicator of this kind then, and has to be replaced.
+- :meth:`Communicator.close` returns within a bounded time. If the back end is stuck by then, :func:`stuck` says so from
+  then on: the process cannot use its device any more, and another one has to take its place.
 
 When an epoch ends without a failure (a group leaves or enters), a peer may still be in the last operations of the step
 before, which have ended here: an abort could cut data that is on its way to it. Then :meth:`Communicator.leave` ends
@@ -129,6 +129,10 @@ class Communicator(ABC):
         self._over = Over()
         self._started: list[Work] = []
 
+    def connect(self) -> None:  # noqa: B027, not every back end has such a part
+        """Do the part of building that waits for the other members. :meth:`close`, called from another thread, ends it
+        where the back end can; the constructor does it where it cannot be ended. Raises ``RuntimeError``."""
+
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start summing ``tensor`` in place over the members."""
         return self._start(lambda: self._all_reduce(tensor))
@@ -157,19 +161,16 @@ class Communicator(ABC):
         self._over.aborted = True
         self._cut()
 
-    def close(self) -> bool:
-        """Abort. The first :func:`sweep` after the last operation has ended frees memory, threads and sockets.
-
-        Returns False if the back end is stuck, and this process cannot go on with it.
-        """
+    def close(self) -> None:
+        """Abort. The first :func:`sweep` after the last operation has ended frees memory, threads and sockets."""
         self.abort()
-        usable = self._aborted_in_time()
+        if reason := self._stuck_because():
+            _stuck.append(reason)
         deadline = time.monotonic() + GRACE_S
         while not all(work.settled() for work in self._started) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         _closed.append((self._release(), self._started))
         self._started = []
-        return usable
 
     # --- what a back end brings ---------------------------------------------------------------------------------------
 
@@ -190,9 +191,9 @@ class Communicator(ABC):
     def _cut(self) -> None:
         """Begin to end all operations. Any thread calls it, more than once; it must not block."""
 
-    def _aborted_in_time(self) -> bool:
-        """Wait for what :meth:`_cut` has begun, for a bounded time; False if that is not over then."""
-        return True
+    def _stuck_because(self) -> str:
+        """Wait, for a bounded time, for what :meth:`_cut` has begun. Return the reason if it is not over then, else ""."""
+        return ""
 
     @abstractmethod
     def _release(self) -> Any:
@@ -210,6 +211,14 @@ class Communicator(ABC):
 
 _closed: list[tuple[Any, list[Work]]] = []
 """What closed communicators must keep, with their started operations."""
+
+
+_stuck: list[str] = []
+
+
+def stuck() -> str:
+    """Return the reason why this process must be replaced: a back end does not come back from an abort; else ""."""
+    return _stuck[0] if _stuck else ""
 
 
 def sweep() -> bool:

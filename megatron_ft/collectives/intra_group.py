@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_ft.collectives.base import Broken, Communicator
+from megatron_ft.collectives.communicator_choice import Maker
 from megatron_ft.collectives.rendezvous import Build, wait_for
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
@@ -42,7 +43,7 @@ def _meet(
 ) -> tuple[Communicator | None, list[str]]:
     """Make one attempt. Return this rank's end, if it has one, and the failure that each rank reports, if any."""
     positions = range(env.config.ranks_per_group)
-    build = Build(env, agreement.clone(), name, env.position, positions, 0, ENDLESS_S)
+    build = Build(agreement.clone(), name, Maker(env.position, positions, 0, ENDLESS_S, env.address))
     late = time.monotonic() + _LATE_S
 
     def said() -> list[str | None]:

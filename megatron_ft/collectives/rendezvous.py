@@ -1,23 +1,25 @@
 """Build a communicator together with all its members, without blocking on a member that is gone.
 
-gloo's constructor waits for peers that may have died since the members agreed to build. So the members of a view first
-meet on the control store, and the build runs in a thread that is abandoned when news make it pointless. Meanwhile the
-training thread computes the microbatches that the group has taken over.
+To connect, a back end waits for peers that may have died since the members agreed to build. So the members of a view
+first meet on the control store, where each says what it can use (``communicator_choice``), and the build runs in a thread
+that is abandoned when news make it pointless. Meanwhile the training thread computes the microbatches that the group has
+taken over.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+
+import torch
 
 from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator, broken
+from megatron_ft.collectives.communicator_choice import GLOO, Maker, Offer, agree
+from megatron_ft.collectives.gloo_communicator import broken
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient, digest
-from megatron_ft.errors import StoreError
+from megatron_ft.errors import ConfigError, StoreError
 from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
 
@@ -32,6 +34,13 @@ class Connector:
         self._elsewhere = agreement.clone()
         self._build: Build | None = None
         self._lock = threading.Lock()
+        self._device = torch.device("cpu")
+        self._offer = Offer((GLOO,))
+
+    def use(self, device: torch.device) -> None:
+        """Build communicators for tensors on ``device`` from now on. Raises ``ConfigError``."""
+        self._device = device
+        self._offer = Offer.of(self._env.config.fault_tolerance.communicator, device)
 
     def begin(self, view: View, agreement: CoordinationClient | None = None) -> None:
         """Build the communicator of ``view`` at this position in the background. ``agreement``: that of the calling
@@ -45,12 +54,18 @@ class Connector:
         if self._build is not None:
             self._build.give_up()
         env, store = self._env, self._elsewhere
-        agreement.put(self._ready(view, env.group), True)
+        agreement.put(self._ready(view, env.group), self._offer.to_json())
         timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
         # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
-        ready = lambda: all(store.get(self._ready(view, group)) is not None for group in view.live)  # noqa: E731
-        self._build = Build(env, store, name, env.group, view.live, view.epoch, timeout_s, ready)
+        maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device)
+
+        def kind() -> str | None:
+            offers = {group: store.get(self._ready(view, group)) for group in view.live}
+            there = {group: Offer.from_json(offer) for group, offer in offers.items() if offer is not None}
+            return agree(there) if len(there) == len(offers) else None
+
+        self._build = Build(store, name, maker, kind)
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
         """Return the communicator of ``view``, which was begun, or None if ``interrupted`` became true first. The
@@ -81,40 +96,36 @@ def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> 
 
 
 class Build:
-    """One construction in a thread of its own, under a unique ``name``. It begins when ``ready`` is true, and is given
-    up if that takes longer than ``timeout_s``: a member that lives may never come."""
+    """One construction in a thread of its own, under a unique ``name``. It begins when ``kind`` returns the kind of the
+    communicator, and is given up if that takes longer than the maker's timeout: a member that lives may never come."""
 
     def __init__(
-        self,
-        env: RankEnvironment,
-        agreement: CoordinationClient,
-        name: str,
-        me: int,
-        members: Sequence[int],
-        epoch: int,
-        timeout_s: float,
-        ready: Callable[[], bool] = lambda: True,
+        self, agreement: CoordinationClient, name: str, maker: Maker, kind: Callable[[], str | None] = lambda: GLOO
     ) -> None:
-        self.epoch = epoch
-        self._name, self._ready, self._agreement = name, ready, agreement
-        self._ready_by, self._build_by = time.monotonic() + timeout_s, float("inf")
+        self.epoch = maker.epoch
+        self._agreement, self._name, self._maker, self._kind = agreement, name, maker, kind
+        self._build_by = float("inf")
         self._why = f"within {BUILD_TIMEOUT_S:g} s"
         self._given_up = False
         self._lock = threading.Lock()
         self._made: Communicator | None = None
+        self._connected = False
         self._error: Exception | None = None
-        make = partial(GlooCommunicator, me=me, members=members, epoch=epoch, timeout_s=timeout_s, address=env.address)
-        self._thread = VitalThread(self._run, "megatron_ft-connect", (make,))
+        self._thread = VitalThread(self._run, "megatron_ft-connect")
         self._thread.start()
 
-    def _run(self, make: Callable[[Any], Communicator]) -> None:
+    def _run(self) -> None:
+        ready_by = time.monotonic() + self._maker.timeout_s
         try:
-            if not wait_for(self._ready, lambda: self._given_up or time.monotonic() > self._ready_by):
+            if not wait_for(lambda: self._kind() is not None, lambda: self._given_up or time.monotonic() > ready_by):
                 self._why = "because not all of its members came in time"
-            else:
-                self._build_by = time.monotonic() + BUILD_TIMEOUT_S
-                self._keep(make(self._agreement.rendezvous(self._name)))
-        except (RuntimeError, OSError, StoreError) as error:
+                return
+            self._build_by = time.monotonic() + BUILD_TIMEOUT_S
+            made = self._maker.make(given(self._kind()), self._name, self._agreement.rendezvous)
+            self._keep(made)
+            made.connect()
+            self._connected = True
+        except (RuntimeError, OSError, StoreError, ConfigError) as error:
             self._error = error.with_traceback(None)
 
     def _keep(self, made: Communicator) -> None:
@@ -135,12 +146,13 @@ class Build:
         return not self._thread.is_alive() or time.monotonic() > self._build_by
 
     def result(self) -> Communicator:
-        """Return the communicator. Raises ``Broken`` without one, ``StoreError`` after the patience with the store."""
+        """Return the communicator. Raises ``Broken`` without one, ``StoreError`` after the patience with the store,
+        ``ConfigError`` if the members cannot agree on its kind."""
         made = self._made
-        if made is not None:
+        if made is not None and self._connected:
             return made
         self.give_up()
-        if isinstance(self._error, StoreError):
+        if isinstance(self._error, StoreError | ConfigError):
             raise self._error
         failed = f"communicator {self._name} could not be built"
         if self._error is None:

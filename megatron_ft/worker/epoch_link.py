@@ -14,6 +14,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+import torch
+
 from megatron_ft.collectives.base import Communicator
 from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
@@ -82,6 +84,10 @@ class EpochLink:
             if detail:
                 _log.info(f"epoch {epoch} is over: {reason}: {detail}")
         return said
+
+    def use(self, device: torch.device) -> None:
+        """Build communicators for gradients on ``device``. Raises ``ConfigError``."""
+        self._connector.use(device)
 
     def take_seat(self, view: View, agreement: CoordinationClient) -> None:
         """Begin to connect: another thread has found this group's seat in ``view``, and other groups wait for it."""

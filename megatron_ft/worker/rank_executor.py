@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from megatron_ft.collectives import state_transfer
-from megatron_ft.collectives.base import Broken, Communicator, sweep
+from megatron_ft.collectives.base import Broken, Communicator, stuck, sweep
 from megatron_ft.collectives.bucket_allreduce import Changed, Reduction
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
@@ -152,6 +152,7 @@ class RankExecutor:
         self.joint = hasattr(engine, "flush")
         settings = self._settings
         check_standby_memory(self._config, engine.gradient_bytes)
+        self.link.use(engine.local(0).device)
         positions = 1 if self.joint else self.size
         self._slots = Slots(engine, self.group, self.position, positions, self._config.digests)
         self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
@@ -371,6 +372,8 @@ class RankExecutor:
         self._write_down()
         if self.link.close():
             self._reduction.drop()
+        if reason := stuck():
+            raise StartOver(f"group {self.group}, rank {self.position}: {reason}; another process takes its place")
 
     def reduce(
         self,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_ft.auth.handshake import Door
 from megatron_ft.collectives import base, framing, gloo_communicator, rendezvous, state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, Left, Over
+from megatron_ft.collectives.communicator_choice import Maker
 from megatron_ft.collectives.gloo_communicator import Collective, GlooCommunicator
 from megatron_ft.utils import socket_tracker
 from tests.support import SECRET
@@ -481,43 +482,8 @@ def test_an_operation_may_take_longer_than_a_build(monkeypatch, what):
 
 def test_a_build_does_not_wait_for_ever_for_a_member_that_is_never_ready():
     """The member lives, so its agent and the other hosts do not report it."""
-    env = SimpleNamespace(address="127.0.0.1")
-    build = rendezvous.Build(env, SimpleNamespace(), "outer", 0, [0, 1], 3, 0.05, lambda: False)
+    build = rendezvous.Build(SimpleNamespace(), "outer", Maker(0, [0, 1], 3, 0.05, "127.0.0.1"), lambda: None)
     build._thread.join(60.0)
     assert build.over()
     with pytest.raises(Broken, match="could not be built because not all of its members came in time"):
         build.result()
-
-
-def test_a_build_that_was_given_up_holds_nothing_once_it_is_done():
-    closed = []
-
-    def build_of(ready) -> rendezvous.Build:
-        agreement = SimpleNamespace(rendezvous=lambda name: None)
-        env = SimpleNamespace(address="127.0.0.1")
-        return rendezvous.Build(env, agreement, "outer", 0, [0], 3, 60.0, ready)
-
-    made, may = [], threading.Event()
-
-    class Made:
-        def __init__(self, *_: object, **__: object) -> None:
-            made.append(self)
-            may.wait(60.0)
-
-        def close(self) -> None:
-            closed.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "GlooCommunicator", Made)
-        slow = build_of(lambda: True)
-        while not made:
-            threading.Event().wait(0.001)
-        slow.give_up()
-        may.set()
-        slow._thread.join(60.0)
-        assert closed == made, "it was given up before it was done"
-        done = build_of(lambda: True)
-        done._thread.join(60.0)
-        assert done.result() is made[1] and closed == made[:1]
-        done.give_up()
-        assert closed == made

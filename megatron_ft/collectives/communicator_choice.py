@@ -1,0 +1,101 @@
+"""Which communicator joins the members of a view: what each of them offers, and what all of them take.
+
+Each member says what it can (:class:`Offer`) when it is ready to connect. All see the same offers, so all choose alike, and
+a view is never divided between two kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ft.collectives.base import Communicator
+from megatron_ft.collectives.cuda_nccl import CudaNccl
+from megatron_ft.collectives.gloo_communicator import GlooCommunicator
+from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from megatron_ft.errors import ConfigError
+
+AUTO, GLOO, NCCL = "auto", "gloo", "nccl"
+KINDS = (NCCL, GLOO)
+"""In the order of preference."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one member can use.
+
+    Attributes:
+        kinds: of communicators.
+        place: names the device; "" for a CPU. NCCL refuses a communicator two of whose ranks are on one device.
+    """
+
+    kinds: tuple[str, ...]
+    place: str = ""
+
+    @classmethod
+    def of(cls, setting: str, device: torch.device) -> Offer:
+        """Return the offer of a rank whose gradients are on ``device``; ``setting``: ``fault_tolerance.communicator``.
+
+        Raises ``ConfigError`` if the setting asks for what the device or this torch cannot do.
+        """
+        able = (NCCL, GLOO) if device.type == "cuda" and dist.is_nccl_available() else (GLOO,)
+        if setting not in (AUTO, *able):
+            raise ConfigError(
+                f'fault_tolerance.communicator is "{setting}", and the gradients of this rank are on {device} with '
+                f"torch {torch.__version__}, which can use {' and '.join(able)}; set it to one of them or to "
+                f'"{AUTO}", or move the model to a GPU before session.wrap'
+            )
+        place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        return cls(able if setting == AUTO else (setting,), place)
+
+    def to_json(self) -> list[Any]:
+        return [list(self.kinds), self.place]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Offer:
+        kinds, place = value
+        return cls(tuple(kinds), place)
+
+
+def agree(offers: Mapping[int, Offer]) -> str:
+    """Return the kind that all members take, the same at each of them. ``offers``: by group.
+
+    Raises ``ConfigError`` if there is none.
+    """
+    places = [offer.place for offer in offers.values() if offer.place]
+    together = len(places) > len(set(places))
+    for kind in KINDS:
+        if all(kind in offer.kinds for offer in offers.values()) and not (kind == NCCL and together):
+            return kind
+    said = ", ".join(f"group {group}: {' or '.join(offer.kinds)}" for group, offer in sorted(offers.items()))
+    why = "several of them are on one GPU, which NCCL refuses" if together else "they have none in common"
+    raise ConfigError(
+        f"the groups cannot communicate ({said}): {why}; use the same model placement in all groups and "
+        f'fault_tolerance.communicator "{AUTO}"'
+    )
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes a communicator of one member; see :class:`~megatron_ft.collectives.base.Communicator` for the fields."""
+
+    me: int
+    members: Sequence[int]
+    epoch: int
+    timeout_s: float
+    address: str
+    device: torch.device = torch.device("cpu")
+
+    def make(self, kind: str, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
+        """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
+        communicator has this ``name``."""
+        same = (self.me, self.members, self.epoch, self.timeout_s)
+        host = GlooCommunicator(rendezvous(name), *same, self.address)
+        if kind == GLOO:
+            return host
+        nccl, device = CudaNccl(self.device, name), self.device
+        return NcclCommunicator(host, nccl, lambda tensor: tensor.device == device, rendezvous(f"{name}/{kind}"), *same)

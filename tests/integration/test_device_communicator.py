@@ -1,0 +1,69 @@
+"""Runs whose gradients go between groups as if by NCCL (``tests.fakes.nccl_over_gloo``), with groups that are killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ft.errors import StartOver
+from megatron_ft.faults.injection_points import Breakpoint
+from tests import support
+
+STEPS = 12
+LIKE_NCCL = f"""
+import os, sys
+sys.path.insert(0, {str(support.ROOT)!r})
+from megatron_ft.collectives import nccl_communicator
+from megatron_ft.config.rank_env import RankEnvironment
+from tests.fakes.nccl_over_gloo import install
+nccl_communicator.ABORT_TIMEOUT_S = 0.5
+"""
+HEALTHY = LIKE_NCCL + "install()\n"
+HANGS_IN_GROUP_2 = LIKE_NCCL + "env = RankEnvironment.from_env()\ninstall((env.group, env.incarnation) == (2, 0))\n"
+
+
+def start(directory, data_dir, change, holds=(), **options) -> support.Run:
+    script = support.changed_script(directory.with_suffix(".py"), change)
+    return support.start(
+        directory,
+        data_dir,
+        holds,
+        script=script,
+        groups=3,
+        warm_start=False,
+        **{"steps": STEPS, "reduction": "exact", **options},
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request) -> int:
+    """The number of ranks of a group."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory, data_dir) -> support.Run:
+    """A run without failures and with gloo between the groups."""
+    own = {"groups": 3, "reduction": "exact", "steps": STEPS, "extra": ["--ranks-per-group", ranks]}
+    run = support.start(tmp_path_factory.mktemp("alone") / "run", data_dir, **own)
+    run.check()
+    return run
+
+
+@pytest.mark.parametrize("point", ["backward", "reduce", "gate"])
+def test_groups_that_are_killed_cost_no_step_and_no_bit(tmp_path, data_dir, point, ranks, alone):
+    """In the backward pass some of the group's buckets may be on their way, in the other two some or all are reduced."""
+    hold = Breakpoint(1, 2, point)
+    run = start(tmp_path / "run", data_dir, HEALTHY, [hold], extra=["--ranks-per-group", ranks])
+    run.strike_in_step(hold)
+    run.check()
+    assert support.outcome(run) == support.outcome(alone)
+
+
+def test_a_rank_whose_abort_hangs_is_replaced_and_the_others_go_on(tmp_path, data_dir):
+    hold = Breakpoint(1, 2, "reduce", 1)
+    run = start(tmp_path / "run", data_dir, HANGS_IN_GROUP_2, [hold], rejoin={"enabled": True})
+    run.strike_in_step(hold)
+    run.check()
+    [stuck] = [line for line in run.events("fault") if line["group"] == 2]
+    assert stuck["code"] == StartOver.exit_code and "abort of an NCCL communicator has not returned" in stuck["detail"]
+    assert {line["patched"] for line in run.events("recovery")} >= {8}, "group 0 computes the step of three"
