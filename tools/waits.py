@@ -43,6 +43,7 @@ _STARTS = (
     "interrupted when a rank of the group is lost; one that hangs while it starts is given up by its agent after "
     "`detector.outside_timeout_s`"
 )
+_BUILDS = "its thread is left behind after BUILD_TIMEOUT_S, and an abort ends it"
 _GLOO = (
     "an abort ends it; gloo ends the operation after the communicator's timeout: `detector.collective_timeout_s`, inside a "
     "group 30 days"
@@ -209,6 +210,10 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "while self._thread.is_alive()",
     ): _GLOO,
     ("collectives/gloo_communicator.py", "Collective.wait", "while True"): _GLOO,
+    ("collectives/cuda_nccl.py", "CudaNccl._queue", "wait"): _NEVER_BLOCKS + "the device's stream waits",
+    ("collectives/intra_group.py", "IntraGroup.use", "connect"): "an abort ends it when a rank of the group is lost",
+    ("collectives/nccl_communicator.py", "NcclCommunicator.connect", "connect"): _BUILDS,
+    ("collectives/rendezvous.py", "Build._run", "connect"): _BUILDS,
     (
         "collectives/group_world.py",
         "World._meet",

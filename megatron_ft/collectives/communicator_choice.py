@@ -95,7 +95,21 @@ class Maker:
         communicator has this ``name``."""
         same = (self.me, self.members, self.epoch, self.timeout_s)
         host = GlooCommunicator(rendezvous(name), *same, self.address)
-        if kind == GLOO:
-            return host
-        nccl, device = CudaNccl(self.device, name), self.device
-        return NcclCommunicator(host, nccl, lambda tensor: tensor.device == device, rendezvous(f"{name}/{kind}"), *same)
+        return host if kind == GLOO else with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
+
+
+def with_nccl(
+    host: Communicator,
+    device: torch.device,
+    name: str,
+    rendezvous: Any,
+    me: int,
+    members: Sequence[int],
+    epoch: int,
+    timeout_s: float,
+) -> Communicator:
+    """Return a communicator, not connected, that sums tensors on ``device`` by NCCL and all others by ``host``."""
+    nccl = CudaNccl(device, name)
+    return NcclCommunicator(
+        host, nccl, lambda tensor: tensor.device == device, rendezvous, me, members, epoch, timeout_s
+    )

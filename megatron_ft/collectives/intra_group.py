@@ -10,6 +10,7 @@ every operation here ends with :class:`Lost`, pending ones within milliseconds a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ft.collectives.base import Broken, Communicator
-from megatron_ft.collectives.communicator_choice import Maker
+from megatron_ft.collectives.communicator_choice import NCCL, Maker, Offer, with_nccl
 from megatron_ft.collectives.rendezvous import Build, wait_for
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
@@ -76,6 +77,7 @@ class IntraGroup:
     def __init__(self, communicator: Communicator, position: int) -> None:
         self._communicator = communicator
         self.position, self.size = position, len(communicator.members)
+        self._aborted = False
 
     @classmethod
     def build(cls, env: RankEnvironment, agreement: CoordinationClient, interrupted: Callable[[], bool]) -> IntraGroup:
@@ -93,8 +95,30 @@ class IntraGroup:
                 communicator.close()
         raise Lost(next(filter(None, reasons)))
 
+    def use(self, device: torch.device, offer: Offer, name: str, rendezvous: Callable[[str], Any]) -> None:
+        """Sum tensors on ``device`` by NCCL, if all ranks offer it and each has a device of its own. All ranks call it.
+
+        ``rendezvous`` returns the torch store of a name; no other communicator has this ``name``.
+        """
+        places = torch.zeros(self.size, dtype=torch.int64)
+        if NCCL in offer.kinds:
+            places[self.position] = int.from_bytes(hashlib.sha256(offer.place.encode()).digest()[:7]) + 1
+        self.sum(places)
+        if 0 in places or len(places.unique()) < self.size:
+            return
+        host, members = self._communicator, range(self.size)
+        made = with_nccl(host, device, name, rendezvous(name), self.position, members, host.epoch, ENDLESS_S)
+        self._communicator = made
+        if self._aborted:  # in the moment between
+            made.abort()
+        try:
+            made.connect()
+        except RuntimeError as error:
+            raise Lost(f"the ranks of the group could not connect by NCCL: {error}") from None
+
     def abort(self) -> None:
         """Make every pending and future operation raise :class:`Lost`, here and at the other ranks. Any thread."""
+        self._aborted = True
         self._communicator.abort()
 
     def order(self, name: str, **fields: Any) -> None:

@@ -37,10 +37,9 @@ class Connector:
         self._device = torch.device("cpu")
         self._offer = Offer((GLOO,))
 
-    def use(self, device: torch.device) -> None:
-        """Build communicators for tensors on ``device`` from now on. Raises ``ConfigError``."""
-        self._device = device
-        self._offer = Offer.of(self._env.config.fault_tolerance.communicator, device)
+    def use(self, device: torch.device, offer: Offer) -> None:
+        """Build communicators for tensors on ``device`` from now on, of a kind that all members offer."""
+        self._device, self._offer = device, offer
 
     def begin(self, view: View, agreement: CoordinationClient | None = None) -> None:
         """Build the communicator of ``view`` at this position in the background. ``agreement``: that of the calling

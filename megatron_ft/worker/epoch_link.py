@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatron_ft.collectives.base import Communicator
+from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.collectives.rendezvous import Connector
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
@@ -85,9 +86,9 @@ class EpochLink:
                 _log.info(f"epoch {epoch} is over: {reason}: {detail}")
         return said
 
-    def use(self, device: torch.device) -> None:
-        """Build communicators for gradients on ``device``. Raises ``ConfigError``."""
-        self._connector.use(device)
+    def use(self, device: torch.device, offer: Offer) -> None:
+        """Build communicators for gradients on ``device``, of a kind that this rank and all others offer."""
+        self._connector.use(device, offer)
 
     def take_seat(self, view: View, agreement: CoordinationClient) -> None:
         """Begin to connect: another thread has found this group's seat in ``view``, and other groups wait for it."""

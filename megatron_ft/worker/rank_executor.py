@@ -24,6 +24,7 @@ import torch
 from megatron_ft.collectives import state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, stuck, sweep
 from megatron_ft.collectives.bucket_allreduce import Changed, Reduction
+from megatron_ft.collectives.communicator_choice import NCCL, Offer
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.intra_group_gradients import OwnGradients, SharedGradients
 from megatron_ft.collectives.p2p_channel import P2PChannels
@@ -152,7 +153,11 @@ class RankExecutor:
         self.joint = hasattr(engine, "flush")
         settings = self._settings
         check_standby_memory(self._config, engine.gradient_bytes)
-        self.link.use(engine.local(0).device)
+        device = engine.local(0).device
+        offer = Offer.of(settings.communicator, device)
+        self.link.use(device, offer)
+        if self.inner is not None:
+            self.inner.use(device, offer, f"inner/{self._env.seat}/{NCCL}", self.agreement.rendezvous)
         positions = 1 if self.joint else self.size
         self._slots = Slots(engine, self.group, self.position, positions, self._config.digests)
         self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)

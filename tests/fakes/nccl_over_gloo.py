@@ -7,6 +7,7 @@ with garbage in their tensors.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,10 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives import communicator_choice
-from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import Maker
-from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from megatron_ft.collectives.communicator_choice import Offer
 from tests.fakes.nccl import GARBAGE
 
 
@@ -40,14 +38,14 @@ class _Event:
 
     def spoil(self) -> None:
         if not self._done:
-            self._tensor.fill_(GARBAGE)
+            self._tensor.fill_(GARBAGE if self._tensor.is_floating_point() else 99)
 
 
 class OverGloo:
     """One rank (``nccl_communicator.Nccl``). ``abort_hangs``: so it never returns."""
 
-    def __init__(self, address: str, abort_hangs: bool) -> None:
-        self._address, self._abort_hangs = address, abort_hangs
+    def __init__(self, abort_hangs: bool) -> None:
+        self._abort_hangs = abort_hangs
         self._group: Any = None
         self._events: list[_Event] = []
         self.aborted = False
@@ -55,7 +53,7 @@ class OverGloo:
     def connect(self, rendezvous: Any, rank: int, size: int) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=30)
         self._group = gloo(rendezvous, rank, size, options)
         self._group._set_default_timeout(timedelta(hours=1))
@@ -114,16 +112,11 @@ class _InThread:
 
 
 def install(abort_hangs: bool = False) -> None:
-    """Make all communicators between groups of this process so. ``abort_hangs``: of those with several members."""
+    """Make all communicators of this process so. ``abort_hangs``: of those between groups."""
 
-    def make(self: Maker, kind: str, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
-        host = GlooCommunicator(rendezvous(name), self.me, self.members, self.epoch, self.timeout_s, self.address)
-        if not name.startswith("outer/"):
-            return host
-        nccl = OverGloo(self.address, abort_hangs)
-        store = rendezvous(f"{name}/{communicator_choice.NCCL}")
-        return NcclCommunicator(
-            host, nccl, torch.is_floating_point, store, self.me, self.members, self.epoch, self.timeout_s
-        )
+    def make(device: torch.device, name: str) -> OverGloo:
+        return OverGloo(abort_hangs and name.startswith("outer/"))
 
-    Maker.make = make  # type: ignore[method-assign]
+    communicator_choice.CudaNccl = make  # type: ignore[assignment, misc]
+    kinds = (communicator_choice.NCCL, communicator_choice.GLOO)
+    Offer.of = lambda setting, device: Offer(kinds, f"device of process {os.getpid()}")  # type: ignore[method-assign]

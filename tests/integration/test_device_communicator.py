@@ -1,4 +1,4 @@
-"""Runs whose gradients go between groups as if by NCCL (``tests.fakes.nccl_over_gloo``), with groups that are killed."""
+"""Runs whose gradients go between groups, and inside them, as if by NCCL (``tests.fakes.nccl_over_gloo``)."""
 
 from __future__ import annotations
 
