@@ -88,7 +88,7 @@ def _sample(rank: Watched) -> rank_health.Sample | None:
 
 def limits(settings: DetectorConfig) -> rank_health.Limits:
     """Return the config's limits, in seconds."""
-    first_s = settings.collective_timeout_s
+    first_s = settings.longest_collective_s
     return rank_health.Limits(
         stopped_s=settings.stopped_timeout_s,
         hang_s=None if settings.hang_timeout_s == AUTO else float(settings.hang_timeout_s),

@@ -6,8 +6,8 @@ on the control store. It listens on this host's address in the hosts' network on
 that interface.
 
 Failures it assumes: any rank of the group may vanish while the world is made or later. Process groups of gloo can then be
-cut (``utils.socket_tracker``), so that no rank stays in a collective for gloo's half hour. NCCL's are aborted only where the
-script has handed them to ``Session.watch`` (``collectives.user_process_groups``).
+cut (``utils.socket_tracker``), so that no rank stays in a collective for gloo's half hour, and NCCL's are aborted
+(``collectives.user_process_groups``).
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ class World:
         if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         store = world._meet(env, agreement, interrupted)
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        longest_s = env.config.fault_tolerance.detector.longest_collective_s if "nccl" in backend else ENDLESS_S
         with world.made_here():
             dist.init_process_group(
-                backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+                backend,
                 store=dist.PrefixStore("world", store),
                 rank=env.position,
                 world_size=env.config.ranks_per_group,
-                timeout=timedelta(seconds=ENDLESS_S),
+                timeout=timedelta(seconds=longest_s),
             )
         return world
 

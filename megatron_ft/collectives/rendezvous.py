@@ -54,7 +54,7 @@ class Connector:
             self._build.give_up()
         env, store = self._env, self._elsewhere
         agreement.put(self._ready(view, env.group), self._offer.to_json())
-        timeout_s = env.config.fault_tolerance.detector.collective_timeout_s
+        timeout_s = env.config.fault_tolerance.detector.longest_collective_s
         # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
         maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device)

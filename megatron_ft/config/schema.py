@@ -35,6 +35,7 @@ from megatron_ft.config.validators import (
     or_auto,
     whole_number,
 )
+from megatron_ft.core.detection import collective_stalls
 from megatron_ft.core.exactness import grid, verification
 from megatron_ft.core.protocol.state import Job
 from megatron_ft.core.replication import placement as replication
@@ -131,8 +132,10 @@ class DetectorConfig:
     The end of a process needs none of them: its agent notices at once. docs/timeouts.md lists what each of them ends.
     """
 
-    collective_timeout_s: float = setting(1800.0, POSITIVE)
-    """Seconds, > 0. A collective operation between groups that takes longer ends the epoch."""
+    collective_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
+    """Seconds, > 0, or "auto". A collective operation between groups that takes longer ends the epoch, and a group whose
+    ranks wait for longer in a collective of its engine has failed. Auto: between groups half an hour; inside a group ten
+    times the longest wait or piece of work so far, at least a minute and at most half an hour."""
     report_timeout_s: float = setting(60.0, POSITIVE)
     """Seconds, > 0. At the end of an epoch, the next view leaves out a live group that has not reported in this time.
     It must be longer than the group's longest microbatch, because a group reports between two microbatches."""
@@ -170,6 +173,12 @@ class DetectorConfig:
     state_check_steps: int = setting(64, whole_number(0))
     """Number of steps, >= 0, in which the parameters, buffers and optimizer state of all groups are compared once, a
     part of them at a time. 0: they are compared only before a checkpoint and at the end of the run."""
+
+    @property
+    def longest_collective_s(self) -> float:
+        """The most seconds that ``collective_timeout_s`` allows a collective; with "auto" half an hour."""
+        given = self.collective_timeout_s
+        return collective_stalls.CEILING_S if given == AUTO else float(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,10 +319,12 @@ class FaultToleranceConfig:
         detector = self.detector
         for name in ("storage_timeout_s", "outside_timeout_s"):
             value = getattr(detector, name)
-            if value != AUTO and value > detector.collective_timeout_s:
+            if value != AUTO and value > (longest_s := detector.longest_collective_s):
+                given = detector.collective_timeout_s
+                known = f'"{AUTO}", at most {longest_s:g}' if given == AUTO else given
                 raise ConfigError(
                     f"fault_tolerance.detector.{name} is {value} and detector.collective_timeout_s is "
-                    f"{detector.collective_timeout_s}; the other groups wait for a rank no longer than "
+                    f"{known}; the other groups wait for a rank no longer than "
                     f"collective_timeout_s: raise that, too, or lower {name}"
                 )
 

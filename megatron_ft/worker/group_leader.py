@@ -212,7 +212,7 @@ class GroupLeader:
         self._progress.enter("waiting")
         self._agreement.done(self._incarnation, self._executor.carry_out(orders.Fingerprint()))
         self._points.reach("finish", self._state.step)
-        patience_s = self._config.fault_tolerance.detector.collective_timeout_s
+        patience_s = self._config.fault_tolerance.detector.longest_collective_s
         deadline = time.monotonic() + patience_s
         while not self._is_over():
             began = time.monotonic()

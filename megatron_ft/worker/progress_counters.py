@@ -19,6 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from megatron_ft.core.detection.collective_stalls import Training
 from megatron_ft.core.detection.rank_health import Phase
 
 BEAT_S = 0.1
@@ -38,7 +39,8 @@ class ProgressCounters:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FIELDS.size)
-        self._beats = self._progress = self._dataset = 0
+        self._beats = self._progress = self._dataset = self._engine = 0
+        self._phase: Phase = "outside"
 
     @classmethod
     def from_env(cls) -> ProgressCounters:
@@ -47,12 +49,24 @@ class ProgressCounters:
 
     def enter(self, phase: Phase) -> None:
         """Training thread: set the present phase."""
+        self._phase = phase
         struct.pack_into("=Q", self._memory, 16, _PHASES.index(phase))
 
     def advance(self) -> None:
         """Training thread: count a finished action."""
         self._progress += 1
         struct.pack_into("=Q", self._memory, 8, self._progress)
+
+    def engine(self) -> None:
+        """Training thread: count the beginning or the end of an operation in which the engine waits for ranks of the group
+        only; these never overlap."""
+        self._engine += 1
+
+    def training(self) -> Training:
+        """Any thread: return the state of the training thread."""
+        phase, engine = self._phase, self._engine
+        excuse = "inside the dataset" if self._dataset % 2 else "between two steps" if phase == "outside" else ""
+        return Training((self._progress, phase, engine), engine % 2 == 1 and phase != "outside", engine // 2, excuse)
 
     def dataset(self) -> None:
         """Count the beginning or the end of a dataset call, in the calling thread; calls never overlap."""

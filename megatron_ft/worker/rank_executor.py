@@ -288,8 +288,12 @@ class RankExecutor:
         """Run an operation in which the engine communicates with the other ranks of the group."""
         if self.inner is None:
             return operation()
-        with lost_inside(lambda: self.lost_because):
-            return operation()
+        self.progress.engine()
+        try:
+            with lost_inside(lambda: self.lost_because):
+                return operation()
+        finally:
+            self.progress.engine()
 
     def compute(
         self, microbatch: Microbatch, patch: bool, part: int = OWN, digest: bool = False, ahead: Ready | None = None

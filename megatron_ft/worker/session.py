@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from megatron_ft.checkpoint import peer_copies, restore
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
-from megatron_ft.collectives.nccl_watchdog import Watchdog
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.config import rank_env
 from megatron_ft.config import schema as config_module
@@ -152,7 +151,6 @@ class Session:
         self._store = ControlStore(where, env.run_id, _STORE_TIMEOUT_S, secret=env.secret)
         self._store.when_forged(self._record_forged)
         self._settings = env.config.fault_tolerance
-        patience_s = self._settings.detector.collective_timeout_s
         store_patience_s = self._settings.store_patience_s
         agreement = self._agreement = CoordinationClient(
             self._store, env.group, store_patience_s, claimant=self._claimant
@@ -171,9 +169,7 @@ class Session:
         self._maker = EngineMaker(env, agreement, self._slots, lost, self._until_lost)
         self._copies = peer_copies.of(env)
         self._liveness = LivenessTracker(env.config.groups)
-        self._user_groups = UserProcessGroups(
-            env.group, env.position, self._store.clone(), patience_s, env.incarnation, env.host_rank
-        )
+        self._process_groups = UserProcessGroups(env, self._store.clone(), self._rank.progress.training)
         if env.position == 0:
             placement = config_module.placement_of(env.config)
             self._role: GroupLeader | GroupFollower = GroupLeader(
@@ -191,6 +187,7 @@ class Session:
         if listens and threading.current_thread() is threading.main_thread():  # else no group would take the work over
             signal.signal(signal.SIGTERM, lambda *_: self.leave("SIGTERM"))
         if self._rank.size > 1:
+            self._process_groups.start()
             with self._until_lost():
                 self._rank.join(IntraGroup.build(env, agreement, lost))
 
@@ -737,19 +734,6 @@ class Session:
         if isinstance(self._role, GroupLeader):
             self._role.leave(why)
 
-    def watch(self, groups: Mapping[str, Any], timeout_s: float | None = None) -> Watchdog:
-        """Watch process groups that an engine uses inside this group. Every member of them has to call this method.
-
-        When a process group breaks, this group is out of the run and the others continue. A process group breaks when
-        NCCL's watchdog reports it, or when a gloo work that was passed to ``watch(work, name)`` of the returned object
-        takes longer than ``timeout_s``.
-
-        Args:
-            groups: name -> ``torch.distributed`` process group.
-            timeout_s: limit for a gloo work, in seconds. Default: ``detector.collective_timeout_s``.
-        """
-        return self._user_groups.watch(groups, timeout_s or self._settings.detector.collective_timeout_s)
-
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _first_view(self) -> View | None:
@@ -805,6 +789,9 @@ class Session:
         if isinstance(verdict, signals.ChecksumsRequested):
             self._rank.publish_checksums(verdict)
             return
+        if isinstance(verdict, signals.CollectivesRequested):
+            self._process_groups.answer(verdict)
+            return
         self._liveness.on_signal(verdict)
         if (
             isinstance(verdict, GroupFailed)
@@ -812,7 +799,7 @@ class Session:
             and self._rank.size > 1
         ):
             self._rank.lose(verdict.reason)
-            self._user_groups.abort()
+            self._process_groups.abort()
             self._maker.cut()
         self._role.on_signal(verdict)  # first: a training thread that is unblocked finds the reason there
         self._rank.on_signal(verdict)

@@ -7,6 +7,7 @@ have such groups.
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -119,42 +120,48 @@ def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data
     assert sum(line["patched"] for line in run.events("recovery")) <= support.PER_GROUP
 
 
-OWN_GROUP = """
-import os, threading
+HANGS_INSIDE = """
+import threading
 import torch, torch.distributed as dist
-import megatron_ft
+from megatron_ft.core.detection import collective_stalls
+from megatron_ft.worker.rank_executor import RankExecutor
 from megatron_ft.worker.session import Session
 
-group, position = int(os.environ["MEGATRON_FT_GROUP"]), int(os.environ["RANK"])
-where = os.path.join(os.environ["MEGATRON_FT_RUN_DIR"], f"meet{group}")
-dist.init_process_group("gloo", init_method=f"file://{where}", rank=position, world_size=int(os.environ["WORLD_SIZE"]))
-plain, dogs = Session.train_step, []
+collective_stalls.LEAST_S = 2.0
+plain, inside = Session.train_step, RankExecutor._inside
 
 def train_step(self, *args):
-    if not dogs:
-        dogs.append(self.watch({"tp": dist.group.WORLD}, timeout_s=600.0))
-    result = plain(self, *args)
-    if (group, result.step) == (1, 3):
-        dogs[0]._timeout_s = 1.0  # from here on: any other may wait long for the other rank of its group, on a busy machine
-    if (group, position, result.step) == (1, 1, 3):
-        threading.Event().wait()  # a bug of the user's: it never gets to the collective
-    work = dist.all_reduce(torch.ones(10), async_op=True)
-    dogs[0].watch(work, f"tp all-reduce of step {result.step}")
-    work.wait()
-    return result
+    if not dist.is_initialized():
+        self.init_distributed("gloo")
+    return plain(self, *args)
 
-Session.train_step = train_step
+def with_collective(self, operation):
+    def first_a_collective():
+        if (self.group, self.position, self._step) == (1, 1, 5):
+            threading.Event().wait()  # a bug of the user's: it never gets to the collective
+        dist.all_reduce(torch.ones(10))
+        return operation()
+    return inside(self, first_a_collective)
+
+Session.train_step, RankExecutor._inside = train_step, with_collective
 """
 
 
-def test_a_hang_in_the_users_own_process_group_takes_that_group_out(tmp_path, data_dir, alone):
-    script = support.changed_script(tmp_path / "train.py", OWN_GROUP)
+def test_a_hang_inside_a_group_takes_it_out_and_names_the_rank(tmp_path, data_dir, alone):
+    """The script does nothing for it, and no limit is set."""
+    script = support.changed_script(tmp_path / "train.py", HANGS_INSIDE)
     run = start(tmp_path / "run", data_dir, script=script)
     run.check(alone)
     (view,) = [line for line in run.events("view") if line["lost"]]
     assert list(view["lost"]) == ["1"]
-    assert "tp all-reduce of step 3: not ended after" in view["lost"]["1"] and "rank 0 on" in view["lost"]["1"]
-    assert "tp all-reduce of step 2: ended" in view["lost"]["1"], "the last collectives are part of the reason"
+    assert re.match(
+        r"rank 1 on \S+ \(pid \d+\) did not enter all_reduce #\d+ of the world; rank 0 waits in it", view["lost"]["1"]
+    )
+    for position in range(RANKS):
+        assert (
+            "the last collectives:\n  the world all_reduce #"
+            in (run.directory / "logs" / f"g1.p{position}.log").read_text()
+        )
 
 
 FALLS_APART = """

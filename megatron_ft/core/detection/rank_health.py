@@ -32,9 +32,9 @@ Phase = Literal["outside", "working", "waiting"]
 
 LOOK_S = 0.25
 """The most seconds that one look adds to any time, because an agent that did not look has not seen anything."""
-_LEARNED = 3
+LEARNED = 3
 """The number of finished pieces of work after which their length is used: the first ones compile and read."""
-_FACTOR, _LEAST_S = 10.0, 60.0
+FACTOR, LEAST_S = 10.0, 60.0
 """Default limit for a piece of work: ten times the longest so far, and at least a minute."""
 _EVIDENCE_S, _EVIDENCE_SHARE = 5.0, 4.0
 """A rank counts as stuck in storage after this time, or after this part of the limit for its piece of work if that is
@@ -113,14 +113,14 @@ class Health:
         """Return the seconds a piece of work may take, and the reason for this limit."""
         if self.last is not None and self.last.phase == "outside":
             return limits.outside_s, "between two steps"
-        if self.finished < _LEARNED:
+        if self.finished < LEARNED:
             return limits.first_s, "it has just started"
         if limits.hang_s is not None:
             return limits.hang_s, "hang_timeout_s"
-        learned = _FACTOR * self.longest_s
-        if learned < _LEAST_S:
-            return _LEAST_S, "the least"
-        return learned, f"{_FACTOR:g} times the longest so far, {self.longest_s:.3g} s"
+        learned = FACTOR * self.longest_s
+        if learned < LEAST_S:
+            return LEAST_S, "the least"
+        return learned, f"{FACTOR:g} times the longest so far, {self.longest_s:.3g} s"
 
     def is_overdue(self, limits: Limits) -> bool:
         """Return whether the rank has worked on one piece of work for longer than the limit."""

@@ -81,7 +81,7 @@ def expired(key: str, present: Present) -> bool:
             _, _, attempt = rest.partition(".e")  # RUN.eEPOCH.GROUP.NUMBER (``worker.checkpointing.coordinator``)
             epoch = attempt.partition(".")[0]
             return 0 <= _number(epoch) < present.floor.epoch
-        case "inner" | "line" | "restart" | "start":
+        case "inner" | "line" | "restart" | "start" | "calls":
             return _start_is_over(kind, first, present)
         # Steps before the view's are committed everywhere; "nonfinite/stop" and the like are not steps.
         case "nonfinite" | "divergence" | "evaluate":
@@ -181,6 +181,11 @@ def _slots(signal: signals.Signal, dead: Mapping[GroupId, int]) -> list[tuple[Ha
             return [(("diverged", group), (number,))]
         case signals.RunHalted():
             return [("halts", ())]
-        case signals.EpochAborted() | signals.ChecksumsRequested() | signals.ForgedNotice():
+        case (
+            signals.EpochAborted()
+            | signals.ChecksumsRequested()
+            | signals.CollectivesRequested()
+            | signals.ForgedNotice()
+        ):
             return []
     raise TypeError(f"kept: {signal!r} is not a signal")

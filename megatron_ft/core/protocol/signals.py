@@ -204,6 +204,22 @@ class ChecksumsRequested:
 
 
 @dataclass(frozen=True)
+class CollectivesRequested:
+    """A rank waits inside its group for too long, or has seen a process group break: all ranks of the group publish which
+    collectives they have entered.
+
+    Attributes:
+        group: the group.
+        incarnation: its start.
+        asked: a name of this request, unique in that start.
+    """
+
+    group: GroupId
+    incarnation: int
+    asked: str
+
+
+@dataclass(frozen=True)
 class ForgedNotice:
     """An entry of the notice log that no process of the run has written. It has no effect."""
 
@@ -221,6 +237,7 @@ Passed = (
     | ViewAgreed
     | RunFinished
     | ChecksumsRequested
+    | CollectivesRequested
     | ForgedNotice
 )
 """The notices that mean the same to every reader."""
@@ -351,6 +368,7 @@ _KINDS: dict[type, str] = {
     RunFinished: "over",
     StateDiverged: "diverged",
     ChecksumsRequested: "differs",
+    CollectivesRequested: "collectives",
     RunHalted: "halts",
     ForgedNotice: "forged",
 }

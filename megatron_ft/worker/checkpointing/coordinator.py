@@ -91,7 +91,7 @@ class CheckpointCoordinator:
         self._directory = Path(self._settings.directory)
         self.on = bool(self._settings.directory)
         self._wake, self._news = _NEVER, self.on
-        self._patience_s = min(_PATIENCE_S, config.fault_tolerance.detector.collective_timeout_s / 2)
+        self._patience_s = min(_PATIENCE_S, config.fault_tolerance.detector.longest_collective_s / 2)
         self._began = self._last = time.monotonic()
         self._since = 0
         period_s = self._settings.period_s

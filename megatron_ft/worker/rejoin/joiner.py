@@ -108,7 +108,7 @@ class RejoinClient:
         try:
             found = [self._find(group, incarnation) for group, incarnation in donors]
             who = f"rank {env.position} of group {env.group}, start {env.incarnation},"
-            patience_s = env.config.fault_tolerance.detector.collective_timeout_s
+            patience_s = env.config.fault_tolerance.detector.longest_collective_s
             guest = self._receiver = StateReceiver(self._rank.engine, env.key, env.position, who, found, patience_s)
         except Gone as gone:
             guest, self.astray = None, str(gone)
