@@ -220,7 +220,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "wait_for(lambda: agreement.get(name) is not None, interrupted)",
     ): _STARTS,
     ("collectives/intra_group.py", "_meet.wait", "wait_for(condition, interrupted)"): _STARTS,
-    ("collectives/nccl_watchdog.py", "Watchdog._run", "while not self._stop.wait(self._poll_s)"): _THREAD,
     ("collectives/p2p_channel.py", "P2PChannels.heard", "while len(received) < _MESSAGE.size"): _NEVER_BLOCKS
     + "it reads what is there",
     ("collectives/p2p_channel.py", "_call", "wait_for(lambda: agreement.get(name) is not None, interrupted)"): _STARTS,
@@ -234,6 +233,9 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "wait_for",
         "while not condition()",
     ): "it has no clock; every use of it is listed with the place where it is",
+    ("collectives/user_process_groups.py", "UserProcessGroups._run", "wait"): _THREAD,
+    ("collectives/user_process_groups.py", "UserProcessGroups._run", "while True"): _THREAD,
+    ("collectives/user_process_groups.py", "UserProcessGroups._run", "while not self._lost.wait(_LOOK_S)"): _THREAD,
     ("coordination/key_sweeper.py", "Sweeper._run", "wait"): _THREAD,
     ("coordination/store/claim_log.py", "Locator.follow.run", "while not pause.wait(_LOOK_S)"): _THREAD,
     (

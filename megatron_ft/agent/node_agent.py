@@ -52,7 +52,7 @@ from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
-from megatron_ft.utils import out_of_memory
+from megatron_ft.utils import gpu_faults, out_of_memory
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import Wakeup, stop_signals
 
@@ -166,6 +166,7 @@ class Agent:
         self._outcome = RunOutcome(self._record, saves=bool(self._config.fault_tolerance.checkpoint.directory))
         self._signalled: signal.Signals | None = None
         self._memory = out_of_memory.Watch()
+        self._gpus = gpu_faults.Watch()
         self._tracking = Tracking(options.track, self._run_dir)
         self._speaks = False
         self._closing_due: float | None = None
@@ -326,7 +327,8 @@ class Agent:
         """Give up ranks that live but cannot continue by themselves."""
         for rank in self._ranks.given_up(self._stalls.is_outage):
             fields = {"group": rank.group, "position": rank.position, "pid": rank.process.pid, **self._hosts.who}
-            why = rank.watched.given_up
+            hints = self._gpus.hints(rank.process.pid)
+            why = rank.watched.given_up + (f"; {hints}" if hints else "")
             self._announce(signals.RankUnresponsive(**fields, why=why, incarnation=rank.incarnation))
             detail = {"signal": None, "code": None, "detail": why, "incarnation": rank.incarnation}
             self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
@@ -381,6 +383,8 @@ class Agent:
             code=code if code >= 0 else None,
             **{**self._killed_for_memory(rank, code), **rank.last_words()},
         )
+        if code and not rank.killed and (hints := self._gpus.hints(rank.process.pid)):
+            death = replace(death, detail=f"{death.detail}; {hints}" if death.detail else hints)
         if code == 0 and not self._ended() and (end := self._record.summary().end):
             self._client.say_ended(end)  # the rank had the store's answer, and the store has died since
         if code and self._is_failure_after(rank):

@@ -77,16 +77,19 @@ def _call(function: str) -> str | bytes | None:
 
 
 def calls(recorded: Iterable[Mapping[str, Any]], members: Mapping[str, Sequence[int]]) -> tuple[Call, ...]:
-    """Return the recorded entries as calls. ``members``: process group -> ranks of the world."""
-    return tuple(call for entry in recorded if (call := _call_of(entry, members)) is not None)
+    """Return the entries of some process groups as calls. ``members``: process group -> ranks of the world.
+
+    Those of this package have no name; in them ranks wait for other groups.
+    """
+    return tuple(_call_of(entry, members) for entry in recorded if entry["process_group"][0] in members)
 
 
-def _call_of(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Call | None:
+def _call_of(entry: Mapping[str, Any], members: Mapping[str, Sequence[int]]) -> Call:
     group, name = entry["process_group"][0], entry["profiling_name"]
     backend, _, operation = name.partition(":")
     peer = None
     if entry["is_p2p"] and (found := _PEER.search(operation)) is not None:
-        ranks = members.get(group, ())
+        ranks = members[group]
         number = int(found[2])  # of this rank's peer in the group: both "0->1" and "0<-1" begin with this rank
         peer = ranks[number] if number < len(ranks) else None
     # gloo's entries never become "completed"; a retired one of NCCL's that is not has timed out.

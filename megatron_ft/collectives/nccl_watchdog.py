@@ -69,6 +69,11 @@ def environment(present: Mapping[str, str]) -> dict[str, str]:
     return added
 
 
+def names() -> list[str]:
+    """Return the names of all variables that :func:`environment` knows."""
+    return [name for several, *_ in _SETTINGS for name in several.split()]
+
+
 _KINDS = {"TIMEOUT": "timeout", "COMM_ERROR": "comm_error", "REMOTE_ERROR": "remote_error", "UNKNOWN": "comm_error"}
 """Names in torch's ``ErrorType`` for failures."""
 

@@ -185,7 +185,8 @@ class UserProcessGroups:
 
     def answer(self, request: signals.CollectivesRequested) -> None:
         """Publish which collectives this rank has entered, in a thread. Any thread may call it."""
-        if (request.group, request.incarnation) == (self._env.group, self._env.incarnation):
+        mine = request.asked.startswith(f"{self._env.position}.")
+        if not mine and (request.group, request.incarnation) == (self._env.group, self._env.incarnation):
             VitalThread(self._publish, "megatron_ft-collectives", (request.asked,), failed=self._failed).start()
 
     def _publish(self, asked: str) -> None:

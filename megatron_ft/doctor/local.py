@@ -21,8 +21,10 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ft.agent.etcd import binary
+from megatron_ft.collectives import nccl_watchdog
 from megatron_ft.doctor import disk, versions
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, OK, WARN, Finding, rate, table
+from megatron_ft.errors import ConfigError
 from megatron_ft.utils import extras
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -187,7 +189,19 @@ def _torch() -> list[Finding]:
         return [Finding("torch", BROKEN, trouble, f"reinstall: {remedy}", needed=True)]
     facts = json.loads(output.splitlines()[-1])
     details = f"{facts['version']}, built for {facts['built_for']}, {facts['threads']} threads"
-    return [Finding("torch", OK, details, needed=True), _cuda(facts), _nccl(facts)]
+    return [Finding("torch", OK, details, needed=True), _cuda(facts), _nccl(facts), _nccl_environment()]
+
+
+def _nccl_environment() -> Finding:
+    """Shows what ``launch`` sets for its ranks, so that NCCL's watchdog reports a failure and does not end the process."""
+    name = "NCCL environment"
+    try:
+        added = nccl_watchdog.environment(os.environ)
+    except ConfigError as error:
+        return Finding(name, BROKEN, str(error), "unset the variables; launch refuses to start with them", needed=True)
+    own = sorted(f"{key}={os.environ[key]}" for key in nccl_watchdog.names() if key in os.environ)
+    details = "ranks get " + " ".join(f"{key}={value}" for key, value in added.items()) if added else "nothing is added"
+    return Finding(name, OK, f"{details}; your own values stay: {' '.join(own)}" if own else details)
 
 
 def _cuda(facts: dict[str, Any]) -> Finding:

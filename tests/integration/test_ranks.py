@@ -137,7 +137,7 @@ def train_step(self, *args):
 
 def with_collective(self, operation):
     def first_a_collective():
-        if (self.group, self.position, self._step) == (1, 1, 5):
+        if (self.group, self.position, self.incarnation, self._step) == (1, 1, 0, 5):
             threading.Event().wait()  # a bug of the user's: it never gets to the collective
         dist.all_reduce(torch.ones(10))
         return operation()

@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from megatron_ft.collectives import nccl_watchdog
 from megatron_ft.doctor import disk, doctor_report
 from megatron_ft.doctor import local as doctor
 
@@ -84,3 +85,17 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     (finding,) = doctor._interfaces()
     assert finding.state == "broken" and finding.needed
     assert "GLOO_SOCKET_IFNAME=lo,ib7: this host has no ib7; it has" in finding.details
+
+
+def test_the_environment_of_nccl_is_shown(monkeypatch):
+    for name in nccl_watchdog.names():
+        monkeypatch.delenv(name, raising=False)
+    found = doctor._nccl_environment()
+    assert found.state == "ok" and "TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in found.details
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "4096")
+    found = doctor._nccl_environment()
+    assert "your own values stay: TORCH_FR_BUFFER_SIZE=4096" in found.details
+    assert "TORCH_FR_BUFFER_SIZE=512" not in found.details
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    found = doctor._nccl_environment()
+    assert found.state == "broken" and found.needed and "with it NCCL starts no watchdog" in found.details

@@ -38,7 +38,7 @@ from megatron_ft.errors import ConfigError, EngineError
         ({"fault_tolerance": {"detector": {"stall_notice_s": 0}}}, ["detector.stall_notice_s is 0", "> 0"]),
         (
             {"fault_tolerance": {"detector": {"storage_timeout_s": 3600}}},
-            ["detector.storage_timeout_s is 3600", "collective_timeout_s is 1800", "raise that, too"],
+            ["detector.storage_timeout_s is 3600", 'collective_timeout_s is "auto", at most 1800', "raise that, too"],
         ),
         (
             {"fault_tolerance": {"detector": {"collective_timeout_s": 60, "outside_timeout_s": 90}}},
