@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _ABORT_S = 5.0
-_ANSWER_S, _ANSWER_LOOK_S = 3.0, 0.02
+_ANSWER_S, _ANSWER_LOOK_S = 10.0, 0.02
 """Seconds that the ranks of a group have to say which collectives they have entered."""
 _AGAIN_S = 10.0
 """Seconds until a rank that waits is looked at again, when the last look has found no reason; twice as long each time."""
