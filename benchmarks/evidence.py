@@ -87,6 +87,10 @@ KEPT = dict([
     _result("explore",
             "-m megatron_ft.simulation.protocol.explore --seeds 200000 --jobs 2 --out benchmarks/results/explore.json",
             *DECIDED, *_paths("simulation/protocol types.py")),
+    _result("explore_device",
+            "-m megatron_ft.simulation.protocol.explore --device --policy each --seeds 100000 --jobs 2 "
+            "--out benchmarks/results/explore_device.json",
+            *DECIDED, *_paths("simulation/protocol types.py")),
     _result("chaos", "-m tests.chaos --runs 80 --seed 0 --out benchmarks/results/chaos.json",
             "megatron_ft/faults", *RUN),
     _result("chaos_exact", "-m tests.chaos --exact --runs 200 --seed 0 --out benchmarks/results/chaos_exact.json",

@@ -330,6 +330,14 @@ def check_nobody_left_out(lines: Lines) -> list[str]:
     return [f"{_who(line)} lives and is left out: {line['reason']}" for line in left_out]
 
 
+def check_deaths(lines: Lines) -> list[str]:
+    """No process with a seat dies except by a fault, at its moment; one that stops by itself says why (``stop``)."""
+    struck = {line["t"] for line in _of(lines, "fault")}
+    seated = {(line["group"], line["incarnation"]) for line in _of(lines, "enter")}
+    dead = (line for line in _of(lines, "dead") if (line["group"], line["incarnation"]) in seated)
+    return [f"{_who(line)} dies at {line['t']}, and no fault has struck it" for line in dead if line["t"] not in struck]
+
+
 def _an_end(lines: Lines) -> list[str]:
     """After the faults stop, every living group reaches the end within the bound."""
     end = lines[-1]

@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.simulation.protocol.scenario import DRAWN, Scenario, draw, draw_fail_over, draw_of
+from megatron_ft.simulation.protocol.scenario import (
+    DRAWN,
+    EACH,
+    Scenario,
+    draw,
+    draw_fail_over,
+    draw_of,
+    draw_on_devices,
+)
 from megatron_ft.simulation.protocol.simulated_cluster import History, play
 from megatron_ft.types import listed
 
@@ -90,9 +98,13 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 
 def command(scenario: Scenario, draw: Draw = draw) -> str:
     """Returns the command that replays this scenario."""
-    whole, which = draw(scenario.seed), " --fail-over" if draw is draw_fail_over else ""
+    whole, which = draw(scenario.seed), ""
+    if isinstance(draw, partial) and draw.func is draw_on_devices:
+        which, draw = " --device", draw.args[0]
     if isinstance(draw, partial):
-        which = f" --policy {draw.args[0]}"
+        which += f" --policy {draw.args[0]}"
+    elif draw is draw_fail_over:
+        which += " --fail-over"
     kept = [index for index, fault in enumerate(whole.faults) if fault in scenario.faults]
     if len(kept) == len(whole.faults):
         return f"{COMMAND}{which} --seed {scenario.seed}"
@@ -142,6 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of: Draw = draw_fail_over if options.fail_over else draw
     if options.policy:
         of = partial(draw_of, options.policy)
+    if options.device:
+        of = partial(draw_on_devices, of)
     if options.seed is not None:
         return _replay(of, options.seed, options.faults)
     started = time.monotonic()
@@ -208,7 +222,12 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-over", action="store_true", help="only histories in which the control store can fail over"
     )
-    parser.add_argument("--policy", choices=DRAWN, help="histories with this policy (default: stacked_quota)")
+    parser.add_argument(
+        "--policy",
+        choices=(*DRAWN, EACH),
+        help="histories with this policy, or with one that each seed draws (default: stacked_quota)",
+    )
+    parser.add_argument("--device", action="store_true", help="on devices in all histories (default: in a fourth)")
     parser.add_argument("--faults", type=_numbers, help="with --seed: only these of its faults, e.g. 0,3; or none")
     return parser
 

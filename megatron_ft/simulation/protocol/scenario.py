@@ -7,13 +7,15 @@ shrunk.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_ft.core.scheduling.policies import DROP, POLICIES, REPLICATION, SLACK, SPARE, STACKED_QUOTA
 from megatron_ft.simulation.protocol.network import STORE
 
 DRAWN = (*POLICIES, SLACK)
-"""The names that :func:`draw_of` takes."""
+EACH = "each"
+"""The names that :func:`draw_of` takes are those of ``DRAWN``, and ``EACH``."""
 
 REPORT_TIMEOUT = 15.0
 PATIENCE = 25.0
@@ -29,6 +31,7 @@ class Fault:
     cut: what the first sends to the second is lost isolate: it sends and receives nothing
     slow: its messages take ten times as long       lose: a third of all messages are lost
     store dies, store freezes: it comes back with what it held; where the store can fail over, it has forgotten all
+    init hangs, abort hangs: the next of the group's device does       exits in init: the process does, the next time
 
     Where it can, these happen to hosts, each of which has an agent, one group at most, and perhaps the store; without a
     target, to the host of the newest claim:
@@ -57,6 +60,7 @@ class Scenario:
     ``discards``: steps and attempts whose sums are discarded before the update (``messages.Discarded``).
     ``verify``: number of microbatches of a step that a second group computes, too.
     ``policy``, ``slack``: see ``core.scheduling.policies.policy``; the copies of ``replication`` are ``redundancy``.
+    ``device``: reductions run on devices whose communicators behave like NCCL's (``simulated_device``), not gloo's.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
     outlives everything."""
 
@@ -74,6 +78,7 @@ class Scenario:
     verify: int = 0
     policy: str = STACKED_QUOTA
     slack: bool = False
+    device: bool = False
 
     def per_shard_at(self, step: int) -> int:
         """Return the number of microbatches in a shard of that step."""
@@ -100,7 +105,8 @@ class Scenario:
         size = f"{self.groups} groups, {self.per_shard} microbatches each, {self.buckets} buckets, {self.steps} steps"
         ramp = f", {self.ramp[1]} from step {self.ramp[0]} on" if self.ramp[0] else ""
         name = self.policy + (" with copies in the slack" if self.slack else "")
-        return f"seed {self.seed}: {size}{ramp}, min_groups {self.min_groups}, {hosting}, policy {name}"
+        where = ", on devices" if self.device else ""
+        return f"seed {self.seed}: {size}{ramp}, min_groups {self.min_groups}, {hosting}, policy {name}{where}"
 
 
 _ANY = {
@@ -155,12 +161,43 @@ GENTLE_TO_HOSTS = {
 }
 """The same as ``GENTLE`` where the store can fail over."""
 
-KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys())
+ON_DEVICE = ("init hangs", "abort hangs", "exits in init")
+"""Faults of groups with a device. They, too, are no reason to leave out a living group."""
+GENTLE_ON_DEVICE = {"init hangs", "exits in init"}
+"""Those of them by which no living group ends."""
+DEVICE_SHARE = 0.25
+"""Share of the seeds in which groups have devices."""
+
+KINDS = sorted(_ANY.keys() - {"rack"} | _HOSTS.keys() | set(ON_DEVICE))
 """Every value of ``Fault.kind``; a drawn "rack" becomes several faults."""
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed; in every fourth the store can fail over."""
+    """The scenario of a seed; in every fourth the store can fail over, in another fourth groups have devices."""
+    scenario = _draw(seed)
+    on_devices = random.Random(f"devices {seed}").random() < DEVICE_SHARE
+    return with_devices(scenario) if on_devices else scenario
+
+
+def draw_on_devices(draw: Callable[[int], Scenario], seed: int) -> Scenario:
+    """The scenario that ``draw`` makes of a seed, with devices."""
+    scenario = draw(seed)
+    return scenario if scenario.device else with_devices(scenario)
+
+
+def with_devices(scenario: Scenario) -> Scenario:
+    """The same scenario on devices, with up to 3 faults of theirs, most of them close upon another fault."""
+    rng = random.Random(f"device {scenario.seed}")
+    length = scenario.steps * (scenario.per_shard + 3.0)
+    faults = list(scenario.faults)
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        near = rng.choice(scenario.faults).at if scenario.faults and rng.random() < 0.7 else rng.uniform(0, length)
+        at = max(0.0, near - rng.uniform(0, 5))
+        faults.append(Fault(at, rng.choice(ON_DEVICE), (rng.randrange(scenario.groups),)))
+    return replace(scenario, device=True, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw(seed: int) -> Scenario:
     scenario = draw_fail_over(seed) if seed % 4 == 3 else draw_fixed(seed)
     rng = random.Random(f"ramp {seed}")  # of its own: the scenarios without a ramp are those of before
     if scenario.steps > 1 and rng.random() < 0.25:
@@ -175,7 +212,10 @@ def draw(seed: int) -> Scenario:
 
 
 def draw_of(policy: str, seed: int) -> Scenario:
-    """The scenario of a seed with a policy; ``"slack"`` is ``stacked_quota`` with copies in the slack."""
+    """The scenario of a seed with a policy; ``"slack"`` is ``stacked_quota`` with copies in the slack, ``EACH``
+    draws one of ``DRAWN``."""
+    if policy == EACH:
+        policy = random.Random(f"policy {seed}").choice(DRAWN)
     scenario, rng = draw(seed), random.Random(f"{policy} {seed}")
     groups = scenario.groups
     able = {

@@ -26,7 +26,16 @@ from megatron_ft.runlog import invariants, lineage
 from megatron_ft.simulation.protocol.kernel import Kernel
 from megatron_ft.simulation.protocol.network import STORE, Network
 from megatron_ft.simulation.protocol.returning_group import Following
-from megatron_ft.simulation.protocol.scenario import GENTLE, GENTLE_TO_HOSTS, PATIENCE, REPORT_TIMEOUT, Fault, Scenario
+from megatron_ft.simulation.protocol.scenario import (
+    GENTLE,
+    GENTLE_ON_DEVICE,
+    GENTLE_TO_HOSTS,
+    ON_DEVICE,
+    PATIENCE,
+    REPORT_TIMEOUT,
+    Fault,
+    Scenario,
+)
 from megatron_ft.simulation.protocol.simulated_group import Group, Pace
 from megatron_ft.simulation.protocol.simulated_hosts import Hosts
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
@@ -39,6 +48,8 @@ group left out after 15 more, and the longest job takes 90 on one group."""
 SEEK_INTERVAL = 1.0
 SAVE_SHARE = 0.5
 """Share of the boundaries at which a checkpoint is ordered."""
+REMOTE_ERROR_SHARE = 0.2
+"""Share of the aborts and deaths of a group with a device that a peer ever sees by itself."""
 FOLLOW_PATIENCE, SEAT_PATIENCE = 20.0, 60.0
 """A joining group waits this long for a state before it asks other donors, and to become a member before it gives up."""
 
@@ -63,8 +74,8 @@ def play(scenario: Scenario) -> History:
         cluster.record("end", reason="assertion")
         violations.append(f"core or shell asserts: {error}")
     check = lineage.check if scenario.fails_over else invariants.check_commits
-    violations += check(cluster.lines)
-    gentle = GENTLE_TO_HOSTS if scenario.fails_over else GENTLE
+    violations += check(cluster.lines) + invariants.check_deaths(cluster.lines)
+    gentle = GENTLE_TO_HOSTS.keys() | GENTLE_ON_DEVICE if scenario.fails_over else GENTLE.keys() | set(ON_DEVICE)
     if all(fault.kind in gentle for fault in scenario.faults):
         check = lineage.check_nobody_ends if scenario.fails_over else invariants.check_nobody_left_out
         violations += check(cluster.lines)
@@ -243,6 +254,19 @@ class Cluster:
         del self.groups[group.me, group.incarnation]
         self.look_for_end()
 
+    def replaced(self, group: Group, reason: str) -> None:
+        """The process ends because it cannot go on; its launcher starts another in a while."""
+        self.stopped(group, reason)
+        self.kernel.after(self.rng.uniform(1.0, 10.0), partial(self._start, group.me))
+
+    def exits(self, group: Group, why: str = "") -> None:
+        """The process ends without a word, at this moment. ``why``: the fault that does it."""
+        if why:
+            self.record("fault", what=f"at {self.kernel.now:.2f}: {why} {group.me}")
+        group.record("dead")
+        self._gone(group)
+        self._tell_end(group.me, group.incarnation, "killed")
+
     def _tell_end(self, me: GroupId, incarnation: int, detail: str) -> None:
         """An agent saw the process end, or another process believes it did."""
         ended = signals.RankExited(Exit(me, 0, 0, f"host{me}", None, 1, detail), incarnation)
@@ -288,7 +312,12 @@ class Cluster:
                 self._reset(peer, epoch)
 
     def _reset(self, peer: Group, epoch: int) -> None:
-        self.kernel.after(self.rng.uniform(0.01, 2.0), lambda: None if peer.gone else peer.reset(epoch))
+        delay = self.rng.uniform(0.01, 2.0)
+        if self.scenario.device:  # others see an error late, or never
+            if self.rng.random() > REMOTE_ERROR_SHARE:
+                return
+            delay *= 10
+        self.kernel.after(delay, lambda: None if peer.gone else peer.reset(epoch))
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -392,6 +421,8 @@ class Cluster:
                 self._accuse(group)
             case "break", (me,) if group is not None:
                 group.reset(group.state.view.epoch)
+            case kind, (me,) if kind in ON_DEVICE and group is not None and group.device is not None:
+                group.device.dooms.add(kind)
             case "cut", (source, target):
                 self.network.cut([source], [target], until)
             case "isolate", (me,):

@@ -3,7 +3,8 @@
 It carries out what ``core.protocol.machine`` decides and decides nothing itself. The training thread does one thing at a
 time and hears verdicts between two of them; the watcher hears at once and aborts the communicator they concern. An
 all-reduce is every group sending its part to every other, so each bucket finishes at some groups and not at others when
-one of them dies: more ways to break than a ring has.
+one of them dies: more ways to break than a ring has. The communicator is gloo's, whose connections break at the peers of
+a group that dies or aborts, or that of a :class:`~megatron_ft.simulation.protocol.simulated_device.Device`.
 
 A gradient is a number with one counter per microbatch (``runlog.invariants.contribution``), the model a hash of all
 gradients it has taken. How long a group *says* it needs has nothing to do with how long it takes: whatever is measured, all
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
@@ -25,15 +26,13 @@ from megatron_ft.core.protocol import machine, signals
 from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol.kernel import Future, Thread
 from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
+from megatron_ft.simulation.protocol.simulated_device import Body, Device, Sum, added
 from megatron_ft.simulation.protocol.simulated_store import Operation, Store
 from megatron_ft.simulation.protocol.store_client import CONFLICT, Client, Plain, Process
 from megatron_ft.types import GroupId, Microbatch, View, given
 
 if TYPE_CHECKING:
     from megatron_ft.simulation.protocol.simulated_cluster import Cluster
-
-Body = Generator[Future, Any, Any]
-"""Part of the training thread: yields what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,6 @@ class Pace:
     patience: float = 25.0
     """A collective is given up after this time."""
     clock: float = 0.0
-
-
-class Sum(NamedTuple):
-    """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0. ``attempts``:
-    the attempts of the step in which the parts were computed; there must be one."""
-
-    gradient: int = 0
-    seconds: Mapping[GroupId, float] = {}
-    attempts: frozenset[int] = frozenset()
 
 
 class Group(Process):
@@ -88,6 +78,7 @@ class Group(Process):
         self._inbound: dict[tuple, dict[GroupId, Any]] = {}
         self._open: View | None = None
         self._broken = ""
+        self.device = Device(self) if cluster.scenario.device else None
         self._nudge: Future | None = None
         self._heard = 0
         self._since = view.epoch
@@ -159,19 +150,33 @@ class Group(Process):
 
     def _take_in(self, event: machine.Event) -> None:
         self._inbox.append(event)
-        if self._open is not None and signals.ends(cast(signals.Verdict, event), self._open, self.state.step):
-            self._broken = self._broken or "aborted by a notice"
+        verdict = cast(signals.Verdict, event)
+        if self._open is not None and signals.ends(verdict, self._open, self.state.step):
+            self._cut("aborted by a notice", in_order=signals.in_order(verdict))
         self._poke()
 
     def reset(self, epoch: int) -> None:
         """The connection to a member of the epoch breaks."""
         if self._open is not None and self._open.epoch == epoch:
-            self._broken = self._broken or "connection reset by peer"
+            self._cut("connection reset by peer")
             self._poke()
+
+    def _cut(self, reason: str, in_order: bool = False) -> None:
+        """Nothing is waited for any more that has not ended; a communicator is aborted, unless the epoch ends in order."""
+        self._broken = self._broken or reason
+        if self.device is not None and not in_order:
+            self.device.abort()
 
     def receive(self, sender: GroupId, key: tuple, value: Any) -> None:
         """A message of another group, kept until it is asked for; the key names the epoch it belongs to."""
-        self._inbound.setdefault(key, {})[sender] = value
+        if self.device is not None and key[0] != "hello":
+            self.device.arrived(sender, key, value)
+        else:
+            self.see(key, {sender: value})
+
+    def see(self, key: tuple, values: Mapping[GroupId, Any]) -> None:
+        """The process can see these messages, or that the device has ended an operation with them."""
+        self._inbound.setdefault(key, {}).update(values)
         self._poke()
 
     def _poke(self) -> None:
@@ -188,7 +193,7 @@ class Group(Process):
             yield from self._resize(self.state.step)
             match self.next:
                 case machine.Compute(microbatch=microbatch):
-                    yield self._sleep(self.pace.compute)
+                    yield self.sleep(self.pace.compute)
                     digest_only = microbatch in self.state.digest_only
                     if not digest_only:
                         self._add(microbatch)
@@ -208,7 +213,7 @@ class Group(Process):
                     yield from self._update(step)
                 case machine.AwaitView(epoch=epoch, missing=missing):
                     if not (yield from self._glance(epoch, missing)):
-                        yield self._sleep(self.pace.poll)
+                        yield self.sleep(self.pace.poll)
                 case machine.Finish():
                     yield from self._finish()
                 case machine.Stop(reason=reason):
@@ -245,8 +250,8 @@ class Group(Process):
             match action:
                 case machine.Abort(epoch=epoch, in_order=in_order):
                     self._open = None
-                    if not in_order:  # a real communicator shuts its sockets down
-                        self.cluster.aborted(self, epoch)
+                    if not in_order:
+                        yield from self._close(epoch)
                 case machine.Publish(report=report):
                     self._report = report
                     yield self.client.call(methodcaller("set", ("report", report.epoch, report.group), report))
@@ -262,6 +267,13 @@ class Group(Process):
                         return
                     yield from self._adopt(standing)
                     return
+
+    def _close(self, epoch: int) -> Body:
+        """Abort the communicator of the epoch. One that is stuck ends the process, whose group is lost."""
+        self.cluster.aborted(self, epoch)
+        if self.device is not None and not (yield from self.device.close()):
+            self.cluster.replaced(self, "the communicator is stuck")
+            yield Future()
 
     def _adopt(self, view: View) -> Body:
         if view.epoch > self.state.view.epoch:
@@ -359,6 +371,8 @@ class Group(Process):
         reason = yield from operation
         if not reason:
             return
+        if self.device is not None and not self._broken:
+            self.device.abort()
         while self._inbox:
             yield from self._feed(self._inbox.popleft())
         if not self.state.reported and self.state.view.epoch == epoch:
@@ -371,9 +385,14 @@ class Group(Process):
 
     def _connect(self, view: View) -> Body:
         """Say hello to every member, and wait until all have; a notice ends it, and is heard first."""
-        self._send(view.live, ("hello", view.epoch), None)
+        device = self.device
+        if device is not None and device.view is not None and device.view != view:  # left in order
+            yield from self._close(device.view.epoch)
+        self._send(view.live, ("hello", self._name(view)), None)
         self._broken = ""
-        missing = yield from self._gather(("hello", view.epoch), view.live, interruptible=True)
+        missing = yield from self._gather(("hello", self._name(view)), view.live, interruptible=True)
+        if device is not None and not missing:
+            missing = yield from self._until(device.init(view), "init", device.gives_up, interruptible=True)
         if missing == _HEARD:
             return ""
         if not missing:
@@ -381,19 +400,30 @@ class Group(Process):
             yield from self._feed(machine.Connected(view.epoch))
         return missing
 
+    def _name(self, view: View) -> int:
+        """What a communicator's messages are told from those of others by."""
+        return view.epoch
+
     def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
         """Start all reductions, then take them in order; one counts when its completion is seen here."""
         view = self.state.view
         self._contribute()
         for bucket in buckets:
             part = Sum(self.local[bucket], {} if bucket else dict(self.seconds), frozenset({self.attempt}))
-            self._send(view.live, ("sum", view.epoch, step, self.attempt, bucket), part)
+            key = ("sum", self._name(view), step, self.attempt, bucket)
+            if self.device is not None:
+                self.device.all_reduce(key, part)
+            else:
+                self._send(view.live, key, part)
         for bucket in buckets:
-            key = ("sum", view.epoch, step, self.attempt, bucket)
+            key = ("sum", self._name(view), step, self.attempt, bucket)
             broken = yield from self._gather(key, view.live)
             if broken:
                 return broken
-            self.reduced[bucket] = _sum(self._inbound[key][group] for group in view.live)
+            if self.device is not None:
+                self.reduced[bucket] = cast(Sum, self.device.buffers[bucket].value)
+            else:
+                self.reduced[bucket] = added(self._inbound[key][group] for group in view.live)
             yield from self._feed(machine.Reduced(bucket))
         return ""
 
@@ -401,20 +431,20 @@ class Group(Process):
         """Hand over or take what the view says: state first, then buckets in ascending order."""
         outcome = None
         if self.me == view.source:
-            self._send(view.behind, ("state", view.epoch), self._outcome())
+            self._send(view.behind, ("state", self._name(view)), self._outcome())
         elif self.me in view.behind:
-            source = given(view.source)
-            broken = yield from self._gather(("state", view.epoch), (source,))
+            source, sent = given(view.source), ("state", self._name(view))
+            broken = yield from self._receive(sent, source, self._outcome())
             if broken:
                 return broken
-            outcome = self._inbound["state", view.epoch][source]
+            outcome = self._inbound[sent][source]
         received: dict[int, Sum] = {}
         for bucket, lacking in view.missing.items():
-            key, owner = ("bucket", view.epoch, bucket), view.final[bucket]
+            key, owner = ("bucket", self._name(view), bucket), view.final[bucket]
             if self.me == owner:
                 self._send(lacking, key, self.reduced[bucket])
             elif self.me in lacking:
-                broken = yield from self._gather(key, (owner,))
+                broken = yield from self._receive(key, owner, Sum())
                 if broken:
                     return broken
                 received[bucket] = self._inbound[key][owner]
@@ -423,6 +453,11 @@ class Group(Process):
         self.reduced.update(received)
         yield from self._feed(machine.Transferred(view.epoch, outcome and outcome.speeds))
         return ""
+
+    def _receive(self, key: tuple, source: GroupId, into: Sum | Outcome) -> Body:
+        if self.device is not None:
+            self.device.receive(key, source, into)
+        return (yield from self._gather(key, (source,)))
 
     def _outcome(self) -> Outcome:
         return Outcome(self.state.step, self.params, self.state.speeds, self.attempt)
@@ -435,7 +470,7 @@ class Group(Process):
         self.record("state", epoch=view.epoch, **told)
 
     def _update(self, step: int) -> Body:
-        yield self._sleep(self.pace.update)
+        yield self.sleep(self.pace.update)
         parts = [self.reduced.get(bucket, Sum()) for bucket in range(self.cluster.job.buckets)]
         sums = [part.gradient for part in parts]
         attempts = {attempt for part in parts for attempt in part.attempts}
@@ -536,17 +571,23 @@ class Group(Process):
     # --- waiting and talking ------------------------------------------------------------------------------------------
 
     def _gather(self, key: tuple, sources: Collection[GroupId], interruptible: bool = False) -> Body:
-        """Wait for a message from each source; returns why it cannot come, or nothing. An abort always goes first."""
+        """Wait for a message from each source; returns why it cannot come, or nothing."""
         deadline = self.cluster.kernel.now + self.pace.patience
+        there = lambda: all(group in self._inbound.get(key, ()) for group in sources)  # noqa: E731
+        return (yield from self._until(there, key[0], deadline, interruptible))
+
+    def _until(self, there: Callable[[], bool], what: str, deadline: float, interruptible: bool = False) -> Body:
+        """Wait until it is there; returns why that is not to be waited for, or nothing. An abort always goes first."""
+        began = self.cluster.kernel.now
         while True:
             if self._broken:
                 return self._broken
             if interruptible and self._inbox:
                 return _HEARD
-            if all(group in self._inbound.get(key, ()) for group in sources):
+            if there():
                 return ""
             if self.cluster.kernel.now >= deadline:
-                return f"no end of {key[0]} within {self.pace.patience:g}"
+                return f"no end of {what} within {deadline - began:g}"
             yield self._wait(deadline)
 
     def _wait(self, deadline: float) -> Future:
@@ -555,7 +596,7 @@ class Group(Process):
         self.cluster.kernel.at(max(deadline, self.cluster.kernel.now), self._nudge.resolve)
         return self._nudge
 
-    def _sleep(self, duration: float) -> Future:
+    def sleep(self, duration: float) -> Future:
         future = Future()
         self.cluster.kernel.after(duration, future.resolve)
         return future
@@ -563,7 +604,7 @@ class Group(Process):
     def _send(self, targets: Iterable[GroupId], key: tuple, value: Any) -> None:
         for target in targets:
             if target == self.me:
-                self._inbound.setdefault(key, {})[self.me] = value
+                self.receive(self.me, key, value)
             else:
                 self.cluster.deliver(self.me, target, self.state.view.incarnations.get(target, 0), key, value)
 
@@ -571,15 +612,6 @@ class Group(Process):
         signal = signals.EpochAborted(epoch, reason, after, self.me)
         self._said = [*(said for said in self._said if said.epoch >= epoch), signal]
         return self.client.call(lambda store: store.append(signal))
-
-
-def _sum(parts: Iterable[Sum]) -> Sum:
-    gradients, seconds, attempts = zip(*parts, strict=True)
-    return Sum(
-        sum(gradients),
-        {group: s for part in seconds for group, s in sorted(part.items())},
-        frozenset[int]().union(*attempts),
-    )
 
 
 _HEARD = "a notice has come in"

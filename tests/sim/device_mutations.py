@@ -1,0 +1,71 @@
+"""Planted bugs of groups on devices, as in ``mutations``; the seeds are those of ``draw_on_devices``."""
+
+from __future__ import annotations
+
+from megatron_ft.simulation.protocol import simulated_cluster, simulated_device
+from megatron_ft.simulation.protocol.simulated_device import Device
+from megatron_ft.simulation.protocol.simulated_group import Group
+
+MUTATIONS = {}
+
+
+def mutation(name, seeds=range(300)):
+    def add(plant):
+        MUTATIONS[name] = plant, seeds
+        return plant
+
+    return add
+
+
+@mutation("a completion counts that was seen after the abort began")
+def _(patch):
+    def cut(self, reason, in_order=False):
+        self.device.abort()
+
+    patch.setattr(Group, "_cut", cut)
+
+
+@mutation("the buffer of an abandoned operation is used again")
+def _(patch):
+    def buffer(self, bucket):
+        return self.buffers.setdefault(bucket, simulated_device.Buffer(simulated_device.Sum()))
+
+    patch.setattr(Device, "buffer", buffer)
+
+
+@mutation("a group waits for a reset by the peer that has aborted or died")
+def _(patch):
+    patch.setattr(simulated_cluster, "PATIENCE", 1e6)
+
+    def take_in(self, event):
+        self._inbox.append(event)
+        self._poke()
+
+    patch.setattr(Group, "_take_in", take_in)
+
+
+@mutation("a process goes on with a stuck communicator")
+def _(patch):
+    def close(self):
+        yield from CLOSE(self)
+        return True
+
+    patch.setattr(Device, "close", close)
+
+
+@mutation("the next epoch's communicator has the id of the one before")
+def _(patch):
+    patch.setattr(Group, "_name", lambda self, view: 0)
+
+
+@mutation("a watchdog kills the processes whose operations do not end")
+def _(patch):
+    patch.setattr(simulated_device, "WATCHDOG_S", 5.0)
+
+
+@mutation("an aborted kernel lets the peers' kernels end")
+def _(patch):
+    patch.setattr(simulated_device, "LEAKS", True)
+
+
+CLOSE = Device.close
