@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -53,15 +54,21 @@ class GlooCommunicator(Communicator):
         self._sockets: socket_tracker.Sockets = {}
         self._group: Any = None
         if len(self.members) > 1:
-            before = socket_tracker.opened()
-            gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
-            options = gloo._Options()
-            options._timeout = timedelta(seconds=min(timeout_s, BUILD_TIMEOUT_S))
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            size = len(self.members)
-            self._group = dist.ProcessGroupGloo(rendezvous, self._place, size, options)
-            self._sockets = gloo_sockets.connections(rendezvous, self._place, size, before)
+            claim(rendezvous, self._place)
+            before, size = socket_tracker.opened(), len(self.members)
+            device = dist.ProcessGroupGloo.create_device(hostname=address)
+            limit = timedelta(seconds=min(timeout_s, BUILD_TIMEOUT_S))
+            self._group, met = self._join(rendezvous, size, device, limit)
+            self._sockets = gloo_sockets.connections(met, self._place, size, before)
             self._group._set_default_timeout(timedelta(seconds=timeout_s))
+
+    def _join(self, rendezvous: Any, size: int, device: Any, limit: timedelta) -> tuple[Any, Any]:
+        """Return a process group that is connected to the others, and the store in which they have published their
+        addresses."""
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+        options = gloo._Options()
+        options._timeout, options._devices = limit, [device]
+        return gloo(rendezvous, self._place, size, options), rendezvous
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         return Collective(self._call(lambda group: group.allreduce([tensor])), self._over)
@@ -138,6 +145,16 @@ class PointToPoint(Work):
 
     def settled(self) -> bool:
         return not self._thread.is_alive()
+
+
+def claim(rendezvous: Any, place: int) -> None:
+    """Take a place in a rendezvous that nobody has used. Raises ``RuntimeError`` at all members if they have used it.
+
+    gloo would look for members at the addresses of those before, until its time is over.
+    """
+    mine = uuid.uuid4().hex.encode()
+    if rendezvous.compare_set(f"claimed/{place}", "", mine) != mine:
+        raise RuntimeError(f"the place {place} of this rendezvous was already used; each communicator needs its own")
 
 
 def _from(root: int) -> Any:
