@@ -212,6 +212,8 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("collectives/gloo_communicator.py", "Collective.wait", "while True"): _GLOO,
     ("collectives/cuda_nccl.py", "CudaNccl._queue", "wait"): _NEVER_BLOCKS + "the device's stream waits",
     ("collectives/intra_group.py", "IntraGroup.use", "connect"): "an abort ends it when a rank of the group is lost",
+    ("collectives/nccl_communicator.py", "Confirmed.wait", "wait"): _ABORTED,
+    ("collectives/nccl_communicator.py", "NcclCommunicator.confirm", "wait"): _ABORTED,
     ("collectives/nccl_communicator.py", "NcclCommunicator.connect", "connect"): _BUILDS,
     ("collectives/rendezvous.py", "Build._run", "connect"): _BUILDS,
     (

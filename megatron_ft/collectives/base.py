@@ -9,7 +9,8 @@ The contract, which is that of torchcomms' fault tolerance (liveness, not error 
   the back end can, it makes them fail at the peers, too; nothing may depend on it, because the watcher brings the news.
 - An operation counts only if its completion was seen here **before** the abort began. A device's kernels return after an
   abort as if they were done, and their data is garbage; so :meth:`Work.wait` looks at the completion first and then at
-  whether an abort has begun, and an abort says so before it does anything.
+  whether an abort has begun, and an abort says so before it does anything. Where the abort of *another* member can have that
+  effect (:attr:`Communicator.confirms`), sums count when all members have confirmed that they saw the ends of theirs.
 - A buffer belongs to an operation until :meth:`Work.settled` is true. A buffer of an operation that never settles is given
   up by its owner.
 - :meth:`Communicator.close` returns within a bounded time. If the back end is stuck by then, :func:`stuck` says so from
@@ -148,6 +149,15 @@ class Communicator(ABC):
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor of the sender's shape and dtype."""
         return self._start(lambda: self._receive(tensor, self.members.index(source), tag))
+
+    confirms = False
+    """Whether sums and broadcasts count only after :meth:`confirm`."""
+
+    def confirm(self) -> None:  # noqa: B027, for most there is nothing to confirm
+        """Return once every member has seen the end of what it started before; all members call it alike. Raises ``Broken``.
+
+        It is needed where the abort of one member can end an operation at another one, with garbage and without an error.
+        """
 
     def leave(self) -> None:
         """Make every pending wait and future operation fail, here only. Callable from any thread, repeatedly.

@@ -27,13 +27,17 @@ that was changed on its way ends the epoch, and is reduced again.
 each addition (2^-8), so with N groups an element of the sum is wrong by at most N * 2^-8 times the sum of the groups'
 absolute values. Losses and counts travel beside the gradients as fp32 and stay exact.
 
+**Confirmation.** With NCCL, all buckets of a call count together, when every member has confirmed that it saw them complete
+(``collectives.base``).
+
 Failures it assumes: any operation may fail, end late or never end. A bucket counts when its completion is seen here; a
 buffer in which an operation may still write is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -74,6 +78,7 @@ class Reduction:
         self._dtype = DTYPES[dtype]
         self._wires: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, list[Work]] = {}
+        self._complete: set[Bucket] = set()  # seen to be complete, but not confirmed
         self._broken: tuple[str, str] | None = None
         self._changed: tuple[int, int] = -1, 0  # step, number of buckets of it that were changed on their way
 
@@ -106,29 +111,58 @@ class Reduction:
         done: Callable[[Bucket], None],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sum ``buckets`` over the members; ``done`` is called with each, in order, when its completion has been seen.
+        """Sum ``buckets`` over the members; ``done`` is called with each, in order, when its completion has been seen, and
+        confirmed where ``outer`` confirms.
 
         ``meanwhile`` is called when all of them have been started.
 
         Raises ``Broken`` after ``outer`` was aborted or left; the next call has to be :meth:`drop`.
         """
-        try:
-            if self._broken:
-                raise Broken(*self._broken)
+        if outer.confirms:
+            self.complete(outer, step, buckets, meanwhile)
+        with self._aborting(outer):
+            if not outer.confirms:
+                self._start_all(outer, step, buckets)
+                meanwhile()
+            outer.confirm()
             for bucket in buckets:
-                if bucket not in self._started:
-                    self._start(outer, step, bucket)
+                self._finish(step, bucket)
+                self._complete.discard(bucket)
+                done(bucket)
+                self._points.reach("bucket", step, bucket)
+        self._points.reach("gate", step)
+
+    def complete(
+        self,
+        outer: Communicator,
+        step: int,
+        buckets: Sequence[Bucket],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Do :meth:`reduce`, which has to follow, up to the confirmation. Raises ``Broken`` as it does."""
+        with self._aborting(outer):
+            self._start_all(outer, step, buckets)
             meanwhile()
             for bucket in buckets:
                 self._finish(step, bucket)
-                done(bucket)
-                self._points.reach("bucket", step, bucket)
+                self._complete.add(bucket)
+
+    @contextmanager
+    def _aborting(self, outer: Communicator) -> Iterator[None]:
+        try:
+            yield
         except Left:
             raise
         except Broken:
             outer.abort()
             raise
-        self._points.reach("gate", step)
+
+    def _start_all(self, outer: Communicator, step: int, buckets: Sequence[Bucket]) -> None:
+        if self._broken:
+            raise Broken(*self._broken)
+        for bucket in buckets:
+            if bucket not in self._started and bucket not in self._complete:
+                self._start(outer, step, bucket)
 
     def drop(self) -> None:
         """Forget everything that was started in an epoch that is over; its communicator is closed."""
@@ -137,6 +171,7 @@ class Reduction:
                 self._wires.pop(bucket, None)
                 self._engine.replace_reduced(bucket)
         self._started.clear()
+        self._complete.clear()
         self._broken = None
 
     def _start(self, outer: Communicator, step: int, bucket: Bucket) -> None:
@@ -176,6 +211,8 @@ class Reduction:
         return self._wires[bucket]
 
     def _finish(self, step: int, bucket: Bucket) -> None:
+        if bucket in self._complete:
+            return
         for work in self._started[bucket]:
             work.wait()
         works, reduced = self._started.pop(bucket), self._engine.reduced(bucket)

@@ -172,5 +172,6 @@ class IntraGroup:
         try:
             for work in start():
                 work.wait()
+            self._communicator.confirm()
         except Broken as error:
             raise Lost(error.in_full) from None

@@ -11,6 +11,9 @@ that is seen at once. What NCCL needs is in :class:`Nccl`, so that the rules bel
   may be started meanwhile, because NCCL forbids other threads inside during an abort.
 - **Stuck.** If it has not returned after ``ABORT_TIMEOUT_S``, kernels may still run and a new communicator on this device
   may hang behind them. The process is replaced (``base.stuck``).
+- **Confirmation.** An aborted kernel lets its peers' kernels go on, with garbage (``checkAbort``, ``postPeer`` in NCCL's
+  ``prims_simple.h``). So what a member has seen to end counts when all members have said so by ``host``, whose operations an
+  abort ends first, and with an error: a member that has aborted says nothing. A message carries that word of its own.
 - **Errors.** NCCL reports some and keeps silent about others, so its error ends a wait early and nothing depends on it.
 
 Failures it assumes: those of ``collectives.base``; a connect or an abort that never returns; an error that is never
@@ -92,11 +95,19 @@ class NcclCommunicator(Communicator):
         """Held by the thread that is in a call of NCCL."""
         self._abort_begun = threading.Lock()
         self._abort: threading.Thread | None = None
+        self._unconfirmed = False  # whether there was a sum or a broadcast on the device since
 
     def connect(self) -> None:
         self._host.connect()
         if len(self.members) > 1:
             self._nccl.connect(self._rendezvous, self._place, len(self.members))
+
+    confirms = True
+
+    def confirm(self) -> None:
+        if self._unconfirmed:
+            self._host.all_reduce(torch.zeros(1)).wait()
+            self._unconfirmed = False
 
     def leave(self) -> None:
         super().leave()
@@ -105,24 +116,28 @@ class NcclCommunicator(Communicator):
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         if not self._on_device(tensor):
             return self._host.all_reduce(tensor)
+        self._unconfirmed = True
         return self._queue(lambda: self._nccl.all_reduce(tensor))
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         if not self._on_device(tensor):
             return self._host.broadcast(tensor, self.members[root])
+        self._unconfirmed = True
         return self._queue(lambda: self._nccl.broadcast(tensor, root))
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         if not self._on_device(tensor):
             return self._host.send(tensor, self.members[to], tag)
-        return self._queue(lambda: self._nccl.send(tensor, to))
+        work = self._queue(lambda: self._nccl.send(tensor, to))
+        return Confirmed(work, lambda: self._host.send(torch.zeros(1), self.members[to], tag))
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         if not self._on_device(tensor):
             return self._host.receive(tensor, self.members[source], tag)
-        return self._queue(lambda: self._nccl.receive(tensor, source))
+        work = self._queue(lambda: self._nccl.receive(tensor, source))
+        return Confirmed(work, lambda: self._host.receive(torch.zeros(1), self.members[source], tag))
 
-    def _queue(self, operation: Callable[[], Queued]) -> Work:
+    def _queue(self, operation: Callable[[], Queued]) -> OnDevice:
         with self._inside:
             if self._over.aborted:
                 raise Broken("the communicator was aborted")
@@ -215,3 +230,21 @@ class OnDevice(Work):
 
     def settled(self) -> bool:
         return self._complete or self._queued.ended() or self._gone()
+
+
+class Confirmed(Work):
+    """A message: its sender tells by ``word`` that it has seen the end, its receiver hears it."""
+
+    def __init__(self, work: OnDevice, word: Callable[[], Work]) -> None:
+        super().__init__(work._over)
+        self._work, self._word = work, word
+        self._said = False
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._said:
+            self._word().wait()
+            self._said = True
+
+    def settled(self) -> bool:
+        return self._work.settled()

@@ -414,8 +414,13 @@ class RankExecutor:
     def _reduce(
         self, outer: Communicator, step: int, buckets: Sequence[Bucket], done: Callable[[Bucket], None]
     ) -> None:
-        try:
+        with self._telling_changes(step):
             self._reduction.reduce(outer, step, buckets, done, self._meanwhile)
+
+    @contextmanager
+    def _telling_changes(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Changed as error:
             self.history.note(
                 "bucket_changed", group=self.group, position=self.position, step=step, bucket=error.bucket
@@ -435,9 +440,13 @@ class RankExecutor:
         inner = given(self.inner)
         shared.collect(buckets)
         self.collected = time.monotonic()
-        final: set[Bucket] = set()
+        mine, final = shared.mine(buckets), set[Bucket]()
+        if (
+            outer.confirms
+        ):  # by this rank only for all ranks of the group, whose computation the abort of one may have spoilt
+            self._complete_together(outer, step, mine)
         try:
-            self._reduce(outer, step, shared.mine(buckets), final.add)
+            self._reduce(outer, step, mine, final.add)
         except Broken as error:
             self._say_broken(error)
         flags = torch.tensor([bucket in final for bucket in buckets], dtype=torch.int64)
@@ -447,6 +456,17 @@ class RankExecutor:
                 shared.broadcast(bucket)
                 done(bucket)
         if not flags.all():
+            raise Broken("a rank of the group could not finish its reductions")
+
+    def _complete_together(self, outer: Communicator, step: int, mine: Sequence[Bucket]) -> None:
+        complete = True
+        try:
+            with self._telling_changes(step):
+                self._reduction.complete(outer, step, mine, self._meanwhile)
+        except Broken as error:
+            complete = False
+            self._say_broken(error)
+        if not given(self.inner).all_reduce_min(complete):
             raise Broken("a rank of the group could not finish its reductions")
 
     def _say_broken(self, error: Broken) -> None:

@@ -33,6 +33,8 @@ class Temper:
         connect_hangs: ranks whose connect does not return, although all ranks are there (pytorch#194774).
         connect_ignores_abort: and an abort does not end it.
         says_error: looks after which a rank learns that a peer has aborted or died; None: never (nccl#1071).
+        leaks: an aborted kernel lets the kernels of its peers end as if they were done, with garbage (``postPeer`` of NCCL's
+            ``prims_simple.h``).
         late_writes: the kernel of a rank whose abort hangs writes to its tensors later.
     """
 
@@ -42,6 +44,7 @@ class Temper:
     connect_hangs: frozenset[int] = frozenset()
     connect_ignores_abort: bool = False
     says_error: int | None = None
+    leaks: bool = False
     late_writes: bool = False
 
 
@@ -51,6 +54,7 @@ class _Operation:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     root: int = -1
     done: bool = False
+    spoilt: bool = False
 
 
 @dataclass
@@ -104,7 +108,7 @@ class _Event:
 
     def ended(self) -> bool:
         with self._rank.fabric.changed:
-            if not (self._operation.done or self._rank.kernels_ended):
+            if not (self._operation.done or self._operation.spoilt or self._rank.kernels_ended):
                 return False
             self._looks -= 1
             return self._looks < 0
@@ -188,6 +192,10 @@ class FakeNccl:
         for operation, tensor in self._pending:
             if not operation.done:
                 tensor.fill_(GARBAGE)
+                if self.fabric.temper.leaks:
+                    operation.spoilt = True
+                    for other in operation.tensors.values():
+                        other.fill_(GARBAGE)
 
     def _start(self, lane: object, kind: str, tensor: torch.Tensor, root: int = -1) -> _Event:
         fabric, link = self.fabric, self._link
@@ -215,6 +223,8 @@ class FakeNccl:
     def _run(self, link: _Link, lane: object, operation: _Operation) -> None:
         """Compute the operation if all of its ranks have started it, and none has aborted."""
         members = set(range(link.size)) if lane == "collective" else set(lane)  # type: ignore[call-overload]
+        if operation.spoilt:
+            operation.tensors[self._number].fill_(GARBAGE)
         if operation.tensors.keys() < members or members & (link.aborting | link.gone):
             return
         given = operation.tensors

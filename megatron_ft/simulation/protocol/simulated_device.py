@@ -5,12 +5,13 @@ time before the process looks. What NCCL does and gloo does not:
 
 - After an abort the kernels return as if they were done, at any time, and leave garbage in their buffers.
 - A peer's abort or death is not seen; the operations stay pending until their own abort.
+- A kernel that is aborted lets the kernels of the peers end, too, with garbage: a wait ends at an abort, and what follows
+  the wait tells the peer to go on (``waitPeer`` and ``postPeer`` of NCCL's ``prims_simple.h``). So what a process has
+  seen counts only once all members have confirmed theirs (``Group._confirm``). The model does not do this to messages.
 - An abort may hang, and then every later init of that process hangs. An init may hang, too: always if a member dies
   meanwhile. Both have a deadline.
 
-As planted bugs (``WATCHDOG_S``, ``LEAKS``): a watchdog that kills a process whose operation does not end; and kernels that,
-when they are aborted, let the kernels of the peers end, with garbage. NCCL's do the latter: a wait ends at an abort, and
-what follows the wait tells the peer to go on (``waitPeer`` and ``postPeer`` of its ``prims_simple.h``).
+As a planted bug (``WATCHDOG_S``): a watchdog that kills a process whose operation does not end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ INIT_S, ABORT_S = 12.0, 6.0
 LATE_SHARE = 0.2
 """Share of the aborted kernels that return long after the abort has."""
 WATCHDOG_S: float | None = None
-LEAKS = False
 
 
 class Sum(NamedTuple):
@@ -132,7 +132,7 @@ class Device:
         for launched in self._stream:
             late = self._rng.random() < LATE_SHARE
             self._later(20.0 if late else 0.5, partial(self._spoil, launched))
-            for peer in launched.sources if LEAKS else ():
+            for peer in launched.sources:
                 self._send(launched.view, peer, ("leak", launched.key), None)
         self._stream.clear()
 

@@ -169,7 +169,7 @@ class Group(Process):
 
     def receive(self, sender: GroupId, key: tuple, value: Any) -> None:
         """A message of another group, kept until it is asked for; the key names the epoch it belongs to."""
-        if self.device is not None and key[0] != "hello":
+        if self.device is not None and key[0] not in ("hello", "confirm"):
             self.device.arrived(sender, key, value)
         else:
             self.see(key, {sender: value})
@@ -405,20 +405,25 @@ class Group(Process):
         return view.epoch
 
     def _reduce(self, step: int, buckets: Iterable[int]) -> Body:
-        """Start all reductions, then take them in order; one counts when its completion is seen here."""
+        """Start all reductions, then take them in order; one counts when its completion is seen here, and on devices when
+        all members have confirmed theirs."""
         view = self.state.view
         self._contribute()
-        for bucket in buckets:
+        keys = {bucket: ("sum", self._name(view), step, self.attempt, bucket) for bucket in buckets}
+        for bucket, key in keys.items():
             part = Sum(self.local[bucket], {} if bucket else dict(self.seconds), frozenset({self.attempt}))
-            key = ("sum", self._name(view), step, self.attempt, bucket)
             if self.device is not None:
                 self.device.all_reduce(key, part)
             else:
                 self._send(view.live, key, part)
-        for bucket in buckets:
-            key = ("sum", self._name(view), step, self.attempt, bucket)
-            broken = yield from self._gather(key, view.live)
-            if broken:
+        if self.device is not None:
+            for key in keys.values():
+                if broken := (yield from self._gather(key, view.live)):
+                    return broken
+            if broken := (yield from self._confirm(view, step)):
+                return broken
+        for bucket, key in keys.items():
+            if broken := (yield from self._gather(key, view.live)):
                 return broken
             if self.device is not None:
                 self.reduced[bucket] = cast(Sum, self.device.buffers[bucket].value)
@@ -426,6 +431,12 @@ class Group(Process):
                 self.reduced[bucket] = added(self._inbound[key][group] for group in view.live)
             yield from self._feed(machine.Reduced(bucket))
         return ""
+
+    def _confirm(self, view: View, step: int) -> Body:
+        """Tell the members, not through the device, that all sums were seen here before an abort, and hear it of them."""
+        key = ("confirm", self._name(view), step, self.attempt)
+        self._send(view.live, key, None)
+        return (yield from self._gather(key, view.live))
 
     def _transfer(self, view: View) -> Body:
         """Hand over or take what the view says: state first, then buckets in ascending order."""
