@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_ft.agent import join
     from megatron_ft.agent.forkserver import ForkServer
     from megatron_ft.config.schema import RunConfig
+    from megatron_ft.doctor.meeting import Meeting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,6 +213,16 @@ def _parser() -> argparse.ArgumentParser:
             "",
             "--hosts 4 --directory /shared",
             "--deterministic train.py --config ds_config.json -- --data data/sotu",
+        )
+    )
+    _add_qualify(
+        command(
+            "qualify",
+            "show on these machines, with real processes and faults, what holds there",
+            "",
+            "--gpus 2 --json qualify.json",
+            "--hosts 4 --host-rank 0 --store node1:29400 --directory /shared",
+            codes="exit codes: 0 nothing failed; 1 a check failed; 2 refused: options, hosts or a library that is missing",
         )
     )
     _add_replay(
@@ -916,6 +927,15 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "several hosts",
         "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
     )
+    _add_meeting(hosts)
+    hosts.add_argument(
+        "--factor", type=float, default=3.0, metavar="X", help="name a host that is slower by this factor (default: 3)"
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _add_meeting(hosts: argparse._ArgumentGroup) -> None:
+    """Options by which the hosts of one check find each other."""
     hosts.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: check this machine only)")
     hosts.add_argument("--host-rank", type=int, metavar="K", help="number of this host, from 0")
     hosts.add_argument("--store", metavar="HOST:PORT", help="address of host 0 and a free port there")
@@ -923,18 +943,16 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--port", type=int, default=0, metavar="P", help="with --hostfile: a free port of its first host"
     )
-    hosts.add_argument("--directory", type=Path, metavar="DIR", help="test this directory, which all hosts share")
+    hosts.add_argument(
+        "--directory", type=Path, metavar="DIR", help="a directory that all hosts share; it is tried out"
+    )
     hosts.add_argument(
         "--job-id", metavar="ID", help="instead of --store: a new name, the same on all hosts; needs --directory"
     )
     hosts.add_argument("--address", metavar="ADDR", help="address of this host for the other hosts (default: detected)")
     hosts.add_argument(
-        "--factor", type=float, default=3.0, metavar="X", help="name a host that is slower by this factor (default: 3)"
-    )
-    hosts.add_argument(
         "--patience-s", type=float, default=60.0, metavar="S", help="time to wait for all hosts (default: 60)"
     )
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -947,17 +965,49 @@ def _doctor(options: argparse.Namespace) -> int:
         from megatron_ft.errors import ConfigError
 
         raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
-    from megatron_ft.doctor import hosts_check, meeting, run_doctor
-    from megatron_ft.launchers import host_place
+    from megatron_ft.doctor import hosts_check, run_doctor
     from megatron_ft.utils.terminal import console
+
+    where = _meeting(options)
+    if where is None:
+        return run_doctor(console(), as_json=options.json, directory=options.directory)
+    return hosts_check.run_together(where, console(), options.json, options.factor)
+
+
+def _meeting(options: argparse.Namespace) -> Meeting | None:
+    """Return how the hosts of a check meet; None on a single one."""
+    from megatron_ft.doctor import meeting
+    from megatron_ft.launchers import host_place
 
     options.target = None
     if options.hosts is None and options.host_rank is None and options.hostfile is None:
         host_place.from_surroundings(options)
-    where = meeting.find(options)
-    if where is None:
-        return run_doctor(console(), as_json=options.json, directory=options.directory)
-    return hosts_check.run_together(where, console(), options.json, options.factor)
+    return meeting.find(options)
+
+
+def _add_qualify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="number of GPUs of each host that take part; 0: the CPU (default: all)"
+    )
+    parser.add_argument(
+        "--groups", type=int, metavar="N", help="number of groups (default: one for each GPU; 3 without several GPUs)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the checks to this file, too; -: print them as JSON, and no table"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults (default: 0)")
+    hosts = parser.add_argument_group(
+        "several hosts",
+        "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
+    )
+    _add_meeting(hosts)
+    parser.set_defaults(run=_qualify, factor=2.0)
+
+
+def _qualify(options: argparse.Namespace) -> int:
+    from megatron_ft.qualify import qualification
+
+    return qualification.run(options, _meeting(options))
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

@@ -201,7 +201,7 @@ class Hub:
         try:
             yield
         except (OSError, ValueError) as error:
-            why = f"its doctor has ended (order: {doing})"
+            why = f"its {self._where.command} has ended (order: {doing})"
             if isinstance(error, TimeoutError):
                 why = f"no answer within {timeout_s:g} s (order: {doing}): it is frozen or cut off"
             self.gone[host] = why
@@ -236,7 +236,7 @@ class Hub:
         if rank in self._channels:
             card = self.cards[rank]
             return f"--host-rank {rank} is taken by {card['name']} ({card['address']}); give each host its own"
-        return "" if self._open else "host 0 has begun without this host; start doctor on all hosts at the same time"
+        return "" if self._open else "host 0 has begun without this host; start it on all hosts at the same time"
 
 
 def _lead(where: Meeting, factor: float) -> Report:

@@ -54,6 +54,7 @@ class Meeting:
         names: names of the hosts as far as they are known before the hosts connect.
         patience_s: time that hosts wait for each other.
         secret: authenticates the connections; None: from the file, or no protection with ``store``.
+        command: its name, for messages.
     """
 
     hosts: int
@@ -66,6 +67,7 @@ class Meeting:
     names: tuple[str, ...] = ()
     patience_s: float = 60.0
     secret: Secret | None = field(default_factory=secrets.given)
+    command: str = "doctor"
 
     @property
     def file(self) -> Path:
@@ -234,7 +236,8 @@ def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel 
         except (OSError, ValueError, KeyError) as error:
             reason = str(error)
         if time.monotonic() > deadline:
-            return f"host 0 is not reached within {meeting.patience_s:g} s ({reason}); check that doctor runs there"
+            check = f"check that {meeting.command} runs there"
+            return f"host 0 is not reached within {meeting.patience_s:g} s ({reason}); {check}"
         time.sleep(_RETRY_S)
 
 

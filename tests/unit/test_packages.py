@@ -26,7 +26,7 @@ ORDER = (
         "doctor",
         "audit",
     ),
-    *("burnin", "cli", "__main__"),
+    *("burnin", "qualify", "cli", "__main__"),
 )
 """Each package, or module at the top, may import itself and those before it."""
 IN_CORE = {

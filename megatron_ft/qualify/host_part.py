@@ -1,0 +1,219 @@
+"""One host's part of a qualification: it starts processes, hands orders to them, signals them, and ends them all.
+
+Every process is a child of this one and ends with it: the kernel kills members and tells launchers to stop when this
+process ends in any way. Failures it assumes: a process ends, is stopped or hangs at any moment; host 0 is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ft.doctor.meeting import Channel, Message
+from megatron_ft.faults import injection_points, process_lookup
+from megatron_ft.utils import lifeline
+from megatron_ft.utils.process_status import process_status
+
+MEMBER = [sys.executable, "-m", "megatron_ft.qualify.member_process"]
+FACTS = [sys.executable, "-m", "megatron_ft.qualify.device_facts"]
+LAUNCH = [sys.executable, "-m", "megatron_ft"]
+_FACTS_S = 180.0
+"""torch may be imported from a slow file system."""
+_END_S = 20.0
+"""Time in which a launcher that was told to stop ends."""
+_SILENT_S = 900.0
+"""Longest time without an order of host 0: that of a training run."""
+_SHOWN = 15
+_INJECTOR_S = 120.0
+_LOOK_S = 0.05
+
+
+class _Member:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [*MEMBER, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._said: list[str] = []
+        for stream, take in ((self.process.stdout, self._answers.put), (self.process.stderr, self._said.append)):
+            threading.Thread(target=_read, args=(stream, take), daemon=True).start()
+
+    def tell(self, order: Message) -> None:
+        stdin = self.process.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError):  # it has ended; its answer says so
+            stdin.write(json.dumps(order) + "\n")
+            stdin.flush()
+
+    def answer(self, deadline: float) -> Message:
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return json.loads(self._answers.get(timeout=min(left, 0.2)))
+            if (code := self.process.poll()) is not None and self._answers.empty():
+                last = next((line.strip() for line in reversed(self._said) if line.strip()), "")
+                return {"ended": f"its process ended with {_in_words(code)}" + (f": {last}" if last else "")}
+        return {"silent": True}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(_END_S)
+
+
+class HostPart:
+    """Carries out the orders of host 0; each public method but ``close`` is one of them."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, _Member] = {}
+        self._launcher: subprocess.Popen[str] | None = None
+        self._printed: list[str] = []
+        self._injector: subprocess.Popen[bytes] | None = None
+
+    def facts(self) -> Message:
+        """Say what this host has."""
+        done = subprocess.run(FACTS, capture_output=True, text=True, timeout=_FACTS_S)
+        if done.returncode:
+            return {"failed": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]}
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def start(self, seats: Mapping[str, Message]) -> Message:
+        """Start the members that are given with their variables."""
+        for member, seat in seats.items():
+            if (before := self._members.get(int(member))) is not None:
+                before.kill()
+            self._members[int(member)] = _Member(seat["env"])
+        return {}
+
+    def members(self, orders: Mapping[str, Message], limit_s: float) -> Message:
+        """Give each member its order, all at the same time, and return their answers."""
+        deadline = time.monotonic() + limit_s
+        for member, order in orders.items():
+            self._members[int(member)].tell(order)
+        return {member: self._members[int(member)].answer(deadline) for member in orders}
+
+    def signal(self, member: int, number: int) -> Message:
+        """Send a signal to one member."""
+        self._members[member].process.send_signal(signal.Signals(number))
+        if number == signal.SIGKILL:
+            self._members[member].process.wait(_END_S)
+        return {}
+
+    def launch(self, words: Sequence[str], env: Mapping[str, str]) -> Message:
+        """Start this host's agent of a training run."""
+        me = os.getpid()
+        self._printed = []
+        self._launcher = subprocess.Popen(
+            [*LAUNCH, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **env},
+            preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
+        )
+        threading.Thread(target=_read, args=(self._launcher.stdout, self._printed.append), daemon=True).start()
+        return {}
+
+    def inject(self, run_dir: str, faults: Sequence[Message]) -> Message:
+        """Begin to inject those of the faults that are for ranks of this host's agent; return when the ranks know."""
+        launcher, me, directory = self._launcher, os.getpid(), Path(run_dir)
+        assert launcher is not None
+        ranks = process_lookup.ranks(directory)
+        here = {rank.group for rank in ranks if process_status(rank.pid).parent == launcher.pid}
+        own = [fault for fault in faults if fault["group"] in here]
+        if own:
+            schedule = directory.with_suffix(f".faults.{me}.json")
+            schedule.write_text(json.dumps({"faults": own}), encoding="utf-8")
+            self._injector = subprocess.Popen(
+                [*LAUNCH, "inject", run_dir, str(schedule)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
+            )
+            deadline = time.monotonic() + _INJECTOR_S
+            while not all(injection_points.mailbox(directory, fault["group"], 0).exists() for fault in own):
+                if time.monotonic() > deadline or self._injector.poll() is not None:
+                    return {"failed": "megatron-ft inject has given no order to the ranks"}
+                time.sleep(_LOOK_S)
+        return {}
+
+    def finish(self, limit_s: float) -> Message:
+        """Wait for the end of the training run; end it after ``limit_s``. ``code`` is None then."""
+        assert self._launcher is not None
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._launcher.wait(limit_s)
+        injected = None if self._injector is None else self._injector.wait(_END_S) == 0
+        self._end_launcher()
+        return {"code": code, "injected": injected, "said": "".join(self._printed[-_SHOWN:])}
+
+    def dismiss(self) -> Message:
+        """End the members."""
+        for member in self._members.values():
+            member.kill()
+        self._members = {}
+        return {}
+
+    def close(self) -> None:
+        """End every process."""
+        self.dismiss()
+        self._end_launcher()
+
+    def _end_launcher(self) -> None:
+        for process in (self._injector, self._launcher):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(_END_S)
+        self._injector = self._launcher = None
+
+
+def serve(channel: Channel) -> tuple[int, str]:
+    """Carry out orders until host 0 ends the qualification. Returns the exit code and the last line."""
+    part = HostPart()
+    try:
+        while True:
+            order = channel.receive(_SILENT_S)
+            if (do := order.pop("do")) == "end":
+                return order["code"], order["line"]
+            try:
+                answer = getattr(part, do)(**order)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                answer = {"failed": str(error)}
+            with contextlib.suppress(OSError):
+                channel.send(answer)
+    except TimeoutError:
+        return 2, f"host 0 ({channel.peer}) has been silent for {_SILENT_S:g} s: it is frozen or cut off"
+    except OSError:
+        return 2, f"host 0 ({channel.peer}) has ended before the qualification was complete; see its output"
+    finally:
+        part.close()
+        channel.close()
+
+
+def _read(stream: Any, take: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in stream:
+            take(line)
+
+
+def _in_words(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
