@@ -49,7 +49,14 @@ _GLOO = (
     "group 30 days"
 )
 _COMMAND = "the command itself, until what it watches is over; a signal ends it"
+_QUALIFIED = "host 0 waits for the answer for a limited time, and has the process replaced"
 UNBOUNDED: dict[tuple[str, str, str], str] = {
+    ("qualify/member_process.py", "Member.all_reduce", "wait"): _QUALIFIED,
+    ("qualify/member_process.py", "Member.connect", "connect"): _QUALIFIED,
+    ("qualify/member_process.py", "Member.messages", "wait"): _QUALIFIED,
+    ("qualify/member_process.py", "Member.overlap", "wait"): _QUALIFIED,
+    ("qualify/member_process.py", "Member.overlap.step", "wait"): _QUALIFIED,
+    ("qualify/member_process.py", "_Pending._wait", "wait"): "what the check is about: an abort ends it",
     ("audit/audit_run.py", "play", "run"): "a run of a few steps, with the limits of every run; Ctrl-C ends both",
     ("burnin/burn_in.py", "BurnIn._inject", "wait"): _KILLED,
     ("burnin/burn_in.py", "BurnIn.run", "wait"): _COMMAND,

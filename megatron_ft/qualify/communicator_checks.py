@@ -43,13 +43,13 @@ class CommunicatorChecks:
         qualification.make(f"{self._kind}.newcomer", self._newcomer)
 
     def _init(self) -> Found:
-        first = self._team.connect(self._kind)
-        again = self._team.connect(self._kind)
+        first = self._team.meet(self._kind)
+        again = self._team.meet(self._kind)
         count = len(self._team.everybody)
         return f"{count} processes", [Measured("first", first, "s"), Measured("again", again, "s")]
 
     def _all_reduce(self) -> Found:
-        self._team.connect(self._kind)
+        self._team.meet(self._kind)
         return self._sums(self._team.everybody)
 
     def _sums(self, members: Sequence[int], size: int | None = None) -> Found:
@@ -63,14 +63,14 @@ class CommunicatorChecks:
         return f"{said[members[0]]['of']} sums over {count} groups are right at each of them", numbers
 
     def _messages(self) -> Found:
-        self._team.connect(self._kind)
+        self._team.meet(self._kind)
         said = self._team.tell_all({"do": "messages", "bytes": self._size})
         _right(said, "numbers")
         rate = self._size / max(answer["seconds"] for answer in said.values()) / 1e9
         return "a broadcast, and messages around a ring", [Measured("broadcast", rate, "GB/s")]
 
     def _state(self) -> Found:
-        self._team.connect(self._kind)
+        self._team.meet(self._kind)
         return self._transferred(0, self._team.everybody[-1])
 
     def _transferred(self, source: int, to: int) -> Found:
@@ -81,7 +81,7 @@ class CommunicatorChecks:
         return f"group {to} has the state of group {source}, bit for bit", [Measured("state", rate, "GB/s")]
 
     def _overlap(self) -> Found:
-        self._team.connect(self._kind)
+        self._team.meet(self._kind)
         width, layers = _LAYERS[self._device]
         said = self._team.tell_all({"do": "overlap", "width": width, "layers": layers, "steps": 7})
         _right(said, "gradients")
@@ -110,7 +110,7 @@ class CommunicatorChecks:
     def _stopped(self) -> Found:
         victim = self._team.everybody[-1]
         alone, waits, closed = self._pending_end(victim, signal.SIGSTOP)
-        self._team.connect(self._kind)
+        self._team.meet(self._kind)
         self._sums(self._team.everybody, MIB)
         reason = (
             f"{len(waits)} waits ended, {alone} of them before the news; once continued, the process takes part again"
@@ -128,13 +128,14 @@ class CommunicatorChecks:
             late = {member: one for member, one in waits.items() if not one["by_itself"]}
             numbers.append(Measured("wait after the news", _longest(late, "since_news_s") * 1e3, "ms"))
         numbers.append(Measured("close", closed, "s"))
-        return f"{alone} of {len(waits)} waits ended by themselves, all others with the news", numbers
+        others = "" if alone == len(waits) else ", the others with the news"
+        return f"{alone} of {len(waits)} waits ended by themselves{others}", numbers
 
     def _survivors(self) -> Found:
         survivors = self._team.everybody[:-1]
         if len(survivors) < 2:
             raise NotHere("of two groups one survives, which needs no communicator; give --groups 3 or more")
-        seconds = self._team.connect(self._kind, survivors)
+        seconds = self._team.meet(self._kind, survivors)
         reason, _ = self._sums(survivors, MIB)
         return reason, [Measured("connect", seconds, "s")]
 
@@ -144,7 +145,7 @@ class CommunicatorChecks:
         self._team.replace(new)
         self._team.whole()
         started = time.monotonic() - began
-        seconds = self._team.connect(self._kind)
+        seconds = self._team.meet(self._kind)
         reason, _ = self._transferred(0, new)
         self._sums(self._team.everybody, MIB)
         return f"{reason}, and takes part", [Measured("start", started, "s"), Measured("connect", seconds, "s")]
@@ -155,7 +156,7 @@ class CommunicatorChecks:
         Returns the number of waits that ended before the news, what is known of each wait, and the longest time of a close.
         """
         team = self._team
-        team.connect(self._kind)
+        team.meet(self._kind)
         others = [member for member in team.everybody if member != victim]
         team.tell(dict.fromkeys(others, {"do": "begin", "bytes": _PENDING}))
         team.tell(dict.fromkeys(others, {"do": "mark"}))

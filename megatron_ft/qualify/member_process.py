@@ -104,16 +104,16 @@ class Member:
         """Hand a model's and an optimizer's state of that size from one member to another."""
         if self._me not in (source, to):
             return {}
-        state = {"model": {"weight": self._numbers(bytes // 8, source)}, "step": source}
-        state["moments"] = [self._numbers(bytes // 8, source)]
+        numbers = self._numbers(bytes // 8, source)
+        state = {"model": {"weight": numbers}, "moments": [numbers], "step": source}
         began = time.monotonic()
         if self._me == source:
             state_transfer.send_state(self._outer, state, to)
             return {"seconds": time.monotonic() - began}
         got = state_transfer.receive_state(self._outer, source)
         seconds = time.monotonic() - began
-        same = got["step"] == source and torch.equal(got["model"]["weight"].to(self._device), state["model"]["weight"])
-        same = same and torch.equal(got["moments"][0].to(self._device), state["moments"][0])
+        parts = (got["model"]["weight"], got["moments"][0])
+        same = got["step"] == source and all(torch.equal(part.to(self._device), numbers) for part in parts)
         return {"seconds": seconds, "wrong": 0 if same else 1, "of": 1}
 
     def overlap(self, width: int, layers: int, steps: int) -> Answer:

@@ -71,7 +71,7 @@ class Measured:
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.what} {self.value:.3g} {self.unit}"
+        return f"{self.what} {self.value:.3g} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -145,24 +145,41 @@ class Qualification:
         return f"{len(made)} checks: {', '.join(counts)}" + (f"; failed: {', '.join(failed)}" if failed else "")
 
     def table(self, title: str) -> FittedTable:
-        rows = [
+        """Return the table for people: checks of a part that cannot be made for the same reason share a row."""
+        rows: list[tuple[Check, str, str]] = []
+        for check in self.in_order():
+            part, _, name = check.name.partition(".")
+            last = rows[-1][0] if rows else check
+            if (
+                rows
+                and check.outcome == last.outcome == NOT_HERE
+                and (check.reason, part)
+                == (
+                    last.reason,
+                    last.name.partition(".")[0],
+                )
+            ):
+                rows[-1] = (last, f"{rows[-1][1]}, {name}", "")
+            else:
+                rows.append((check, check.name, CHECKS[check.name]))
+        cells = [
             (
-                Text(check.name),
-                Text(CHECKS[check.name]),
+                names,
+                what,
                 Text(check.outcome, style=_COLOURS[check.outcome]),
-                Text(check.reason),
-                Text("\n".join(map(str, check.measured))),
+                check.reason,
+                ", ".join(map(str, check.measured)),
             )
-            for check in self.in_order()
+            for check, names, what in rows
         ]
         columns = [
             Column("check"),
             Column("what", last=1),
-            Column("outcome"),
-            Column("seen, or reason", least=24),
+            Column("outcome", least=len(NOT_HERE)),
+            Column("seen, or reason"),
             Column("measured"),
         ]
-        return FittedTable(title, columns, rows, "nothing was checked")
+        return FittedTable(title, columns, cells, "nothing was checked")
 
     def to_json(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """Return the document. ``about``: versions, machine and command."""

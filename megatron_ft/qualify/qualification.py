@@ -55,13 +55,15 @@ def run(options: argparse.Namespace, where: Meeting | None) -> int:
         raise ConfigError(f"--gpus is {options.gpus} and must be 0 (only the CPU) or more")
     if where is not None and where.directory is None:
         raise LaunchError("--directory is missing; several hosts need one that they share, for the training runs")
+    if options.directory is not None and not options.directory.is_dir():
+        raise LaunchError(f"--directory {options.directory} is not a directory on this host; give one that is there")
     for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended below
         signal.signal(number, signal.default_int_handler)
     if where is not None and where.rank != 0:
         code, line = _attend(replace(where, command="qualify"))
         print(terminal.printable(f"host {where.rank}: {line}"), file=sys.stderr, flush=True)
         return code
-    with _hub(replace(where or ONE, command="qualify")) as (hub, job), _directory(where, job) as directory:
+    with _hub(replace(where or ONE, command="qualify")) as (hub, job), _directory(options.directory, job) as directory:
         lead = _Lead(options, Hosts(hub), directory, job)
         with Console(stderr=True).status("starting") as status:  # on a terminal only
             lead.qualify(lambda words: status.update(words))
@@ -130,11 +132,11 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
 
 
 @contextlib.contextmanager
-def _directory(where: Meeting | None, job: str) -> Iterator[Path]:
-    if where is None or where.directory is None:
+def _directory(parent: Path | None, job: str) -> Iterator[Path]:
+    if parent is None:
         yield Path(tempfile.mkdtemp(prefix="megatron-ft-qualify-"))
         return
-    made = where.directory.resolve() / f"qualify.{job.replace('/', '_')}"
+    made = parent.resolve() / f"qualify.{job.replace('/', '_')}"
     made.mkdir()
     yield made
 

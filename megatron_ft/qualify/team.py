@@ -91,7 +91,7 @@ class Team:
             self.offers[member] = said["offer"]
             self.watchdog = said["watchdog"]
 
-    def connect(self, kind: str, members: Iterable[int] | None = None) -> float:
+    def meet(self, kind: str, members: Iterable[int] | None = None) -> float:
         """Build a communicator of these members (default: all). Returns the longest time in seconds."""
         if members is None:
             self.whole()

@@ -1,0 +1,130 @@
+"""The parts of ``megatron-ft qualify`` that need no process: outcomes, devices, faults, refusals."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron_ft.qualify import device_facts, device_seats, training_checks
+from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
+from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
+from tests import support
+
+
+def host(gpus: int = 0, nccl=(2, 29, 7), mig=()) -> dict:
+    return {"gpus": [{"name": "a GPU"}] * gpus, "nccl": list(nccl) if gpus else [], "mig": list(mig)}
+
+
+def failing():
+    raise CheckFailed("wrong sums")
+
+
+def missing():
+    raise NotHere("no GPU")
+
+
+def made(**checks) -> Qualification:
+    found = Qualification()
+    for name, check in checks.items():
+        found.make(name.replace("__", "."), check)
+    return found
+
+
+def test_the_exit_code_is_1_only_when_a_check_failed():
+    fine = made(gloo__init=lambda: ("3 processes", []), nccl__init=missing)
+    assert fine.exit_code == 0 and fine.verdict() == "2 checks: 1 proven, 0 failed, 1 not possible here"
+    bad = made(gloo__init=failing)
+    assert bad.exit_code == 1 and bad.verdict().endswith("failed: gloo.init")
+
+
+def test_every_check_of_a_part_is_listed_when_the_part_cannot_be_checked():
+    found = made(nccl__init=lambda: ("2 processes", [Measured("first", 1.0, "s")]))
+    for part in ("environment", "gloo", "nccl", "training"):
+        found.skip(part, "no GPU")
+    assert [check.name for check in found.in_order()] == list(CHECKS)
+    document = found.to_json({"groups": 2})
+    assert {row["outcome"] for row in document["checks"]} == {PROVEN, NOT_HERE}
+    assert all(row["reason"] and row["what"] for row in document["checks"])
+    (first,) = [row for row in document["checks"] if row["name"] == "nccl.init"]
+    assert first["measured"] == [{"what": "first", "value": 1.0, "unit": "s"}]
+
+
+def test_the_table_has_one_row_for_checks_that_cannot_be_made_for_one_reason():
+    found = made(gloo__init=failing)
+    found.skip("nccl", "no GPU")
+    output = io.StringIO()
+    found.table("qualify").show(Console(file=output, width=400))
+    assert output.getvalue().count("no GPU") == 1 and "nccl.init, all_reduce" in output.getvalue()
+    assert "wrong sums" in output.getvalue() and FAILED in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "gpus, groups",
+    [([0], 3), ([1], 3), ([2], 2), ([8, 8], 16), ([1, 1], 2), ([0, 0, 0, 0], 4), ([8, 0], 3)],
+)
+def test_without_an_option_there_is_one_group_for_each_gpu(gpus, groups):
+    assert device_seats.usual_groups(gpus) == groups
+
+
+SEATS = {
+    "no GPU": (3, [host()], [Seat(0)] * 3, "no GPU"),
+    "a GPU for each": (2, [host(2)], [Seat(0, "cuda:0"), Seat(0, "cuda:1")], ""),
+    "two hosts": (2, [host(1), host(1)], [Seat(0, "cuda:0"), Seat(1, "cuda:0")], ""),
+    "one GPU, NCCL 2.30": (2, [host(1, (2, 30, 7))], [Seat(0, "cuda:0", MULTI_RANK, shared=True)] * 2, ""),
+    "MIG slices": (
+        2,
+        [host(1, mig=["MIG-a", "MIG-b"])],
+        [Seat(0, "cuda:0", {"CUDA_VISIBLE_DEVICES": name}) for name in ("MIG-a", "MIG-b")],
+        "",
+    ),
+    "one GPU": (
+        2,
+        [host(1)],
+        [Seat(0, "cuda:0", shared=True)] * 2,
+        "2 groups share 1 GPU, which NCCL 2.29.7 refuses: it takes NCCL 2.30 (NCCL_MULTI_RANK_GPU_ENABLE), 2 MIG slices "
+        "(here: 0) or more GPUs",
+    ),
+    "no NCCL": (1, [host(1, ())], [Seat(0, "cuda:0")], "this torch was built without NCCL"),
+}
+
+
+@pytest.mark.parametrize("groups, hosts, seats, reason", SEATS.values(), ids=SEATS)
+def test_groups_get_devices_and_nccl_a_reason_why_not(groups, hosts, seats, reason):
+    assert device_seats.seats(groups, hosts) == (seats, reason)
+
+
+def test_mig_slices_are_read_from_what_nvidia_smi_lists():
+    listed = """GPU 0: NVIDIA H200 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 1g.18gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 1g.18gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+"""
+    assert device_facts.slices_in(listed) == [
+        "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
+        "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb",
+    ]
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8])
+def test_the_faults_of_a_seed_are_those_of_different_groups_and_both_kinds(groups):
+    faults = training_checks.draw(groups, 7)
+    assert faults == training_checks.draw(groups, 7) != training_checks.draw(groups, 8)
+    assert {fault["kind"] for fault in faults} == {"kill", "stop"}
+    victims = [fault["group"] for fault in faults]
+    assert len(set(victims)) == len(victims) and max(victims) < groups
+    assert max(fault["step"] for fault in faults) < training_checks.STEPS - 80, "there is time to come back"
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--groups", 1], "--groups is 1 and must be 2 or more"),
+        (["--gpus", -1], "--gpus is -1 and must be 0 (only the CPU) or more"),
+        (["--directory", "/nowhere"], "--directory /nowhere is not a directory on this host"),
+        (["--hosts", 2, "--host-rank", 0, "--store", "127.0.0.1:1"], "--directory is missing; several hosts need one"),
+    ],
+)
+def test_impossible_options_are_refused_before_any_process_starts(options, words):
+    done = support.ft("qualify", *options)
+    assert done.returncode == 2 and words in done.stderr and done.stdout == ""
