@@ -55,6 +55,10 @@ def run(options: argparse.Namespace, where: Meeting | None) -> int:
         raise ConfigError(f"--gpus is {options.gpus} and must be 0 (only the CPU) or more")
     if where is not None and where.directory is None:
         raise LaunchError("--directory is missing; several hosts need one that they share, for the training runs")
+    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
+        raise ConfigError(
+            f"--json is {options.json}, and there is no directory {Path(options.json).parent}; make it first"
+        )
     if options.directory is not None and not options.directory.is_dir():
         raise LaunchError(f"--directory {options.directory} is not a directory on this host; give one that is there")
     for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended below

@@ -29,9 +29,10 @@ _POINTS = ("forward", "backward", "reduce", "gate", "update")
 _STOP_S = 4.0
 _SIZES = {"cpu": (64, 2), "cuda": (1024, 4)}
 """Width and layers of the model."""
-_BEGIN_S = 180.0
+_BEGIN_S = 300.0
 _LOOK_S = 0.1
-_RUN_S = 420.0
+_RUN_S, _ENDS_S = 420.0, 60.0
+"""Limit of a run, and of its end after that."""
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -175,7 +176,7 @@ class TrainingChecks:
             self.hosts.ask(dict.fromkeys(hosts, {"do": "inject", "run_dir": str(run_dir), "faults": faults}), _BEGIN_S)
         prepared.touch()
         finish = {"do": "finish", "limit_s": _RUN_S if began else 0.0}
-        ended = self.hosts.ask(dict.fromkeys(hosts, finish), _RUN_S)
+        ended = self.hosts.ask(dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
         if not began:
             said = " / ".join(line for one in ended.values() for line in one["said"].splitlines()[-2:])
             raise CheckFailed(f"no step within {_BEGIN_S:g} s: {said}")

@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
+from megatron_ft import cli
 from megatron_ft.qualify import device_facts, device_seats, training_checks
 from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
-from tests import support
 
 
 def host(gpus: int = 0, nccl=(2, 29, 7), mig=()) -> dict:
@@ -121,10 +121,11 @@ def test_the_faults_of_a_seed_are_those_of_different_groups_and_both_kinds(group
     [
         (["--groups", 1], "--groups is 1 and must be 2 or more"),
         (["--gpus", -1], "--gpus is -1 and must be 0 (only the CPU) or more"),
+        (["--json", "/nowhere/out.json"], "there is no directory /nowhere"),
         (["--directory", "/nowhere"], "--directory /nowhere is not a directory on this host"),
         (["--hosts", 2, "--host-rank", 0, "--store", "127.0.0.1:1"], "--directory is missing; several hosts need one"),
     ],
 )
-def test_impossible_options_are_refused_before_any_process_starts(options, words):
-    done = support.ft("qualify", *options)
-    assert done.returncode == 2 and words in done.stderr and done.stdout == ""
+def test_impossible_options_are_refused_before_any_process_starts(capsys, options, words):
+    assert cli.main(["qualify", *map(str, options)]) == 2
+    assert words in capsys.readouterr().err
