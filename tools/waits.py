@@ -233,6 +233,11 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     + "it reads what is there",
     ("collectives/p2p_channel.py", "_call", "wait_for(lambda: agreement.get(name) is not None, interrupted)"): _STARTS,
     (
+        "collectives/reconfigured_communicator.py",
+        "Endpoint.reconfigure",
+        "wait",
+    ): "gloo has connected by then, within the options' timeout",
+    (
         "collectives/rendezvous.py",
         "Connector.connect",
         "wait_for(build.over, interrupted)",

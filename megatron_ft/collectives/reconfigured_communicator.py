@@ -69,7 +69,7 @@ class Endpoint:
         options.uuid, options.timeout = epoch, limit
         options.handles = [handle.decode() for handle in rendezvous.multi_get(keys)]
         self.group.options._devices = [device]
-        self.group.reconfigure(options).wait(limit)
+        self.group.reconfigure(options).wait()  # it has no timeout; the options have
         return dist.PrefixStore(f"reconfigure/{epoch}", rendezvous)
 
 
