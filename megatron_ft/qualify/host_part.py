@@ -128,14 +128,17 @@ class HostPart:
         threading.Thread(target=_read, args=(self._launcher.stdout, self._printed.append), daemon=True).start()
         return {}
 
-    def inject(self, run_dir: str, faults: Sequence[Message]) -> Message:
-        """Begin to inject those of the faults that are for ranks of this host's agent; return when the ranks know."""
-        launcher, me, directory = self._launcher, os.getpid(), Path(run_dir)
+    def housed(self, run_dir: str) -> Message:
+        """Say which groups have a living rank that this host's agent has started."""
+        launcher = self._launcher
         assert launcher is not None
-        ranks = process_lookup.ranks(directory)
-        here = {rank.group for rank in ranks if process_status(rank.pid).parent == launcher.pid}
-        own = [fault for fault in faults if fault["group"] in here]
-        if own:
+        found = process_lookup.ranks(Path(run_dir))
+        return {"groups": [rank.group for rank in found if process_status(rank.pid).parent == launcher.pid]}
+
+    def inject(self, run_dir: str, faults: Sequence[Message]) -> Message:
+        """Begin to inject these faults into ranks of this host; return when the ranks know."""
+        if own := list(faults):
+            me, directory = os.getpid(), Path(run_dir)
             schedule = directory.with_suffix(f".faults.{me}.json")
             schedule.write_text(json.dumps({"faults": own}), encoding="utf-8")
             self._injector = subprocess.Popen(

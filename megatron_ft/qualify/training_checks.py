@@ -173,7 +173,11 @@ class TrainingChecks:
         self.hosts.ask(orders, _BEGIN_S)
         began = self._await_begin(run_dir)
         if began and faults:
-            self.hosts.ask(dict.fromkeys(hosts, {"do": "inject", "run_dir": str(run_dir), "faults": faults}), _BEGIN_S)
+            dealt = self._dealt(run_dir, faults)
+            injects = {
+                host: {"do": "inject", "run_dir": str(run_dir), "faults": one} for host, one in dealt.items() if one
+            }
+            self.hosts.ask(injects, _BEGIN_S)
         prepared.touch()
         finish = {"do": "finish", "limit_s": _RUN_S if began else 0.0}
         ended = self.hosts.ask(dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
@@ -181,6 +185,17 @@ class TrainingChecks:
             said = " / ".join(line for one in ended.values() for line in one["said"].splitlines()[-2:])
             raise CheckFailed(f"no step within {_BEGIN_S:g} s: {said}")
         return ended
+
+    def _dealt(self, run_dir: Path, faults: Sequence[Message]) -> dict[int, list[Message]]:
+        """Return the faults of each host. Agents list their ranks when all of them have started."""
+        deadline = time.monotonic() + _BEGIN_S
+        order = {"do": "housed", "run_dir": str(run_dir)}
+        while True:
+            said = self.hosts.ask(dict.fromkeys(self.hosts.present, order), _BEGIN_S)
+            own = {host: [fault for fault in faults if fault["group"] in one["groups"]] for host, one in said.items()}
+            if sum(map(len, own.values())) == len(faults) or time.monotonic() > deadline:
+                return own
+            time.sleep(_LOOK_S)
 
     def _await_begin(self, run_dir: Path) -> bool:
         deadline = time.monotonic() + _BEGIN_S

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 right = GlooCommunicator._all_reduce
 def wrong(self, tensor):
     work = right(self, tensor)
-    if self._place == 1:
+    if self._place == 1 and tensor.numel() > 1 << 20:
         work.wait()
         tensor[tensor.numel() // 2] += 1
     return work
@@ -37,7 +38,21 @@ runpy.run_module("megatron_ft.qualify.member_process", run_name="__main__")
 """
 
 
-def qualify(*options: object, change: str = "", **env: str) -> subprocess.Popen:
+@pytest.fixture
+def qualify():
+    started: list[subprocess.Popen] = []
+
+    def start(*options: object, change: str = "", **env: str) -> subprocess.Popen:
+        started.append(command(options, change, env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def command(options: Sequence[object], change: str, env: Mapping[str, str]) -> subprocess.Popen:
     code = f"{change}\nfrom megatron_ft.cli import run_and_exit\nrun_and_exit()"
     words = [sys.executable, "-c", code, "qualify", "--gpus", "0", *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -45,9 +60,9 @@ def qualify(*options: object, change: str = "", **env: str) -> subprocess.Popen:
 
 
 @pytest.mark.timeout(WHOLE_S)
-def test_every_check_is_listed_and_none_fails_on_a_cpu(tmp_path):
+def test_every_check_is_listed_and_none_fails_on_a_cpu(tmp_path, qualify):
     process = qualify("--json", "-", TMPDIR=str(tmp_path))
-    output, errors = process.communicate(timeout=WHOLE_S)
+    output, errors = process.communicate(timeout=WHOLE_S - 20)
     document = json.loads(output)
     assert process.returncode == 0, f"{document['verdict']}\n{errors}\n{output}"
     assert document["schema"] == 1 and document["failed"] == [] and document["groups"] == 3
@@ -67,12 +82,13 @@ def test_every_check_is_listed_and_none_fails_on_a_cpu(tmp_path):
     assert os.listdir(tmp_path) == [], "nothing is left"
 
 
-def test_a_sum_that_is_wrong_fails_its_check_and_the_command(tmp_path):
+@pytest.mark.timeout(WHOLE_S)
+def test_a_sum_that_is_wrong_fails_its_check_and_the_command(tmp_path, qualify):
     member = tmp_path / "member.py"
     member.write_text(WRONG_SUM)
     change = f"{NO_TRAINING}host_part.MEMBER = [sys.executable, {str(member)!r}]"
     process = qualify("--json", tmp_path / "out.json", change=change, COLUMNS="300", TMPDIR=str(tmp_path))
-    output, errors = process.communicate(timeout=support.TIMEOUT_S * 2)
+    output, errors = process.communicate(timeout=WHOLE_S - 20)
     assert process.returncode == 1, output + errors
     document = json.loads((tmp_path / "out.json").read_text())
     (check,) = [row for row in document["checks"] if row["name"] == "gloo.all_reduce"]
@@ -81,7 +97,7 @@ def test_a_sum_that_is_wrong_fails_its_check_and_the_command(tmp_path):
     assert "gloo.all_reduce" in document["failed"] and "gloo.init" not in document["failed"]
 
 
-def test_its_processes_end_when_it_is_killed(tmp_path):
+def test_its_processes_end_when_it_is_killed(tmp_path, qualify):
     process = qualify(change=NO_TRAINING, TMPDIR=str(tmp_path))
     try:
         found: list[int] = []
@@ -93,7 +109,6 @@ def test_its_processes_end_when_it_is_killed(tmp_path):
         ends = [os.pidfd_open(pid) for pid in found]
     finally:
         process.kill()
-        process.communicate(timeout=support.TIMEOUT_S)
     for end in ends:
         assert select.select([end], [], [], support.TIMEOUT_S)[0], "a process is left"
         os.close(end)
