@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.collectives import device_copies
 from megatron_ft.collectives.state_transfer import flatten
 from megatron_ft.core.lifecycle import checkpoint_policy
 from megatron_ft.errors import CheckpointError
@@ -56,7 +57,8 @@ class Snapshot:
 
 
 def snapshot(state: Any, part: int, parts: int) -> Snapshot:
-    """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts."""
+    """Copy part ``part`` of ``parts`` of a state to the CPU. Other groups copy the other parts. When it returns, the copy is
+    complete, also of tensors on a device, which come through pinned memory (``collectives.device_copies``)."""
     skeleton, found = flatten(state, devices=False)  # the loading process chooses its own
     places = list(_places(skeleton, ""))
     for path, tensor in zip((path for path, _ in places), found, strict=True):
@@ -67,8 +69,8 @@ def snapshot(state: Any, part: int, parts: int) -> Snapshot:
             )
     names = _unique([path for path, _ in places])
     own = checkpoint_policy.parts([tensor.nbytes for tensor in found], parts)[part]
-    copies = {names[index]: found[index].to("cpu", copy=True, memory_format=torch.contiguous_format) for index in own}
-    return Snapshot(part, parts, skeleton, names, copies)
+    copies = device_copies.to_host([found[index] for index in own])
+    return Snapshot(part, parts, skeleton, names, dict(zip((names[index] for index in own), copies, strict=True)))
 
 
 def write_part(directory: Path, step: int, attempt: str, position: int, snapshot: Snapshot) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from typing import NoReturn
 
 import torch
 
+from megatron_ft.collectives import device_copies
 from megatron_ft.collectives.base import Broken, Communicator, Left, Work
 from megatron_ft.engines.port import Gradients, Ready
 from megatron_ft.errors import InvariantBroken
@@ -175,6 +176,7 @@ class Reduction:
         self._broken = None
 
     def _start(self, outer: Communicator, step: int, bucket: Bucket) -> None:
+        device_copies.refuse_capture(self._engine.local(bucket))
         works = self._started[bucket] = []
         if len(outer.members) == 1:
             self._engine.keep_local(bucket)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives import gloo_sockets
+from megatron_ft.collectives.device_copies import own_device
 from megatron_ft.collectives.intra_group import ENDLESS_S, Lost
 from megatron_ft.collectives.rendezvous import wait_for
 from megatron_ft.config.rank_env import RankEnvironment
@@ -60,7 +61,7 @@ class World:
         if interface is not None:  # otherwise gloo uses the address of the host's name, which other hosts may not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if torch.cuda.is_available():  # NCCL takes the present device; the agent has numbered this host's ranks
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(own_device())
         store = world._meet(env, agreement, interrupted)
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         longest_s = env.config.fault_tolerance.detector.longest_collective_s if "nccl" in backend else ENDLESS_S

@@ -1,7 +1,9 @@
 """Hand a state (nested mappings, lists and tensors) from one group to another over the outer communicator.
 
 The structure is sent as JSON, the tensors as raw bytes: nothing is unpickled. The receiver gets a complete new state or
-none at all; the caller puts it in place.
+none at all; the caller puts it in place. A tensor arrives on the kind of device that it came from, and there on the
+receiver's own one: numbers of devices differ between ranks. Bytes pass through the host's memory in pieces
+(``collectives.device_copies``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ft.collectives import device_copies
 from megatron_ft.collectives.base import Communicator
 from megatron_ft.errors import EngineError
 from megatron_ft.types import GroupId
@@ -21,25 +24,20 @@ _TAG = 1000
 
 
 def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
-    """Split a state into a JSON-able skeleton and its tensors, in order. Without ``devices``, whose numbers differ between
-    groups, the skeleton says "cpu" for each."""
+    """Split a state into a JSON-able skeleton and its tensors, in order. The skeleton has the kind of each tensor's device,
+    without its number; without ``devices`` it says "cpu" for each."""
     tensors: list[torch.Tensor] = []
 
     def encode(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach())
-            return {
-                "tensor": [
-                    str(value.dtype).removeprefix("torch."),
-                    list(value.shape),
-                    str(value.device) if devices else "cpu",
-                ]
-            }
+            kind = device_copies.kind_of(value) if devices else "cpu"
+            return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), kind]}
         if isinstance(value, Mapping):
             return {"map": [[_key(key, path), encode(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
+            which = "list" if isinstance(value, list) else "tuple"
+            return {which: [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
         raise EngineError(
@@ -50,11 +48,11 @@ def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unflatten(skeleton: Any, take: Callable[[torch.dtype, list[int], str], torch.Tensor]) -> Any:
-    """Inverse of :func:`flatten`; ``take(dtype, shape, device)`` yields the tensors in order."""
+    """Inverse of :func:`flatten`; ``take(dtype, shape, kind of the device)`` yields the tensors in order."""
     ((kind, body),) = skeleton.items()
     if kind == "tensor":
-        dtype, shape, device = body
-        return take(getattr(torch, dtype), shape, device)
+        dtype, shape, on = body
+        return take(getattr(torch, dtype), shape, on)
     if kind == "map":
         return {key: unflatten(item, take) for key, item in body}
     if kind == "value":
@@ -69,9 +67,8 @@ def send_state(outer: Communicator, state: Any, to: GroupId) -> None:
     text = json.dumps(skeleton).encode()
     outer.send(torch.tensor([len(text)], dtype=torch.int64), to, _TAG).wait()
     outer.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, _TAG).wait()
-    for tensor in tensors:
-        if tensor.numel():
-            outer.send(tensor.cpu().contiguous().reshape(-1).view(torch.uint8), to, _TAG).wait()
+    for piece in device_copies.on_host(tensors):
+        outer.send(piece, to, _TAG).wait()
 
 
 def receive_state(outer: Communicator, source: GroupId) -> Any:
@@ -80,14 +77,16 @@ def receive_state(outer: Communicator, source: GroupId) -> Any:
     outer.receive(length, source, _TAG).wait()
     text = torch.empty(int(length), dtype=torch.uint8)
     outer.receive(text, source, _TAG).wait()
+    tensors: list[torch.Tensor] = []
 
-    def take(dtype: torch.dtype, shape: list[int], device: str) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            outer.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG).wait()
-        return tensor.to(device)
+    def take(dtype: torch.dtype, shape: list[int], kind: str) -> torch.Tensor:
+        tensors.append(device_copies.empty(shape, dtype, kind))
+        return tensors[-1]
 
-    return unflatten(json.loads(text.numpy().tobytes()), take)
+    state = unflatten(json.loads(text.numpy().tobytes()), take)
+    for room in device_copies.rooms(tensors):
+        outer.receive(room, source, _TAG).wait()
+    return state
 
 
 def _key(key: Any, path: str) -> Any:

@@ -11,12 +11,12 @@ the loss of a group would change the result.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from megatron_ft.collectives.device_copies import own_device
 from megatron_ft.errors import ConfigError
 from megatron_ft.types import given
 from megatron_ft.utils import extras
@@ -67,8 +67,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     def __init__(self, session: Session, device: str | torch.device | None = None, **options: Any) -> None:
         if device is None or str(device) == "cuda":
-            number = int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1)
-            device = f"cuda:{number}" if torch.cuda.is_available() else "cpu"
+            device = own_device() if torch.cuda.is_available() else "cpu"
         super().__init__(device, **options)
         self._session = session
         self._per_token = session.config.fault_tolerance.loss_reduction == "token"

@@ -44,7 +44,7 @@ class ExplicitLoop:
         """Make a step, and yield the batch of each microbatch that is due. Raises ``ConfigError`` for a loop that does not
         answer each with :meth:`backward`, and whatever ends the step."""
         self._result = None
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(target=self._make, args=(step, device), name="step", daemon=True).start()
         self._next = self._to_script.get()
         while self._next[0] == _BATCH:

@@ -21,7 +21,7 @@ import torch
 
 from megatron_ft.auth.handshake import LONGEST_HELLO
 from megatron_ft.auth.secret import Key
-from megatron_ft.collectives import framing, state_transfer
+from megatron_ft.collectives import device_copies, framing, state_transfer
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.types import given
 from megatron_ft.worker import registered_state
@@ -232,8 +232,7 @@ class StateReceiver:
         for stream in self._streams:
             words, room, registered = stream.steps.pop(step)
             self.registered = registered or self.registered
-            for own, values in zip(self._own_share(stream), room, strict=True):
-                own.copy_(values)
+            device_copies.fill(self._own_share(stream), room)
         self.result = StepResult.from_json(words["result"])
         self.carried = words["carried"]
         self._engine.repeat(self.result)
@@ -258,15 +257,24 @@ class StateReceiver:
 
 
 def _filled(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state with that skeleton and those tensors."""
-    each = iter(tensors)
-    return state_transfer.unflatten(skeleton, lambda dtype, shape, device: next(each).to(device))
+    """Return the state with that skeleton and those tensors, each on this rank's own device of its kind."""
+    each, moved = iter(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def take(dtype: torch.dtype, shape: list[int], kind: str) -> torch.Tensor:
+        found = next(each)
+        if kind != "cpu":
+            moved.append((device_copies.empty(shape, dtype, kind), found))
+        return found if kind == "cpu" else moved[-1][0]
+
+    state = state_transfer.unflatten(skeleton, take)
+    device_copies.fill([target for target, _ in moved], [source for _, source in moved])
+    return state
 
 
 def _room_for(skeleton: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
 
-    def make(dtype: torch.dtype, shape: list[int], device: str) -> torch.Tensor:
+    def make(dtype: torch.dtype, shape: list[int], kind: str) -> torch.Tensor:
         tensors.append(torch.empty(shape, dtype=dtype))
         return tensors[-1]
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron_ft.auth.handshake import LONGEST_HELLO, Door, Hello
-from megatron_ft.collectives import framing, state_transfer
+from megatron_ft.collectives import device_copies, framing, state_transfer
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.utils import file_descriptors
@@ -46,39 +46,44 @@ _STATE_PACE, _STEP_PACE, _LONGEST_S = 0.5, 0.25, 10.0
 """A share of the state is sent over half the time of a step, one of a step's gradients over a quarter of it, neither
 over more than this number of seconds: training has priority, but at the entry other groups wait for the gradients."""
 _PIECE = 2**20
-"""Bytes per piece, as in ``collectives.framing``. Smaller tensors are copied at once: forward may change buffers."""
+"""Bytes per piece, as in ``collectives.framing``. Smaller tensors are copied at once: forward may change buffers. One on a
+device is copied through pinned memory, by the thread that sends it or when it is settled: there is no other copy of it
+on the device."""
 
 
 class _Parcel:
     """Flat tensors of bytes to be sent, read in place until they are settled. ``state``: an update changes them,
-    otherwise a reduction does."""
+    otherwise a reduction does. The training thread makes it; what it has queued on a device by then are the values."""
 
     def __init__(self, words: dict[str, Any], parts: list[torch.Tensor], pace_s: float, state: bool) -> None:
         self.words, self.pace_s, self.state = words, pace_s, state
         self.bytes = sum(map(len, parts))
         self._lock = threading.Lock()
         self._pieces = [piece for part in parts for piece in part.split(_PIECE)]
-        self._live = [len(piece) == _PIECE and piece.device.type == "cpu" for piece in self._pieces]
+        self._live = [len(piece) == _PIECE for piece in self._pieces]
         self._next = 0
-        for number, live in enumerate(self._live):
-            if not live:
-                self._pieces[number] = self._pieces[number].to("cpu", copy=True)
+        ports = {port for part in parts if (port := device_copies.port_of(part)) is not None}
+        self._after = {port: port.now() for port in ports}
+        self._copy([number for number, live in enumerate(self._live) if not live])
+
+    def _copy(self, numbers: list[int]) -> None:
+        for number, copy in zip(numbers, device_copies.to_host([self._pieces[n] for n in numbers]), strict=True):
+            self._pieces[number], self._live[number] = copy, False
 
     def settle(self) -> None:
         """Copy the unsent rest, which may change from now on."""
         with self._lock:
-            for number in range(self._next, len(self._pieces)):
-                if self._live[number]:
-                    self._pieces[number], self._live[number] = self._pieces[number].clone(), False
+            self._copy([number for number in range(self._next, len(self._pieces)) if self._live[number]])
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield the pieces in order; each is valid until the next is requested."""
         room = torch.empty(_PIECE, dtype=torch.uint8)
         for number in range(len(self._pieces)):
-            with self._lock:
+            with self._lock:  # a piece that is being copied is not settled, so nothing changes it meanwhile
                 piece, self._next = self._pieces[number], number + 1
                 if self._live[number]:
-                    piece = room.copy_(piece)
+                    device_copies.fill([room], [piece], self._after.get(device_copies.port_of(piece)))
+                    piece = room
             yield piece
             self._pieces[number] = room  # sent: no longer held
 
