@@ -2,8 +2,9 @@
 
 A rank then starts in milliseconds: when a run begins, when a lost rank comes back weeks later, and where eight ranks of
 a node would all read the same files from a slow file system. The server only imports and forks; it has one thread and
-has not touched a device. A rank forked from it becomes the agent's child (the agent is a subreaper, so the kernel lets
-it adopt), as if the agent had started it itself: the agent waits for it, and it ends with the agent.
+has not touched a device: a forked process cannot use a CUDA context that was made before the fork, so a module that
+makes one while it is imported is refused. A rank forked from it becomes the agent's child (the agent is a subreaper, so
+the kernel lets it adopt), as if the agent had started it itself: the agent waits for it, and it ends with the agent.
 
 Failures it assumes: the server cannot be started, is silent or dies: the agent then starts the rank as an interpreter
 of its own. Ranks that were forked already do not need the server. A rank begins only when the agent tells it to, which
@@ -30,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_ft.errors import LaunchError
 from megatron_ft.types import given
 from megatron_ft.utils import cores, lifeline, process_name
 from megatron_ft.worker import progress_counters
@@ -41,8 +43,10 @@ SERVE = "--serve-forks"
 FORKS_NAME = "ranks are forked from this process"
 AGENT_VARIABLE = "MEGATRON_FT_AGENT_PID"
 _LENGTH = struct.Struct("=q")
-"""The format of the length before a request, and of the answer, a pid."""
+"""The format of the length before a request, and of the answer: a pid, or the negative length of a refusal that follows."""
 _BEGIN = b"1"
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it ``torch.cuda.is_available`` in an imported module asks NVML: CUDA's own answer would make forked ranks useless."""
 _START_S, _ANSWER_S = 120.0, 10.0
 """Limits in seconds of an import from the slowest file systems and of a fork on a host that swaps; the agent is idle
 meanwhile."""
@@ -103,7 +107,7 @@ class ForkServer:
         self._end, theirs = socket.socketpair()
         self._end.settimeout(_START_S)
         with theirs:
-            own = {**environment, AGENT_VARIABLE: str(os.getpid())}
+            own = {_ASK_NVML: "1", **environment, AGENT_VARIABLE: str(os.getpid())}
             self._process = self._begin([SERVE, str(theirs.fileno()), *modules], own, theirs.fileno())
 
     def _begin(self, arguments: list[str], environment: Mapping[str, str], end: int) -> subprocess.Popen | Forked:
@@ -119,7 +123,8 @@ class ForkServer:
         )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> Forked:
-        """Run ``agent.rank_bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`."""
+        """Run ``agent.rank_bootstrap`` with these arguments, stdout and stderr to ``output``. Raises :class:`NotForked`, and
+        ``LaunchError`` if a module to be imported once uses a GPU."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         begins, begin = os.pipe()
         with open(begins, "rb", buffering=0), open(begin, "wb", buffering=0) as told:
@@ -127,13 +132,17 @@ class ForkServer:
                 socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno(), begins])
                 self._end.sendall(request)
                 answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
+                number = _LENGTH.unpack(answer)[0] if len(answer) == _LENGTH.size else 0
+                refusal = self._end.recv(-number, socket.MSG_WAITALL).decode() if number < 0 else ""
             except OSError as error:
                 raise self._failed(f"does not answer ({error})") from None
-            if len(answer) < _LENGTH.size:
+            if not number:
                 raise self._failed("has ended")
+            if refusal:
+                raise LaunchError(refusal)
             told.write(_BEGIN)
         self._end.settimeout(_ANSWER_S)
-        return Forked(*_LENGTH.unpack(answer))
+        return Forked(number)
 
     def _failed(self, how: str) -> NotForked:
         self._said.seek(0)
@@ -174,8 +183,7 @@ def serve(arguments: Sequence[str]) -> None:
     process_name.take(FORKS_NAME, "ft-forks")
     inherited, *modules = arguments
     end = socket.socket(fileno=int(inherited))
-    for module in (*PRELOAD, *modules):
-        importlib.import_module(module)
+    refusal = _import(modules).encode()
     gc.collect()
     gc.freeze()  # the ranks' collectors do not write to shared memory pages
     while True:
@@ -183,7 +191,9 @@ def serve(arguments: Sequence[str]) -> None:
         if not length:
             os._exit(0)
         request = end.recv(_LENGTH.unpack(length)[0], socket.MSG_WAITALL)
-        if not _fork(end, agent):
+        if refusal:
+            end.sendall(_LENGTH.pack(-len(refusal)) + refusal)
+        elif not _fork(end, agent):
             break
         for descriptor in descriptors:
             os.close(descriptor)
@@ -193,6 +203,30 @@ def serve(arguments: Sequence[str]) -> None:
         os._exit(1)  # the agent has started another one
     os.close(begins)
     _become(json.loads(request), output)
+
+
+def _import(modules: Sequence[str]) -> str:
+    """Import :data:`PRELOAD` and ``modules``. Return why ranks cannot be forked after that, or ""."""
+    for module in (*PRELOAD, *modules):
+        importlib.import_module(module)
+        if _uses_cuda():
+            return (
+                f"--preload: importing {module} initialises CUDA, and a rank that is forked after that cannot use a GPU; "
+                f"leave {module} out of --preload, let it touch the GPU in a function instead of at import, or use --no-preload"
+            )
+    return ""
+
+
+def _uses_cuda() -> bool:
+    """Return whether this process has a CUDA context, or has asked the CUDA driver for something: torch then refuses
+    CUDA in every forked process."""
+    cuda = sys.modules["torch"].cuda
+    if cuda.is_initialized() or not cuda._is_compiled():
+        return cuda.is_initialized()
+    forked = os.fork()
+    if not forked:
+        os._exit(cuda._is_in_bad_fork())
+    return os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) != 0
 
 
 def _fork(end: socket.socket, agent: int) -> bool:

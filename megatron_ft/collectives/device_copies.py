@@ -159,7 +159,9 @@ def own_device(kind: str = "cuda") -> torch.device:
         return torch.device(kind)
     count = torch.cuda.device_count()
     if not count:
-        raise EngineError("a tensor belongs on a CUDA device, and this rank has none; all groups need the same kind of device")
+        raise EngineError(
+            "a tensor belongs on a CUDA device, and this rank has none; all groups need the same kind of device"
+        )
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
 
 
@@ -225,14 +227,14 @@ def on_host(tensors: Iterable[torch.Tensor], after: Any = None) -> Iterator[torc
     Raises ``RuntimeError``.
     """
     copiers = _Copiers()
-    waiting: deque[tuple[torch.Tensor, _Copier, Any, torch.Tensor] | tuple[torch.Tensor, None, None, None]] = deque()
+    waiting: deque[tuple[torch.Tensor, _Copier | None, Any, torch.Tensor | None]] = deque()
 
     def first() -> Iterator[torch.Tensor]:
         piece, copier, event, buffer = waiting.popleft()
         if copier is not None:
             copier.end(event)
         yield piece
-        if copier is not None:
+        if copier is not None and buffer is not None:
             copier.port.pool.give(buffer)
 
     for piece in pieces(tensors):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class StagedCommunicator(Communicator):
         self._lock = threading.Lock()
         self._mover: threading.Thread | None = None
 
+    def connect(self) -> None:
+        self._inner.connect()
+
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         return self._queue("collectives", tensor, self._inner.all_reduce, out=True, back=True)
 
@@ -70,7 +73,9 @@ class StagedCommunicator(Communicator):
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         peer = self.members[to]
-        return self._queue(("to", to, tag), tensor, lambda host: self._inner.send(host, peer, tag), out=True, back=False)
+        return self._queue(
+            ("to", to, tag), tensor, lambda host: self._inner.send(host, peer, tag), out=True, back=False
+        )
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         peer = self.members[source]
@@ -119,7 +124,8 @@ class StagedCommunicator(Communicator):
                     for piece in [piece for lane in self._lanes.values() for piece in lane.empty()]:
                         piece.drop(Broken(_ABORTED))
                     return
-            if any([lane.move() for lane in lanes]):  # a list: each lane is moved
+            moved = [lane.move() for lane in lanes]
+            if any(moved):
                 pause = PAUSES_S[0]
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -127,11 +133,13 @@ class StagedCommunicator(Communicator):
     def _cut(self) -> None:
         self._inner.abort()
 
-    def _aborted_in_time(self) -> bool:
+    def _stuck_because(self) -> str:
         mover = self._mover
         if mover is not None:
             mover.join(_STUCK_S)
-        return mover is None or not mover.is_alive()
+            if mover.is_alive():
+                return f"a copy between the device and the host has not returned within {_STUCK_S:g} s"
+        return ""
 
     def _release(self) -> Any:
         self._inner.close()
@@ -232,7 +240,7 @@ class _Piece:
         except RuntimeError:
             return True  # the device has failed as a whole, and writes no more
 
-    def _run(self) -> Iterator[None]:
+    def _run(self) -> Generator[None]:
         host, port = self._tensor, self._port
         if port is not None:
             self._buffer = port.pool.take(max(self._tensor.nbytes, 1))
@@ -257,16 +265,14 @@ class _Piece:
             port.pool.give(self._buffer)
             self._buffer = None
 
-    def _copied(self, port: Port, target: torch.Tensor, source: torch.Tensor, way: str) -> Iterator[None]:
+    def _copied(self, port: Port, target: torch.Tensor, source: torch.Tensor, way: str) -> Generator[None]:
         """Copy, and return when the end has been seen before an abort began."""
         event = port.copy_async(target, source, self._owner.stream(port, way), self._after)
         self._still = lambda: port.event_query(event)
         by = time.monotonic() + self._owner.patience_s
         while not port.event_query(event):
             if time.monotonic() > by:
-                raise Broken(
-                    "an operation timed out", f"a copy {way} has not ended after {self._owner.patience_s:g} s"
-                )
+                raise Broken("an operation timed out", f"a copy {way} has not ended after {self._owner.patience_s:g} s")
             yield
         self._owner.refuse()  # in this order: an abort that began before this look may have come before the end
         self._still = _always

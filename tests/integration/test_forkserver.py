@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.agent import forkserver
+from megatron_ft.errors import LaunchError
 from megatron_ft.faults import process_lookup
 from megatron_ft.faults.injection_points import start_of
 from tests import support
@@ -93,6 +94,7 @@ def test_a_rank_that_is_forked_too_late_does_not_begin(tmp_path, script, monkeyp
 AGENT = """
 import os, sys, time
 from megatron_ft.agent import forkserver
+from megatron_ft.errors import LaunchError
 server = forkserver.ForkServer(os.environ)
 own = {**os.environ, forkserver.AGENT_VARIABLE: str(os.getpid())}
 print(server.start([sys.argv[1]], own, open(os.devnull, "wb")).pid, server.pid, flush=True)
@@ -115,6 +117,29 @@ def test_a_server_that_is_gone_is_reported(tmp_path, script):
     with (tmp_path / "log").open("wb") as output, pytest.raises(forkserver.NotForked, match="no_such_module"):
         server.start([str(script)], environment(os.getpid()), output)
     server.close()
+
+
+INITIALISES = "import torch; torch.cuda._initialized = True"
+ASKS_THE_DRIVER = """
+import os, torch
+parent = os.getpid()
+torch.cuda._is_compiled = lambda: True
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
+"""
+
+
+@pytest.mark.parametrize("module", [INITIALISES, ASKS_THE_DRIVER], ids=["initialises CUDA", "asks CUDA's driver"])
+def test_a_module_after_whose_import_forked_ranks_could_not_use_a_gpu_is_refused_by_name(tmp_path, script, module):
+    (tmp_path / "touches_cuda.py").write_text(module)
+    server = forkserver.ForkServer(
+        {**os.environ, "PYTHONPATH": f"{support.ROOT}:{tmp_path}"}, ["fractions", "touches_cuda"]
+    )
+    with (tmp_path / "log").open("wb") as output:
+        for _ in range(2):
+            with pytest.raises(LaunchError, match="importing touches_cuda initialises CUDA.*leave touches_cuda out"):
+                server.start([str(script), str(tmp_path / "said")], environment(os.getpid()), output)
+    server.close()
+    assert not (tmp_path / "said").exists()
 
 
 @pytest.mark.parametrize("started", ["forked", "--no-preload"])

@@ -62,8 +62,8 @@ class _Parcel:
         self._pieces = [piece for part in parts for piece in part.split(_PIECE)]
         self._live = [len(piece) == _PIECE for piece in self._pieces]
         self._next = 0
-        ports = {port for part in parts if (port := device_copies.port_of(part)) is not None}
-        self._after = {port: port.now() for port in ports}
+        ports = {device_copies.port_of(part) for part in parts}
+        self._after = {port: port and port.now() for port in ports}
         self._copy([number for number, live in enumerate(self._live) if not live])
 
     def _copy(self, numbers: list[int]) -> None:
@@ -82,7 +82,7 @@ class _Parcel:
             with self._lock:  # a piece that is being copied is not settled, so nothing changes it meanwhile
                 piece, self._next = self._pieces[number], number + 1
                 if self._live[number]:
-                    device_copies.fill([room], [piece], self._after.get(device_copies.port_of(piece)))
+                    device_copies.fill([room], [piece], self._after[device_copies.port_of(piece)])
                     piece = room
             yield piece
             self._pieces[number] = room  # sent: no longer held
