@@ -107,6 +107,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("agent/forkserver.py", "ForkServer.start", "recv"): "the socket has a timeout: _START_S, later _ANSWER_S",
     ("agent/forkserver.py", "Forked._reap", "waitpid"): "the agent polls; waits only for what was killed",
     ("agent/forkserver.py", "_fork", "waitpid"): "the process between forks once and ends",
+    ("agent/forkserver.py", "_uses_cuda", "waitpid"): "the forked process answers and ends",
     ("agent/forkserver.py", "reap_strays", "waitpid"): _NEVER_BLOCKS + "the process has ended",
     (
         "agent/forkserver.py",
@@ -134,6 +135,14 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "RejoinCoordinator.seat",
         "while True",
     ): "a group without a seat ends with the run, or its agent ends it when no group is left",
+    (
+        "collectives/staged_communicator.py",
+        "StagedCommunicator._move",
+        "while True",
+    ): "a thread of its own, until nothing is under way or an abort begins; each copy and operation has a limit",
+    ("collectives/staged_communicator.py", "StagedCommunicator.connect", "connect"): "that of the inner communicator",
+    ("collectives/staged_communicator.py", "StagedWork.wait", "while not self._end.wait(_LOOK_S)"): _ABORTED,
+    ("collectives/staged_communicator.py", "_Piece._run", "wait"): _NEVER_BLOCKS + "the operation has ended",
     ("collectives/rendezvous.py", "Connector.connect", "result"): _NEVER_BLOCKS + "the build is over",
     ("worker/rejoin/state_sender.py", "StateSender._watch", "readable"): _SERVICE,
     ("worker/rejoin/state_sender.py", "_Follower.serve", "get"): "a thread of its own; dropping the follower wakes it",
@@ -172,7 +181,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "get",
     ): "the guard's thread waits for calls; dropping the guard ends it",
     ("collectives/state_transfer.py", "receive_state", "wait"): _ABORTED,
-    ("collectives/state_transfer.py", "receive_state.take", "wait"): _ABORTED,
     ("collectives/state_transfer.py", "send_state", "wait"): _ABORTED,
     (
         "collectives/framing.py",

@@ -212,7 +212,8 @@ def _import(modules: Sequence[str]) -> str:
         if _uses_cuda():
             return (
                 f"--preload: importing {module} initialises CUDA, and a rank that is forked after that cannot use a GPU; "
-                f"leave {module} out of --preload, let it touch the GPU in a function instead of at import, or use --no-preload"
+                f"leave {module} out of --preload, let it touch the GPU in a function instead of at import, or use "
+                f"--no-preload"
             )
     return ""
 
