@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ft.collectives import reconfigured_communicator
 from megatron_ft.collectives.base import Communicator
 from megatron_ft.collectives.cuda_nccl import CudaNccl
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
+from megatron_ft.collectives.staged_communicator import StagedCommunicator
 from megatron_ft.errors import ConfigError
 
-AUTO, GLOO, NCCL = "auto", "gloo", "nccl"
-KINDS = (NCCL, GLOO)
-"""In the order of preference."""
+AUTO, GLOO, NCCL, STAGED, RECONFIGURE = "auto", "gloo", "nccl", "staged", "reconfigure"
+KINDS = (NCCL, GLOO, STAGED, RECONFIGURE)
+"""In the order of preference. The last two are taken only by word: they are not measured where they should be faster."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,16 @@ class Offer:
 
         Raises ``ConfigError`` if the setting asks for what the device or this torch cannot do.
         """
-        able = (NCCL, GLOO) if device.type == "cuda" and dist.is_nccl_available() else (GLOO,)
-        if setting not in (AUTO, *able):
+        cuda = device.type == "cuda"
+        able = (NCCL, GLOO) if cuda and dist.is_nccl_available() else (GLOO,)
+        by_word = (STAGED,) * cuda + (RECONFIGURE,) * reconfigured_communicator.supported()
+        if setting not in (AUTO, *able, *by_word):
             raise ConfigError(
                 f'fault_tolerance.communicator is "{setting}", and the gradients of this rank are on {device} with '
-                f"torch {torch.__version__}, which can use {' and '.join(able)}; set it to one of them or to "
+                f"torch {torch.__version__}, which can use {' and '.join((*able, *by_word))}; set it to one of them or to "
                 f'"{AUTO}", or move the model to a GPU before session.wrap'
             )
-        place = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        place = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
         return cls(able if setting == AUTO else (setting,), place)
 
     def to_json(self) -> list[Any]:
@@ -94,8 +100,18 @@ class Maker:
         """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
         communicator has this ``name``."""
         same = (self.me, self.members, self.epoch, self.timeout_s)
+        if kind == RECONFIGURE:
+            return ReconfiguredCommunicator(_endpoints(self.me), rendezvous(name), *same, self.address)
         host = GlooCommunicator(rendezvous(name), *same, self.address)
-        return host if kind == GLOO else with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
+        if kind == NCCL:
+            return with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
+        return StagedCommunicator(host) if kind == STAGED else host
+
+
+@lru_cache
+def _endpoints(me: int) -> Endpoints:
+    """Return the process groups of this process that go from view to view."""
+    return Endpoints(me)
 
 
 def with_nccl(

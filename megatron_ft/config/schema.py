@@ -275,9 +275,10 @@ class FaultToleranceConfig:
     reduce_dtype: str = setting("fp32", one_of("fp32", "bf16"))
     """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
     exact in both."""
-    communicator: str = setting(AUTO, one_of(AUTO, "gloo", "nccl"))
+    communicator: str = setting(AUTO, one_of(AUTO, "gloo", "nccl", "staged", "reconfigure"))
     """The library that sums gradients between groups. ``nccl``: on the GPUs. ``gloo``: through the hosts' memory. "auto":
-    NCCL where the model is on GPUs and no two groups share one, else gloo."""
+    NCCL where the model is on GPUs and no two groups share one, else gloo. ``staged``: gloo, with copies of our own in
+    pinned memory. ``reconfigure``: gloo, whose process group changes its members (torch 2.14)."""
     loss_reduction: str = setting("microbatch", one_of("microbatch", "token"))
     """The unit over which the loss and the gradient of a step are averaged. ``microbatch``: the loss function returns the
     mean loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens'

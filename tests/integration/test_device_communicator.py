@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ft.collectives import reconfigured_communicator
 from megatron_ft.errors import StartOver
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
@@ -67,3 +68,15 @@ def test_a_rank_whose_abort_hangs_is_replaced_and_the_others_go_on(tmp_path, dat
     [stuck] = [line for line in run.events("fault") if line["group"] == 2]
     assert stuck["code"] == StartOver.exit_code and "abort of an NCCL communicator has not returned" in stuck["detail"]
     assert {line["patched"] for line in run.events("recovery")} >= {8}, "group 0 computes the step of three"
+
+
+@pytest.mark.skipif(not reconfigured_communicator.supported(), reason="this torch cannot reconfigure process groups")
+def test_with_one_process_group_for_all_views_a_killed_group_costs_no_bit(tmp_path, data_dir):
+    settings = {"groups": 3, "steps": STEPS, "reduction": "exact"}
+    alone = support.start(tmp_path / "alone", data_dir, **settings)
+    alone.check()
+    hold = Breakpoint(1, 2, "reduce", 1)
+    run = support.start(tmp_path / "run", data_dir, [hold], communicator="reconfigure", **settings)
+    run.strike_in_step(hold)
+    run.check()
+    assert support.outcome(run) == support.outcome(alone)
