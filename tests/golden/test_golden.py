@@ -41,7 +41,10 @@ def test_output_is_added_to_a_case_that_has_only_commands():
         ("groups 4\nreduce bucket 2 at 0\n", "x.txt:2: `reduce bucket 2 at 0`: group 0"),
         ("groups 4\nend\n", "x.txt:2: `end`: group 0 is stuck in Compute"),
         ("groups 4\nrun\n", "x.txt:2: the last command is `run`, it has to be `end`"),
-        ("hosts 3\nat 5 host burns\n", "x.txt:2: `at 5 host burns`: there is no fault 'host burns'; faults: accuse, "),
+        (
+            "hosts 3\nat 5 host burns\n",
+            "x.txt:2: `at 5 host burns`: there is no fault 'host burns'; faults: abort hangs, accuse, ",
+        ),
     ],
 )
 def test_a_wrong_case_is_refused_with_its_line_and_what_is_right(text, words):

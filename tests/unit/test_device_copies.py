@@ -132,4 +132,4 @@ def test_a_reduction_within_the_capture_of_a_cuda_graph_is_refused(device, monke
     reduction = bucket_allreduce.Reduction(SimpleNamespace(local=lambda bucket: local), None)
     monkeypatch.setattr(device_copies, "_is_capturing", lambda: True)
     with pytest.raises(EngineError, match="while a CUDA graph is captured"):
-        reduction.reduce(SimpleNamespace(members=(0, 1)), 0, [0], lambda bucket: None)
+        reduction.reduce(SimpleNamespace(members=(0, 1), confirms=False), 0, [0], lambda bucket: None)
