@@ -1,6 +1,6 @@
 """The training script of a qualification: a small GPT on random tokens, run by ``megatron-ft launch`` like any script.
 
-It waits in front of one step until the faults are prepared, and while a group is away its steps take longer: a small model
+It waits in front of some steps until a fault is prepared, and while a group is away its steps take longer: a small model
 would be at its end before a process has started again.
 """
 
@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--prepared", type=Path, required=True, help="a file that is there once faults are prepared")
+    parser.add_argument("--gates", type=Path, required=True, help="GATES.STEP is there once that step may begin")
+    parser.add_argument("--shut", type=int, nargs="*", default=[], help="steps that wait for it")
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     session = megatron_ft.init(seed=1)
@@ -68,7 +69,8 @@ def main() -> None:
     engine = session.wrap(model, optimizer, loss_fn)
     for step in session.steps(args.steps):
         began, deadline = time.monotonic(), time.monotonic() + _PREPARED_S
-        while step == _WARM_STEPS and not args.prepared.exists() and time.monotonic() < deadline:
+        gate = Path(f"{args.gates}.{step}")
+        while step in args.shut and not gate.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         session.train_step(engine, batch_of)
         if cuda and step == _WARM_STEPS:

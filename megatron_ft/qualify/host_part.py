@@ -135,25 +135,32 @@ class HostPart:
         found = process_lookup.ranks(Path(run_dir))
         return {"groups": [rank.group for rank in found if process_status(rank.pid).parent == launcher.pid]}
 
-    def inject(self, run_dir: str, faults: Sequence[Message]) -> Message:
-        """Begin to inject these faults into ranks of this host; return when the ranks know."""
-        if own := list(faults):
-            me, directory = os.getpid(), Path(run_dir)
-            schedule = directory.with_suffix(f".faults.{me}.json")
-            schedule.write_text(json.dumps({"faults": own}), encoding="utf-8")
-            self._injector = subprocess.Popen(
-                [*LAUNCH, "inject", run_dir, str(schedule)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
-            )
-            deadline = time.monotonic() + _INJECTOR_S
-            while not all(injection_points.mailbox(directory, fault["group"], 0).exists() for fault in own):
-                if time.monotonic() > deadline or self._injector.poll() is not None:
-                    return {"failed": "megatron-ft inject has given no order to the ranks"}
-                time.sleep(_LOOK_S)
+    def inject(self, run_dir: str, fault: Message) -> Message:
+        """Begin to inject a fault into a rank of this host; return when the rank knows."""
+        me, directory = os.getpid(), Path(run_dir)
+        schedule = directory.with_suffix(f".fault.{fault['step']}.json")
+        schedule.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
+        self._injector = subprocess.Popen(
+            [*LAUNCH, "inject", run_dir, str(schedule)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
+        )
+        order = injection_points.mailbox(directory, fault["group"], 0)
+        deadline = time.monotonic() + _INJECTOR_S
+        while not order.exists():
+            if time.monotonic() > deadline or self._injector.poll() is not None:
+                return {"failed": f"megatron-ft inject has given no order to group {fault['group']}"}
+            time.sleep(_LOOK_S)
         return {}
+
+    def injected(self, limit_s: float) -> Message:
+        """Wait for the end of the injection, which a stopped rank's continuation is a part of."""
+        assert self._injector is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return {"done": self._injector.wait(limit_s) == 0}
+        return {"done": False}
 
     def finish(self, limit_s: float) -> Message:
         """Wait for the end of the training run; end it after ``limit_s``. ``code`` is None then."""
@@ -161,9 +168,8 @@ class HostPart:
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._launcher.wait(limit_s)
-        injected = None if self._injector is None else self._injector.wait(_END_S) == 0
         self._end_launcher()
-        return {"code": code, "injected": injected, "said": "".join(self._printed[-_SHOWN:])}
+        return {"code": code, "said": "".join(self._printed[-_SHOWN:])}
 
     def dismiss(self) -> Message:
         """End the members."""
