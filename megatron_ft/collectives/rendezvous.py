@@ -59,10 +59,15 @@ class Connector:
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
         maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device)
 
+        offers: dict[int, Offer] = {}
+
         def kind() -> str | None:
-            offers = {group: store.get(self._ready(view, group)) for group in view.live}
-            there = {group: Offer.from_json(offer) for group, offer in offers.items() if offer is not None}
-            return agree(there) if len(there) == len(offers) else None
+            for group in view.live:
+                if group not in offers:
+                    if (offer := store.get(self._ready(view, group))) is None:
+                        return None
+                    offers[group] = Offer.from_json(offer)
+            return agree(offers)
 
         self._build = Build(store, name, maker, kind)
 
