@@ -119,12 +119,8 @@ class Reduction:
 
         Raises ``Broken`` after ``outer`` was aborted or left; the next call has to be :meth:`drop`.
         """
-        if outer.confirms:
-            self.complete(outer, step, buckets, meanwhile)
         with self._aborting(outer):
-            if not outer.confirms:
-                self._start_all(outer, step, buckets)
-                meanwhile()
+            self._begin(outer, step, buckets, meanwhile)
             outer.confirm()
             for bucket in buckets:
                 self._finish(step, bucket)
@@ -142,11 +138,7 @@ class Reduction:
     ) -> None:
         """Do :meth:`reduce`, which has to follow, up to the confirmation. Raises ``Broken`` as it does."""
         with self._aborting(outer):
-            self._start_all(outer, step, buckets)
-            meanwhile()
-            for bucket in buckets:
-                self._finish(step, bucket)
-                self._complete.add(bucket)
+            self._begin(outer, step, buckets, meanwhile)
 
     @contextmanager
     def _aborting(self, outer: Communicator) -> Iterator[None]:
@@ -158,12 +150,17 @@ class Reduction:
             outer.abort()
             raise
 
-    def _start_all(self, outer: Communicator, step: int, buckets: Sequence[Bucket]) -> None:
+    def _begin(self, outer: Communicator, step: int, buckets: Sequence[Bucket], meanwhile: Callable[[], None]) -> None:
+        """Start what is not started; wait for all of it, if it has to be confirmed."""
         if self._broken:
             raise Broken(*self._broken)
         for bucket in buckets:
             if bucket not in self._started and bucket not in self._complete:
                 self._start(outer, step, bucket)
+        meanwhile()
+        for bucket in buckets if outer.confirms else ():
+            self._finish(step, bucket)
+            self._complete.add(bucket)
 
     def drop(self) -> None:
         """Forget everything that was started in an epoch that is over; its communicator is closed."""
