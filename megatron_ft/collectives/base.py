@@ -35,13 +35,15 @@ from typing import Any
 import torch
 
 POLL_S = 0.0005
+PAUSES_S = (0.00002, 0.0005)
+"""Shortest and longest pause in seconds between two looks at a device's event: a bucket takes a millisecond."""
 GRACE_S = 0.1
 """Seconds in which an aborted operation may fail before it is abandoned. A failing one needs a few milliseconds."""
 BUILD_TIMEOUT_S = 30.0
 """Seconds to build one. A peer that has not come by then will not, and a longer wait keeps a thread and descriptors."""
 
+ABORTED = "the communicator was aborted"
 _ABANDONED = "the communicator was aborted; an operation that did not end is abandoned"
-_LEFT = "the epoch is over; an operation in which not all groups take part is not waited for"
 
 
 class Broken(Exception):
@@ -72,6 +74,16 @@ class Over:
     aborted: bool = False
     left: bool = False
 
+    def refuse_aborted(self) -> None:
+        """Raise ``Broken`` if an abort has begun."""
+        if self.aborted:
+            raise Broken(ABORTED)
+
+    def refuse_left(self) -> None:
+        """Raise ``Left`` if the epoch was left."""
+        if self.left:
+            raise Left("the epoch is over; an operation in which not all groups take part is not waited for")
+
 
 class Work(ABC):
     """A started operation."""
@@ -100,8 +112,8 @@ class Work(ABC):
         """Raise ``Broken`` if the operation is not to be waited for any more."""
         if self._over.aborted and not self.settles_within(GRACE_S):
             raise Broken(_ABANDONED)
-        if self._over.left and not self._over.aborted:
-            raise Left(_LEFT)
+        if not self._over.aborted:
+            self._over.refuse_left()
 
 
 class Done(Work):
@@ -123,6 +135,9 @@ class Communicator(ABC):
         epoch: the view's number.
         timeout_s: seconds after which an operation fails by itself.
     """
+
+    confirms = False
+    """Whether sums and broadcasts count only after :meth:`confirm`."""
 
     def __init__(self, me: int, members: Sequence[int], epoch: int, timeout_s: float) -> None:
         self.epoch, self.members = epoch, tuple(sorted(members))
@@ -150,14 +165,16 @@ class Communicator(ABC):
         """Start receiving into a contiguous tensor of the sender's shape and dtype."""
         return self._start(lambda: self._receive(tensor, self.members.index(source), tag))
 
-    confirms = False
-    """Whether sums and broadcasts count only after :meth:`confirm`."""
-
     def confirm(self) -> None:  # noqa: B027, for most there is nothing to confirm
         """Return once every member has seen the end of what it started before; all members call it alike. Raises ``Broken``.
 
         It is needed where the abort of one member can end an operation at another one, with garbage and without an error.
         """
+
+    @property
+    def aborted(self) -> bool:
+        """Whether an abort has begun."""
+        return self._over.aborted
 
     def leave(self) -> None:
         """Make every pending wait and future operation fail, here only. Callable from any thread, repeatedly.
@@ -210,10 +227,8 @@ class Communicator(ABC):
         """Return what must live until the last operation has ended, and drop every reference to it."""
 
     def _start(self, operation: Callable[[], Work]) -> Work:
-        if self._over.aborted:
-            raise Broken("the communicator was aborted")
-        if self._over.left:
-            raise Left(_LEFT)
+        self._over.refuse_aborted()
+        self._over.refuse_left()
         work = operation() if len(self.members) > 1 else Done(self._over)
         self._started = [other for other in self._started if not other.settled()] + [work]
         return work

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_ft.collectives.base import PAUSES_S
 from megatron_ft.collectives.framing import as_bytes
 from megatron_ft.errors import EngineError
 
@@ -37,8 +38,6 @@ _AHEAD = 4
 _KEPT = 2**28
 """The most bytes of pinned memory that are kept for the next copies."""
 _LEAST = 2**12
-PAUSES_S = (0.00002, 0.0005)
-"""Shortest and longest pause in seconds between two looks at an event."""
 
 
 class PinnedPool:

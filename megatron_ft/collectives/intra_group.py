@@ -77,7 +77,6 @@ class IntraGroup:
     def __init__(self, communicator: Communicator, position: int) -> None:
         self._communicator = communicator
         self.position, self.size = position, len(communicator.members)
-        self._aborted = False
 
     @classmethod
     def build(cls, env: RankEnvironment, agreement: CoordinationClient, interrupted: Callable[[], bool]) -> IntraGroup:
@@ -109,7 +108,7 @@ class IntraGroup:
         host, members = self._communicator, range(self.size)
         made = with_nccl(host, device, name, rendezvous(name), self.position, members, host.epoch, ENDLESS_S)
         self._communicator = made
-        if self._aborted:  # in the moment between
+        if host.aborted:  # in the moment between
             made.abort()
         try:
             made.connect()
@@ -118,7 +117,6 @@ class IntraGroup:
 
     def abort(self) -> None:
         """Make every pending and future operation raise :class:`Lost`, here and at the other ranks. Any thread."""
-        self._aborted = True
         self._communicator.abort()
 
     def order(self, name: str, **fields: Any) -> None:

@@ -29,12 +29,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ft.collectives.base import Broken, Communicator, Left, Over, Work
+from megatron_ft.collectives.base import PAUSES_S, Broken, Communicator, Over, Work
 from megatron_ft.collectives.gloo_communicator import broken
 
 ABORT_TIMEOUT_S = 10.0
-_POLLS_S = (0.00002, 0.0005)
-"""Shortest and longest pause between two looks at an event: a bucket takes a millisecond."""
 _ERROR_EVERY_S = 0.02
 
 
@@ -139,8 +137,7 @@ class NcclCommunicator(Communicator):
 
     def _queue(self, operation: Callable[[], Queued]) -> OnDevice:
         with self._inside:
-            if self._over.aborted:
-                raise Broken("the communicator was aborted")
+            self._over.refuse_aborted()
             try:
                 queued = operation()
             except RuntimeError as error:
@@ -208,17 +205,15 @@ class OnDevice(Work):
         self._complete = False
 
     def wait(self) -> None:
-        pause, longest = _POLLS_S
+        pause, longest = PAUSES_S
         ask_at = time.monotonic() + _ERROR_EVERY_S
         while not self._complete:
             ended = self._queued.ended()
-            if self._over.aborted:  # in this order: the event of an aborted kernel says that it has ended, too
-                raise Broken("the communicator was aborted")
+            self._over.refuse_aborted()  # in this order: the event of an aborted kernel says that it has ended, too
             if ended:
                 self._complete = True
                 return
-            if self._over.left:
-                raise Left("the epoch is over; an operation in which not all groups take part is not waited for")
+            self._over.refuse_left()
             if (now := time.monotonic()) >= ask_at:
                 ask_at = now + _ERROR_EVERY_S
                 if error := self._error():

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from megatron_ft.collectives import device_copies
-from megatron_ft.collectives.base import Broken, Communicator, Over, Work
-from megatron_ft.collectives.device_copies import PAUSES_S, Port
+from megatron_ft.collectives.base import ABORTED, PAUSES_S, Broken, Communicator, Over, Work
+from megatron_ft.collectives.device_copies import Port
 from megatron_ft.utils.vital_thread import VitalThread
 
 _AHEAD = 4
@@ -38,7 +38,6 @@ _AHEAD = 4
 _LOOK_S = 0.02
 _STUCK_S = 10.0
 """Seconds after an abort in which the thread has to be back from the device."""
-_ABORTED = "the communicator was aborted"
 
 
 class StagedCommunicator(Communicator):
@@ -106,8 +105,7 @@ class StagedCommunicator(Communicator):
 
     def refuse(self) -> None:
         """Raise ``Broken`` if an abort has begun."""
-        if self._over.aborted:
-            raise Broken(_ABORTED)
+        self._over.refuse_aborted()
 
     @property
     def patience_s(self) -> float:
@@ -122,7 +120,7 @@ class StagedCommunicator(Communicator):
                 if not lanes or self._over.aborted:
                     self._mover = None
                     for piece in [piece for lane in self._lanes.values() for piece in lane.empty()]:
-                        piece.drop(Broken(_ABORTED))
+                        piece.drop(Broken(ABORTED))
                     return
             moved = [lane.move() for lane in lanes]
             if any(moved):
