@@ -5,16 +5,9 @@ from __future__ import annotations
 from megatron_ft.simulation.protocol import simulated_cluster, simulated_device
 from megatron_ft.simulation.protocol.simulated_device import Device
 from megatron_ft.simulation.protocol.simulated_group import Group
+from tests.sim.planted import registry
 
-MUTATIONS = {}
-
-
-def mutation(name, seeds=range(300)):
-    def add(plant):
-        MUTATIONS[name] = plant, seeds
-        return plant
-
-    return add
+MUTATIONS, mutation = registry(range(300))
 
 
 @mutation("a completion counts that was seen after the abort began")

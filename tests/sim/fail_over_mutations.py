@@ -10,16 +10,9 @@ from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol import store_client
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.simulation.protocol.simulated_hosts import Agent
+from tests.sim.planted import registry
 
-MUTATIONS = {}
-
-
-def mutation(name, seeds=range(400)):
-    def add(plant):
-        MUTATIONS[name] = plant, seeds
-        return plant
-
-    return add
+MUTATIONS, mutation = registry(range(400))
 
 
 def only_what_follows(patch):

@@ -18,16 +18,9 @@ from megatron_ft.simulation.protocol.returning_group import Following
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.simulation.protocol.simulated_store import Store
 from megatron_ft.types import Plan, PlanOrigin
+from tests.sim.planted import registry
 
-MUTATIONS = {}
-
-
-def mutation(name, seeds=range(1500)):
-    def add(plant):
-        MUTATIONS[name] = plant, seeds
-        return plant
-
-    return add
+MUTATIONS, mutation = registry(range(1500))
 
 
 # --- agreement ------------------------------------------------------------------------------------------------------

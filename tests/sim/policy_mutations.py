@@ -9,16 +9,9 @@ from megatron_ft.core.scheduling import assignment
 from megatron_ft.core.scheduling.policies import recover_roles
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.types import Plan
+from tests.sim.planted import registry
 
-MUTATIONS = {}
-
-
-def mutation(name, policy):
-    def add(plant):
-        MUTATIONS[name] = plant, policy
-        return plant
-
-    return add
+MUTATIONS, mutation = registry()
 
 
 @mutation("standby work is added to the group's own gradient", "replication")
