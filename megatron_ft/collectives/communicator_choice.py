@@ -21,11 +21,11 @@ from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.nccl_communicator import NcclCommunicator
 from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
 from megatron_ft.collectives.staged_communicator import StagedCommunicator
+from megatron_ft.config.schema import AUTO, COMMUNICATORS
 from megatron_ft.errors import ConfigError
 
-AUTO, GLOO, NCCL, STAGED, RECONFIGURE = "auto", "gloo", "nccl", "staged", "reconfigure"
-KINDS = (NCCL, GLOO, STAGED, RECONFIGURE)
-"""In the order of preference. The last two are taken only by word: they are not measured where they should be faster."""
+KINDS = NCCL, GLOO, STAGED, RECONFIGURE = COMMUNICATORS
+"""The last two are taken only by word: they are not measured where they should be faster."""
 
 
 @dataclass(frozen=True)

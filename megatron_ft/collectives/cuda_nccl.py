@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ft.collectives.gloo_communicator import broadcast_from
+
 _NEVER = timedelta(days=30)
 """The time limit is the communicator's own; that of the process group would let NCCL's watchdog act first."""
 
@@ -60,9 +62,7 @@ class CudaNccl:
         return self._queue(lambda: self._group.allreduce([tensor]))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Event:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._queue(lambda: self._group.broadcast([tensor], options))
+        return self._queue(lambda: self._group.broadcast([tensor], broadcast_from(root)))
 
     def send(self, tensor: torch.Tensor, to: int) -> _Event:
         return self._queue(lambda: self._group.send([tensor], to, 0))

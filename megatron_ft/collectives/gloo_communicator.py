@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron_ft.collectives import gloo_sockets
 from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator, Over, Work
 from megatron_ft.utils import socket_tracker
+from megatron_ft.utils.log import first_line
 
 _LOOK_S = 0.02
 """Seconds between two checks of a wait. A check costs 0.2 ms: 1% of a core, while there is nothing else to do."""
@@ -74,7 +75,7 @@ class GlooCommunicator(Communicator):
         return Collective(self._call(lambda group: group.allreduce([tensor])), self._over)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        return Collective(self._call(lambda group: group.broadcast([tensor], _from(root))), self._over)
+        return Collective(self._call(lambda group: group.broadcast([tensor], broadcast_from(root))), self._over)
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
         return PointToPoint(self._call(lambda group: group.send([tensor], to, tag)), self._over, self._timeout_s)
@@ -157,7 +158,8 @@ def claim(rendezvous: Any, place: int) -> None:
         raise RuntimeError(f"the place {place} of this rendezvous was already used; each communicator needs its own")
 
 
-def _from(root: int) -> Any:
+def broadcast_from(root: int) -> Any:
+    """Return torch's options of a broadcast by the rank ``root``."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     return options
@@ -171,7 +173,7 @@ def broken(error: Exception) -> Broken:
     the garbage collector runs. For the same reason the error of gloo loses its traceback here.
     """
     error.__traceback__ = None
-    detail = (str(error).splitlines() or [type(error).__name__])[0].partition(_ADVICE)[0]
+    detail = first_line(error).partition(_ADVICE)[0]
     return Broken(next((words for words, sign in _MEANINGS if sign.search(detail)), "an operation failed"), detail)
 
 

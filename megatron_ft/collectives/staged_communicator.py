@@ -31,6 +31,7 @@ import torch
 from megatron_ft.collectives import device_copies
 from megatron_ft.collectives.base import ABORTED, PAUSES_S, Broken, Communicator, Over, Work
 from megatron_ft.collectives.device_copies import Port
+from megatron_ft.utils.log import first_line
 from megatron_ft.utils.vital_thread import VitalThread
 
 _AHEAD = 4
@@ -223,7 +224,7 @@ class _Piece:
             self._work.ended()
             return True
         except RuntimeError as error:
-            raise Broken("a copy between the device and the host failed", _first_line(error)) from None
+            raise Broken("a copy between the device and the host failed", first_line(error)) from None
         return False
 
     def drop(self, why: Broken) -> None:
@@ -307,7 +308,3 @@ class StagedWork(Work):
 
 def _always() -> bool:
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -120,6 +120,10 @@ def _count_or_slack(name: str, value: Any) -> int | str:
     return value
 
 
+COMMUNICATORS = ("nccl", "gloo", "staged", "reconfigure")
+"""Communicators between groups, in the order of preference (``collectives.communicator_choice``)."""
+
+
 def setting(default: Any, rule: Any) -> Any:
     """A field of a section: ``rule`` takes its full name and a value from JSON, and returns the value in force."""
     return field(default=default, metadata={"rule": rule})
@@ -275,7 +279,7 @@ class FaultToleranceConfig:
     reduce_dtype: str = setting("fp32", one_of("fp32", "bf16"))
     """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
     exact in both."""
-    communicator: str = setting(AUTO, one_of(AUTO, "gloo", "nccl", "staged", "reconfigure"))
+    communicator: str = setting(AUTO, one_of(AUTO, *COMMUNICATORS))
     """The library that sums gradients between groups. ``nccl``: on the GPUs. ``gloo``: through the hosts' memory. "auto":
     NCCL where the model is on GPUs and no two groups share one, else gloo. ``staged``: gloo, with copies of our own in
     pinned memory. ``reconfigure``: gloo, whose process group changes its members (torch 2.14)."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import megatron_ft
+from megatron_ft.collectives.device_copies import own_device
 from megatron_ft.types import Microbatch
 
 _VOCABULARY, _SEQ_LEN, _SAMPLES = 256, 32, 2
@@ -62,7 +63,7 @@ def main() -> None:
     session = megatron_ft.init(seed=1)
     torch.manual_seed(1)
     cuda = args.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()) if cuda else "cpu"
+    device = own_device(args.device)
     model = build(args.width, args.layers).to(device)
     before = _warm(model, device) if cuda else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.agent.process_keeper import ended_with
 from megatron_ft.doctor.meeting import Channel, Message
 from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.utils import lifeline
@@ -66,7 +67,7 @@ class _Member:
                 return json.loads(self._answers.get(timeout=min(left, 0.2)))
             if (code := self.process.poll()) is not None and self._answers.empty():
                 last = next((line.strip() for line in reversed(self._said) if line.strip()), "")
-                return {"ended": f"its process ended with {_in_words(code)}" + (f": {last}" if last else "")}
+                return {"ended": f"its process {ended_with(code)}" + (f": {last}" if last else "")}
         return {"silent": True}
 
     def kill(self) -> None:
@@ -81,7 +82,7 @@ class HostPart:
         self._members: dict[int, _Member] = {}
         self._launcher: subprocess.Popen[str] | None = None
         self._printed: list[str] = []
-        self._injector: subprocess.Popen[bytes] | None = None
+        self._injector: subprocess.Popen[str] | None = None
 
     def facts(self) -> Message:
         """Say what this host has."""
@@ -114,17 +115,8 @@ class HostPart:
 
     def launch(self, words: Sequence[str], env: Mapping[str, str]) -> Message:
         """Start this host's agent of a training run."""
-        me = os.getpid()
         self._printed = []
-        self._launcher = subprocess.Popen(
-            [*LAUNCH, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **env},
-            preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
-        )
+        self._launcher = _command(words, env, subprocess.PIPE, subprocess.STDOUT)
         threading.Thread(target=_read, args=(self._launcher.stdout, self._printed.append), daemon=True).start()
         return {}
 
@@ -137,16 +129,10 @@ class HostPart:
 
     def inject(self, run_dir: str, fault: Message) -> Message:
         """Begin to inject a fault into a rank of this host; return when the rank knows."""
-        me, directory = os.getpid(), Path(run_dir)
+        directory = Path(run_dir)
         schedule = directory.with_suffix(f".fault.{fault['step']}.json")
         schedule.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
-        self._injector = subprocess.Popen(
-            [*LAUNCH, "inject", run_dir, str(schedule)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
-        )
+        self._injector = _command(["inject", run_dir, str(schedule)], {}, subprocess.DEVNULL, subprocess.DEVNULL)
         order = injection_points.mailbox(directory, fault["group"], 0)
         deadline = time.monotonic() + _INJECTOR_S
         while not order.exists():
@@ -195,6 +181,20 @@ class HostPart:
         self._injector = self._launcher = None
 
 
+def _command(words: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> subprocess.Popen[str]:
+    """Start ``megatron-ft`` with these words; it is told to stop when this process ends."""
+    me = os.getpid()
+    return subprocess.Popen(
+        [*LAUNCH, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        env={**os.environ, **env},
+        preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
+    )
+
+
 def serve(channel: Channel) -> tuple[int, str]:
     """Carry out orders until host 0 ends the qualification. Returns the exit code and the last line."""
     part = HostPart()
@@ -222,7 +222,3 @@ def _read(stream: Any, take: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         for line in stream:
             take(line)
-
-
-def _in_words(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -26,6 +26,7 @@ from rich.console import Console
 import megatron_ft
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.communicator_choice import Offer
+from megatron_ft.coordination.store import listen, serve_on
 from megatron_ft.doctor import meeting
 from megatron_ft.doctor.hosts_check import Hub
 from megatron_ft.doctor.meeting import Channel, Meeting, Message
@@ -262,13 +263,7 @@ def _fail(why: str) -> Found:
 @contextlib.contextmanager
 def _store(address: str) -> Iterator[tuple[str, int]]:
     """A torch store in this process, at that address only, at which communicators meet."""
-    import torch.distributed as dist
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=256) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-        )
-        yield address, port
+    with listen(address, 0) as listener:
+        store = serve_on(listener)
+        yield address, store.port
         del store

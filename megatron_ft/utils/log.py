@@ -36,3 +36,8 @@ def set_up() -> None:
             logger.addHandler(Lines(quiet))
             logger.propagate = False
             logger.setLevel(logger.level or logging.INFO)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line for people: torch appends a C++ stack to its messages."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -17,6 +17,7 @@ from megatron_ft.data.order import microbatch_seed
 from megatron_ft.engines.port import OWN, Listed, Ready
 from megatron_ft.faults.injection_points import Corruptible
 from megatron_ft.types import Microbatch
+from megatron_ft.utils.log import first_line
 
 if TYPE_CHECKING:
     from megatron_ft.worker.rank_executor import RankExecutor
@@ -77,8 +78,7 @@ def lost_inside(lost_because: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not (broken_inside(error) or lost_because()):
             raise
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Lost(lost_because() or f"a collective inside the group broke: {first}") from None
+        raise Lost(lost_because() or f"a collective inside the group broke: {first_line(error)}") from None
 
 
 def broken_inside(error: Exception) -> bool:

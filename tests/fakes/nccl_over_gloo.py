@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.communicator_choice import Offer
+from megatron_ft.collectives.gloo_communicator import broadcast_from
 from tests.fakes.nccl import GARBAGE
 
 
@@ -62,9 +63,7 @@ class OverGloo:
         return self._queue(lambda copy: self._group.allreduce([copy]), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Event:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._queue(lambda copy: self._group.broadcast([copy], options), tensor)
+        return self._queue(lambda copy: self._group.broadcast([copy], broadcast_from(root)), tensor)
 
     def send(self, tensor: torch.Tensor, to: int) -> _Event:
         return self._queue(lambda copy: _InThread(self._group.send([copy], to, 0)), tensor)

@@ -27,6 +27,7 @@ from megatron_ft.coordination.store.call_guard import Guard, Overdue
 from megatron_ft.coordination.store.claim_log import Locator
 from megatron_ft.errors import LaunchError
 from megatron_ft.utils import socket_tracker
+from megatron_ft.utils.log import first_line
 
 Answer = TypeVar("Answer")
 
@@ -205,7 +206,7 @@ class TcpStore:
 
     def _gone(self, error: BaseException) -> StoreGone:
         return StoreGone(
-            f"control store {self.name} is gone ({_first_line(error)}); its process has ended or the network to it is "
+            f"control store {self.name} is gone ({first_line(error)}); its process has ended or the network to it is "
             f"cut. What needs it goes on when a store answers there again"
         )
 
@@ -254,7 +255,7 @@ class _Client:
         try:
             self.store.wait([key], left)
         except dist.DistStoreError as error:
-            if "imeout" in _first_line(error):
+            if "imeout" in first_line(error):
                 return None
             raise
         return self.get(key)  # it was deleted meanwhile, and a plain get would wait for it
@@ -375,7 +376,7 @@ def serve_on(listener: socket.socket, timeout: timedelta = timedelta(seconds=30)
             master_listen_fd=os.dup(listener.fileno()),
         )
     except RuntimeError as error:
-        raise LaunchError(f"the control store cannot listen on {bind}:{port}: {_first_line(error)}") from None
+        raise LaunchError(f"the control store cannot listen on {bind}:{port}: {first_line(error)}") from None
 
 
 def _family(bind: str) -> socket.AddressFamily:
@@ -385,8 +386,3 @@ def _family(bind: str) -> socket.AddressFamily:
 def _reachable(bind: str) -> str:
     """Return the address by which torch's server can connect to itself."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the line for people: torch appends a C++ stack to its messages."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
