@@ -39,7 +39,8 @@ XIDS: Mapping[int, str] = {
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)(?:, pid='?(\d+))?")
 _LOGS = (Path("/var/log/kern.log"), Path("/var/log/syslog"), Path("/var/log/messages"))
 _TAIL_BYTES = 1 << 18
-_NVML_S = 2.0
+_NVML_S = 0.2
+"""A loss is announced after NVML was asked, and it may hang where a GPU has failed."""
 _RECENT_S = 60.0
 _THROTTLED = 0x08 | 0x20 | 0x40 | 0x80
 """Clock reasons of NVML: hardware slowdown, software and hardware thermal slowdown, hardware power brake."""
@@ -65,18 +66,19 @@ class Watch:
 
     Args:
         kmsg: the kernel's log; ``logs``: files to which it may be copied, used where ``kmsg`` cannot be read.
-        nvml: returns the hints of NVML.
+        nvml: returns the hints of NVML, or None if it does not answer; it is not asked again then.
     """
 
     def __init__(
         self,
         kmsg: Path = Path("/dev/kmsg"),
         logs: Iterable[Path] = _LOGS,
-        nvml: Callable[[], list[str]] | None = None,
+        nvml: Callable[[], list[str] | None] | None = None,
     ) -> None:
         self._kmsg: int | None = None
         self._sizes: dict[Path, int] = {}
         self._nvml = nvml or nvml_hints
+        self._answers = self._gpus()
         self._errors: list[tuple[float, str]] = []
         with suppress(OSError):
             self._kmsg = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
@@ -85,7 +87,7 @@ class Watch:
             for log in logs:
                 with suppress(OSError):
                     self._sizes[log] = log.stat().st_size
-        self._before = set(self._nvml()) if self._gpus() else set()
+        self._before = set(self._ask())
 
     def hints(self, pid: int | None = None) -> str:
         """Return what the driver has said in the last minute, since the watch began; "" if nothing, or unknown."""
@@ -93,9 +95,12 @@ class Watch:
         self._errors += [(now, line) for line in self._new_lines() if _LINE.search(line)]
         self._errors = [(at, line) for at, line in self._errors if now - at < _RECENT_S]
         said = xid_lines((line for _, line in self._errors), pid)
-        if self._gpus():
-            said += [hint for hint in self._nvml() if hint not in self._before]
-        return "; ".join(said)
+        return "; ".join([*said, *(hint for hint in self._ask() if hint not in self._before)])
+
+    def _ask(self) -> list[str]:
+        said = self._nvml() if self._answers else []
+        self._answers = self._answers and said is not None
+        return said or []
 
     @staticmethod
     def _gpus() -> bool:
@@ -129,9 +134,10 @@ class Watch:
             lines.append(raw.decode(errors="replace"))
 
 
-def nvml_hints() -> list[str]:
-    """Return what NVML says about this host's GPUs, for people; empty without nvidia-ml-py, or if it does not answer."""
-    return deadline.Call("megatron_ft-nvml", _ask_nvml).within(_NVML_S).value or []
+def nvml_hints() -> list[str] | None:
+    """Return what NVML says about this host's GPUs, for people; empty without nvidia-ml-py, None if it does not answer."""
+    outcome = deadline.Call("megatron_ft-nvml", _ask_nvml).within(_NVML_S)
+    return None if outcome.abandoned else outcome.value or []
 
 
 def _ask_nvml() -> list[str]:

@@ -90,3 +90,11 @@ def test_hints_of_nvml():
 
 def test_a_host_without_gpu_has_no_hints(tmp_path):
     assert gpu_faults.Watch(tmp_path / "absent", []).hints() == ""
+
+
+def test_nvml_that_does_not_answer_is_asked_once(monkeypatch, tmp_path):
+    """Each loss would wait for it."""
+    monkeypatch.setattr(gpu_faults.Watch, "_gpus", staticmethod(lambda: True))
+    answers = [[], ["GPU 0: slow"], None]
+    watch = gpu_faults.Watch(tmp_path / "absent", [], nvml=lambda: answers.pop(0))
+    assert [watch.hints() for _ in range(4)] == ["GPU 0: slow", "", "", ""] and not answers
