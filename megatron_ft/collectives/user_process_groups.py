@@ -234,6 +234,8 @@ class UserProcessGroups:
 
         ``seen``: what this rank has seen, a noun phrase or a sentence.
         """
+        if self._lost.is_set():  # another rank was faster, and this one may not have heard all answers because of it
+            return
         env = self._env
         accused, why = reports[env.position], f"reports {seen}" + ("" if finding is None else f"; {finding.why}")
         if finding is not None and len(finding.guilty) == 1 and finding.guilty[0] in reports:

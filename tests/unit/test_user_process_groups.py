@@ -128,6 +128,23 @@ def test_a_rank_that_nobody_can_blame_reports_itself(watch):
     assert "(comm_error)" in store.accused[0].why and "rank 1 did not answer" in store.accused[0].why
 
 
+def test_a_rank_that_asks_while_another_reports_the_group_adds_nothing(watch):
+    """It has not heard the answers, and would hide the better reason of the other rank."""
+    groups, store = {"1": Group("1", "tp")}, Memory(None)
+    groups["1"].backend.error = ErrorType.TIMEOUT
+    ask, own = store.append, []
+
+    def append(log, value, by=None):
+        ask(log, value, by)
+        own[0].abort()  # the news of the loss
+
+    store.append = append
+    own.append(watch({}, store))
+    own[0]._groups = lambda: dict(groups)
+    await_(groups["1"].backend.aborted.is_set, "the rank is released")
+    assert [type(signal) for signal in store.said] == [signals.CollectivesRequested]
+
+
 def test_a_group_that_is_made_later_is_watched_and_one_that_is_gone_is_not(watch):
     groups, store = {"1": Group("1", "tp")}, Memory(Report(1))
     watch(groups, store)
