@@ -24,6 +24,8 @@ _RECORDERS = (("dump_nccl_trace_json", "_dump_nccl_trace_json"), ("fr_trace_json
 """For each recorder, a handler of torch's debug server, and a function of torch's C module. The handler is tried first, as
 it releases the GIL. The function holds it meanwhile: 0.4 s for 20000 entries, and for ever if CUDA blocks. With CUDA, torch
 2.11 refuses a request of ours, so that only the function is left."""
+_HOOKED = ("nccl2", "nccl-lazy", "nccl")
+"""Back ends that have recorders of their own from torch 2.15 on, where "nccl" is nccl2 unless the user says otherwise."""
 _BEFORE, _AFTER = 8, 24
 """Calls that are kept before and after the oldest that has not ended."""
 _PEER = re.compile(r"(\d+)(?:->|<-)(\d+)")
@@ -43,6 +45,9 @@ def _entries() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for handler, function in _RECORDERS:
         if (text := _ask(handler) or _call(function)) is not None:
+            found += json.loads(text).get("entries", [])
+    for backend in _HOOKED:
+        if (text := _call(_RECORDERS[1][1], backend=backend)) is not None:
             found += json.loads(text).get("entries", [])
     return sorted(found, key=lambda entry: entry["time_created_ns"])
 
@@ -66,14 +71,15 @@ def _ask(handler: str) -> str | bytes | None:
     return answer[0] if answer else None
 
 
-def _call(function: str) -> str | bytes | None:
+def _call(function: str, **of: str) -> str | bytes | None:
+    """Return what a function of torch's C module has; None if this torch lacks it, or its argument ``of``."""
     dump: Callable[..., str | bytes] | None = getattr(_c10d(), function, None)
     if dump is None:
         return None
     try:
-        return dump(includeCollectives=True, onlyActive=False)
-    except TypeError:  # that of gloo has no onlyActive
-        return dump(includeCollectives=True)
+        return dump(includeCollectives=True, onlyActive=False, **of)
+    except TypeError:  # that of gloo has no onlyActive in older ones
+        return None if of else dump(includeCollectives=True)
 
 
 def calls(recorded: Iterable[Mapping[str, Any]], members: Mapping[str, Sequence[int]]) -> tuple[Call, ...]:

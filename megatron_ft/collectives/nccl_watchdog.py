@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from megatron_ft.errors import ConfigError
@@ -81,7 +82,15 @@ _KINDS = {"TIMEOUT": "timeout", "COMM_ERROR": "comm_error", "REMOTE_ERROR": "rem
 def reporting(group: Any) -> list[Any]:
     """Return the backends of a process group that report errors and can be aborted: NCCL's, not gloo's."""
     backends = {id(backend): backend for device in group._device_types if (backend := group._get_backend(device))}
-    return [backend for backend in backends.values() if hasattr(backend, "get_error")]
+    # From torch 2.15 on gloo's has get_error, too, and says nothing by it. Agents import this module, and not torch.
+    own = [backend for backend in backends.values() if type(backend).__name__ != "ProcessGroupGloo"]
+    return [backend for backend in own if hasattr(backend, "get_error")]
+
+
+def set_timeout(backend: Any, seconds: float) -> None:
+    """Set the time limit of the operations that follow."""
+    own = getattr(backend, "_set_default_timeout", None)  # torch's second back end of NCCL has another name for it
+    (own or backend.set_timeout)(timedelta(seconds=seconds))
 
 
 def failure(backend: Any) -> tuple[str, str] | None:

@@ -26,7 +26,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -166,7 +165,7 @@ class UserProcessGroups:
                 backends |= {f"{labels[name]}{'/' * number}": backend for number, backend in enumerate(own)}
             for backend in backends.values():
                 if id(backend) not in before:  # whatever torch or the script has chosen: there is one limit
-                    backend._set_default_timeout(timedelta(seconds=self._longest_s))
+                    nccl_watchdog.set_timeout(backend, self._longest_s)
             self._backends, self._labels, self._members, self._known = backends, labels, members, known
 
     def _release(self, backends: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError
 
-TESTED = "2.9 to 2.13"
+TESTED = "2.9 to 2.15"
 NAMES = (
     "torch._C._distributed_c10d",
     "torch.distributed.distributed_c10d._world.pg_map",
