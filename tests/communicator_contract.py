@@ -98,6 +98,14 @@ class CommunicatorContract:
     def test_sums_over_the_members(self):
         self.check_sums(self.build(range(3)))
 
+    def test_bf16_is_added_in_fp32(self):
+        """In bf16, 256 + 1 is 256 again."""
+        outers = self.build(range(3))
+        tensors = {me: self.full(me, value, 1001).bfloat16() for me, value in enumerate((256, 1, 1))}
+        for work in [outer.all_reduce(tensors[me]) for me, outer in outers.items()]:
+            work.wait()
+        assert all(tensor.tolist() == [258.0] * 1001 for tensor in tensors.values())
+
     def test_a_broadcast_copies_the_sources_tensor(self):
         outers = self.build(range(1, 4))  # a member is not its place
         tensors = {me: self.full(me, me) for me in outers}

@@ -150,7 +150,7 @@ class Communicator(ABC):
         where the back end can; the constructor does it where it cannot be ended. Raises ``RuntimeError``."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Start summing ``tensor`` in place over the members."""
+        """Start summing ``tensor`` in place over the members, in its type; bf16 is added in fp32 and rounded at the end."""
         return self._start(lambda: self._all_reduce(tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

@@ -23,9 +23,10 @@ local gradients.
 for bf16. Each group sends a checksum of its part with it, and the sum has to have the sum of these checksums: a bucket
 that was changed on its way ends the epoch, and is reduced again.
 
-**bf16** halves what is sent. Local gradients stay fp32; each group rounds its sum once (2^-9 of it) and gloo cuts off after
-each addition (2^-8), so with N groups an element of the sum is wrong by at most N * 2^-8 times the sum of the groups'
-absolute values. Losses and counts travel beside the gradients as fp32 and stay exact.
+**bf16** halves what is sent. Local gradients stay fp32. Each group rounds its sum once (2^-8 of it); communicators add in
+fp32 and round the total once, and before it the sum of each host whose groups share it. So an element of the sum is wrong by
+at most 3 * 2^-8 times the sum of the groups' absolute values, however many groups there are. Losses and counts travel beside
+the gradients as fp32 and stay exact.
 
 **Confirmation.** With NCCL, all buckets of a call count together, when every member has confirmed that it saw them complete
 (``collectives.base``).

@@ -21,6 +21,7 @@ from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.nccl_communicator import NcclCommunicator
 from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
 from megatron_ft.collectives.staged_communicator import StagedCommunicator
+from megatron_ft.collectives.two_level_communicator import TwoLevelCommunicator
 from megatron_ft.config.schema import AUTO, COMMUNICATORS
 from megatron_ft.errors import ConfigError
 
@@ -35,13 +36,15 @@ class Offer:
     Attributes:
         kinds: of communicators.
         place: names the device; "" for a CPU. NCCL refuses a communicator two of whose ranks are on one device.
+        host: its address; members that share one share its network.
     """
 
     kinds: tuple[str, ...]
     place: str = ""
+    host: str = ""
 
     @classmethod
-    def of(cls, setting: str, device: torch.device) -> Offer:
+    def of(cls, setting: str, device: torch.device, host: str) -> Offer:
         """Return the offer of a rank whose gradients are on ``device``; ``setting``: ``fault_tolerance.communicator``.
 
         Raises ``ConfigError`` if the setting asks for what the device or this torch cannot do.
@@ -56,19 +59,35 @@ class Offer:
                 f'"{AUTO}", or move the model to a GPU before session.wrap'
             )
         place = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
-        return cls(able if setting == AUTO else (setting,), place)
+        return cls(able if setting == AUTO else (setting,), place, host)
 
     def to_json(self) -> list[Any]:
-        return [list(self.kinds), self.place]
+        return [list(self.kinds), self.place, self.host]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Offer:
-        kinds, place = value
-        return cls(tuple(kinds), place)
+        kinds, place, host = value
+        return cls(tuple(kinds), place, host)
 
 
-def agree(offers: Mapping[int, Offer]) -> str:
-    """Return the kind that all members take, the same at each of them. ``offers``: by group.
+@dataclass(frozen=True)
+class Choice:
+    """What all members take: the ``kind``, and the members of each of the ``hosts``."""
+
+    kind: str
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, kind: str, host_of: Mapping[int, Any]) -> Choice:
+        """``host_of``: the host of each member."""
+        hosts: dict[Any, list[int]] = {}
+        for member, host in sorted(host_of.items()):
+            hosts.setdefault(host, []).append(member)
+        return cls(kind, tuple(map(tuple, hosts.values())))
+
+
+def agree(offers: Mapping[int, Offer]) -> Choice:
+    """Return what all members take, the same at each of them. ``offers``: by member.
 
     Raises ``ConfigError`` if there is none.
     """
@@ -76,7 +95,7 @@ def agree(offers: Mapping[int, Offer]) -> str:
     together = len(places) > len(set(places))
     for kind in KINDS:
         if all(kind in offer.kinds for offer in offers.values()) and not (kind == NCCL and together):
-            return kind
+            return Choice.of(kind, {member: offer.host for member, offer in offers.items()})
     said = ", ".join(f"group {group}: {' or '.join(offer.kinds)}" for group, offer in sorted(offers.items()))
     why = "several of them are on one GPU, which NCCL refuses" if together else "they have none in common"
     raise ConfigError(
@@ -95,16 +114,25 @@ class Maker:
     timeout_s: float
     address: str
     device: torch.device = torch.device("cpu")
+    rounded: bool = False
+    """Whether gradients are sent as bf16."""
 
-    def make(self, kind: str, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
+    def make(self, choice: Choice, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
         """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
         communicator has this ``name``."""
-        same = (self.me, self.members, self.epoch, self.timeout_s)
+        kind, same = choice.kind, (self.me, self.members, self.epoch, self.timeout_s)
         if kind == RECONFIGURE:
             return ReconfiguredCommunicator(_endpoints(self.me), rendezvous(name), *same, self.address)
-        host = GlooCommunicator(rendezvous(name), *same, self.address)
-        if kind == NCCL:
+        host: Communicator = GlooCommunicator(rendezvous(name), *same, self.address)
+        if kind == NCCL:  # it knows itself which of its ranks share a host
             return with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
+        if len(self.members) > 1 and (self.rounded or 1 < len(choice.hosts) < len(self.members)):
+
+            def part(step: str, members: Sequence[int]) -> GlooCommunicator:
+                rest = (self.epoch, self.timeout_s, self.address)
+                return GlooCommunicator(rendezvous(f"{name}/{step}"), self.me, members, *rest)
+
+            host = TwoLevelCommunicator(host, choice.hosts, part, rounded=self.rounded)
         return StagedCommunicator(host) if kind == STAGED else host
 
 

@@ -47,6 +47,7 @@ class CudaNccl:
         self._device, self._name = device, name
         self._group: Any = None
         self._stream: Any = None
+        self._size = 0
 
     def connect(self, rendezvous: Any, rank: int, size: int) -> None:
         nccl: Any = dist.ProcessGroupNCCL
@@ -54,12 +55,32 @@ class CudaNccl:
         options.config.blocking = 0
         options._timeout = _NEVER
         options.group_name, options.global_ranks_in_group = self._name, list(range(size))
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream, self._size = torch.cuda.Stream(self._device), size
         self._group = nccl(rendezvous, rank, size, options)
         self._group.eager_connect_single_device(self._device)
 
     def all_reduce(self, tensor: torch.Tensor) -> _Event:
+        if tensor.dtype == torch.bfloat16:
+            return self._sum_in_fp32(tensor)
         return self._queue(lambda: self._group.allreduce([tensor]))
+
+    def _sum_in_fp32(self, tensor: torch.Tensor) -> _Event:
+        """Each rank adds its share of all tensors in fp32, and all gather the rounded shares: as many bytes as a ring. NCCL
+        itself would round after each addition."""
+        flat = tensor.view(-1)
+        share = -(-flat.numel() // self._size)
+
+        def operations() -> Any:
+            sent, received = torch.zeros(2, self._size * share, dtype=tensor.dtype, device=self._device)
+            sent[: flat.numel()].copy_(flat)
+            self._group.alltoall_base(received, sent, [], []).wait()
+            mine = received.view(self._size, share).sum(0, dtype=torch.float32).to(tensor.dtype)
+            gathering = self._group._allgather_base(sent, mine)
+            gathering.wait()
+            flat.copy_(sent[: flat.numel()])
+            return gathering
+
+        return self._queue(operations)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Event:
         return self._queue(lambda: self._group.broadcast([tensor], broadcast_from(root)))

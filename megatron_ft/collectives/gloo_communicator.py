@@ -72,7 +72,26 @@ class GlooCommunicator(Communicator):
         return gloo(rendezvous, self._place, size, options), rendezvous
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
-        return Collective(self._call(lambda group: group.allreduce([tensor])), self._over)
+        total = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        work = Collective(self._call(lambda group: group.allreduce([total])), self._over)
+        return work if total is tensor else Rounded(work, total, tensor)
+
+    def reduce(self, tensor: torch.Tensor, to: int) -> Work:
+        """Start summing ``tensor`` at one member; it is garbage at the others then."""
+        options = dist.ReduceOptions()
+        options.rootRank = self.members.index(to)
+        return self._collective(lambda group: group.reduce([tensor], options))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Start sending the parts of ``sent``, equal in size, one to each member, and receiving one from each."""
+        return self._collective(lambda group: group.alltoall_base(received, sent, [], []))
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
+        """Start receiving the ``part`` of every member, equal in size, one after the other, in ``whole``."""
+        return self._collective(lambda group: group._allgather_base(whole, part))
+
+    def _collective(self, operation: Callable[[Any], Any]) -> Work:
+        return self._start(lambda: Collective(self._call(operation), self._over))
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return Collective(self._call(lambda group: group.broadcast([tensor], broadcast_from(root))), self._over)
@@ -119,6 +138,21 @@ class Collective(Work):
 
     def settled(self) -> bool:
         return bool(self._work.is_completed())
+
+
+class Rounded(Work):
+    """A sum of bf16 in fp32, which the wait for it rounds."""
+
+    def __init__(self, work: Work, total: torch.Tensor, tensor: torch.Tensor) -> None:
+        super().__init__(work._over)
+        self._work, self._total, self._tensor = work, total, tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._tensor.copy_(self._total)
+
+    def settled(self) -> bool:
+        return self._work.settled()
 
 
 class PointToPoint(Work):

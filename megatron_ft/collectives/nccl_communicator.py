@@ -50,7 +50,8 @@ class Nccl(Protocol):
     def connect(self, rendezvous: Any, rank: int, size: int) -> None:
         """Meet the other ranks. It may block for ever; :meth:`abort` from another thread may end it."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> Queued: ...
+    def all_reduce(self, tensor: torch.Tensor) -> Queued:
+        """Sum in place; bf16 is added in fp32."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Queued: ...
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator
-from megatron_ft.collectives.communicator_choice import GLOO, Maker, Offer, agree
+from megatron_ft.collectives.communicator_choice import GLOO, Choice, Maker, Offer, agree
 from megatron_ft.collectives.gloo_communicator import broken
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient, digest
@@ -24,6 +24,7 @@ from megatron_ft.types import View, given
 from megatron_ft.utils.vital_thread import VitalThread
 
 _POLL_S = (0.001, 0.01)
+_FLAT = Choice(GLOO, ())
 
 
 class Connector:
@@ -57,11 +58,12 @@ class Connector:
         timeout_s = env.config.fault_tolerance.detector.longest_collective_s
         # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
-        maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device)
+        rounded = env.config.fault_tolerance.reduce_dtype == "bf16"
+        maker = Maker(env.group, view.live, view.epoch, timeout_s, env.address, self._device, rounded)
 
         offers: dict[int, Offer] = {}
 
-        def kind() -> str | None:
+        def choice() -> Choice | None:
             for group in view.live:
                 if group not in offers:
                     if (offer := store.get(self._ready(view, group))) is None:
@@ -69,7 +71,7 @@ class Connector:
                     offers[group] = Offer.from_json(offer)
             return agree(offers)
 
-        self._build = Build(store, name, maker, kind)
+        self._build = Build(store, name, maker, choice)
 
     def connect(self, view: View, interrupted: Callable[[], bool]) -> Communicator | None:
         """Return the communicator of ``view``, which was begun, or None if ``interrupted`` became true first. The
@@ -100,14 +102,18 @@ def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> 
 
 
 class Build:
-    """One construction in a thread of its own, under a unique ``name``. It begins when ``kind`` returns the kind of the
-    communicator, and is given up if that takes longer than the maker's timeout: a member that lives may never come."""
+    """One construction in a thread of its own, under a unique ``name``. It begins when ``choice`` returns what the members
+    take, and is given up if that takes longer than the maker's timeout: a member that lives may never come."""
 
     def __init__(
-        self, agreement: CoordinationClient, name: str, maker: Maker, kind: Callable[[], str | None] = lambda: GLOO
+        self,
+        agreement: CoordinationClient,
+        name: str,
+        maker: Maker,
+        choice: Callable[[], Choice | None] = lambda: _FLAT,
     ) -> None:
         self.epoch = maker.epoch
-        self._agreement, self._name, self._maker, self._kind = agreement, name, maker, kind
+        self._agreement, self._name, self._maker, self._choice = agreement, name, maker, choice
         self._build_by = float("inf")
         self._why = f"within {BUILD_TIMEOUT_S:g} s"
         self._given_up = False
@@ -121,11 +127,11 @@ class Build:
     def _run(self) -> None:
         ready_by = time.monotonic() + self._maker.timeout_s
         try:
-            if not wait_for(lambda: self._kind() is not None, lambda: self._given_up or time.monotonic() > ready_by):
+            if not wait_for(lambda: self._choice() is not None, lambda: self._given_up or time.monotonic() > ready_by):
                 self._why = "because not all of its members came in time"
                 return
             self._build_by = time.monotonic() + BUILD_TIMEOUT_S
-            made = self._maker.make(given(self._kind()), self._name, self._agreement.rendezvous)
+            made = self._maker.make(given(self._choice()), self._name, self._agreement.rendezvous)
             self._keep(made)
             made.connect()
             self._connected = True

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_ft.collectives import base, communicator_choice, nccl_watchdog, state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, Work
-from megatron_ft.collectives.communicator_choice import Maker, Offer
+from megatron_ft.collectives.communicator_choice import Choice, Maker, Offer
 from megatron_ft.types import given
 from megatron_ft.utils import lifeline
 
@@ -54,16 +54,18 @@ class Member:
             torch.cuda.set_device(self._device)
         host, port = store
         self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
-        offer = Offer.of(communicator_choice.AUTO, self._device)
+        offer = Offer.of(communicator_choice.AUTO, self._device, address)
         said = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
         return {"offer": offer.to_json(), "watchdog": said}
 
-    def connect(self, kind: str, name: str, epoch: int, members: list[int]) -> Answer:
-        """Build a communicator in place of the one before. ``name``: no other one of the whole qualification has it."""
+    def connect(self, kind: str, name: str, epoch: int, members: list[int], hosts: list[int]) -> Answer:
+        """Build a communicator in place of the one before. ``name``: no other one of the whole qualification has it;
+        ``hosts``: of the members."""
         self.close()
         maker = Maker(self._me, members, epoch, _OPERATION_S, self._address, self._device)
         began = time.monotonic()
-        self._made = maker.make(kind, name, lambda name: dist.PrefixStore(name, self._store))
+        choice = Choice.of(kind, dict(zip(members, hosts, strict=True)))
+        self._made = maker.make(choice, name, lambda name: dist.PrefixStore(name, self._store))
         self._made.connect()
         return {"seconds": time.monotonic() - began}
 

@@ -234,7 +234,7 @@ class _Lead:
     def _communicator(self, team: Team) -> Found:
         team.whole()
         offers = {group: Offer.from_json(offer) for group, offer in team.offers.items()}
-        kind = communicator_choice.agree(offers)
+        kind = communicator_choice.agree(offers).kind
         places = [offer.place for offer in offers.values()]
         if kind == communicator_choice.NCCL:
             return "nccl: every group has a GPU of its own", []

@@ -103,6 +103,7 @@ class Team:
             "name": f"qualify/{self._epoch}",
             "epoch": self._epoch,
             "members": named,
+            "hosts": [self._seats[member].host for member in named],
         }
         return max(said["seconds"] for said in self.tell(dict.fromkeys(named, order)).values())
 

@@ -154,7 +154,7 @@ class RankExecutor:
         settings = self._settings
         check_standby_memory(self._config, engine.gradient_bytes)
         device = engine.local(0).device
-        offer = Offer.of(settings.communicator, device)
+        offer = Offer.of(settings.communicator, device, self._env.address)
         self.link.use(device, offer)
         if self.inner is not None:
             self.inner.use(device, offer, f"inner/{self._env.seat}/{NCCL}", self.agreement.rendezvous)

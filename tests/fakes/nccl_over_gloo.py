@@ -82,7 +82,7 @@ class OverGloo:
             event.spoil()
 
     def _queue(self, operation: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> _Event:
-        copy = tensor.clone()
+        copy = tensor.float() if tensor.dtype == torch.bfloat16 else tensor.clone()
         event = _Event(self, operation(copy), tensor, copy)
         self._events = [*(one for one in self._events if not one._done), event]
         return event
@@ -118,4 +118,4 @@ def install(abort_hangs: bool = False) -> None:
 
     communicator_choice.CudaNccl = make  # type: ignore[assignment, misc]
     kinds = (communicator_choice.NCCL, communicator_choice.GLOO)
-    Offer.of = lambda setting, device: Offer(kinds, f"device of process {os.getpid()}")  # type: ignore[method-assign]
+    Offer.of = lambda setting, device, host: Offer(kinds, f"device of process {os.getpid()}", host)  # type: ignore[method-assign]

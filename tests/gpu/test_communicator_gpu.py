@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ft.collectives.base import Communicator
-from megatron_ft.collectives.communicator_choice import NCCL, Maker
+from megatron_ft.collectives.communicator_choice import NCCL, Choice, Maker
 from tests.communicator_contract import CommunicatorContract
 
 GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
@@ -28,7 +28,7 @@ class TestNccl(CommunicatorContract):
     ) -> Communicator:
         torch.cuda.set_device(me)
         maker = Maker(me, members, epoch, timeout_s, "127.0.0.1", self.device(me))
-        made = maker.make(NCCL, "outer", lambda name: dist.PrefixStore(name, rendezvous))
+        made = maker.make(Choice(NCCL, ()), "outer", lambda name: dist.PrefixStore(name, rendezvous))
         made.connect()
         return made
 

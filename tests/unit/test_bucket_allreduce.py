@@ -293,9 +293,9 @@ def test_a_buffer_in_which_an_operation_may_still_write_is_given_up(dtype):
 # --- bf16 -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize("members", [2, 3, 8])
 def test_bf16_is_equal_in_all_groups_and_as_exact_as_documented(members):
-    """|error| <= N * 2^-8 * sum of |g|: one rounding, and N - 1 additions that gloo cuts off."""
+    """|error| <= 2^-8 * sum of |g| + 2^-8 * |sum|, for any number of groups: parts and total are rounded once."""
     everybody = groups(members, dtype="bf16")
     generator = torch.Generator().manual_seed(members)
     for group in everybody:
@@ -307,7 +307,7 @@ def test_bf16_is_equal_in_all_groups_and_as_exact_as_documented(members):
     at_once(everybody, lambda group: group.reduce(0))
     for bucket in BUCKETS:
         exact = sum(local[bucket].double() for local in kept)
-        bound = members * 2.0**-8 * sum(local[bucket].double().abs() for local in kept)
+        bound = 1.01 * 2.0**-8 * (sum(local[bucket].double().abs() for local in kept) + exact.abs())
         assert ((everybody[0].sums[bucket] - exact).abs() <= bound).all()
         assert all(torch.equal(group.sums[bucket], everybody[0].sums[bucket]) for group in everybody)
         assert all(group.sums[bucket].dtype == torch.float32 for group in everybody)

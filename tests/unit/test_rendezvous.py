@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.base import Broken
-from megatron_ft.collectives.communicator_choice import GLOO, KINDS, NCCL, Maker, Offer, agree
+from megatron_ft.collectives.communicator_choice import GLOO, KINDS, NCCL, Choice, Maker, Offer, agree
 from megatron_ft.collectives.rendezvous import Build
 from megatron_ft.errors import ConfigError
 
@@ -37,14 +37,14 @@ class Made:
             self.may.set()
 
 
-def build_of(monkeypatch, made: Made, kind=lambda: GLOO, in_constructor: bool = False) -> Build:
+def build_of(monkeypatch, made: Made, choice=lambda: Choice(GLOO, ()), in_constructor: bool = False) -> Build:
     def make(*_: object) -> Made:
         if in_constructor:
             made.connect()
         return made
 
     monkeypatch.setattr(Maker, "make", make)
-    return Build(AGREEMENT, "outer", Maker(0, [0], 3, 60.0, "127.0.0.1"), kind)
+    return Build(AGREEMENT, "outer", Maker(0, [0], 3, 60.0, "127.0.0.1"), choice)
 
 
 @pytest.mark.parametrize("in_constructor", [False, True])
@@ -79,7 +79,7 @@ def test_giving_up_ends_a_connect_that_hangs(monkeypatch):
 
 def test_members_that_cannot_agree_on_a_kind_end_with_the_reason(monkeypatch):
     offers = {0: Offer((NCCL,), "GPU-1"), 1: Offer((GLOO,))}
-    build = build_of(monkeypatch, Made(threading.Event()), kind=lambda: agree(offers))
+    build = build_of(monkeypatch, Made(threading.Event()), choice=lambda: agree(offers))
     build._thread.join(60.0)
     with pytest.raises(ConfigError, match="group 0: nccl, group 1: gloo.*none in common"):
         build.result()
@@ -90,9 +90,9 @@ def test_groups_take_nccl_exactly_if_all_can_and_each_has_a_gpu_of_its_own(group
     offers = {group: Offer((NCCL, GLOO) if nccl else (GLOO,), place) for group, (nccl, place) in groups.items()}
     places = [place for _, place in groups.values() if place]
     can = all(nccl for nccl, _ in groups.values()) and len(set(places)) == len(places)
-    kind = agree(offers)
+    kind = agree(offers).kind
     assert kind == (NCCL if can else GLOO) and kind in KINDS
-    assert kind == agree({group: Offer.from_json(offer.to_json()) for group, offer in reversed(offers.items())})
+    assert kind == agree({group: Offer.from_json(offer.to_json()) for group, offer in reversed(offers.items())}).kind
 
 
 def test_groups_that_insist_on_nccl_and_share_a_gpu_are_told_so():
@@ -103,5 +103,5 @@ def test_groups_that_insist_on_nccl_and_share_a_gpu_are_told_so():
 
 def test_nccl_is_refused_where_the_gradients_are_on_a_cpu():
     with pytest.raises(ConfigError, match='communicator is "nccl", and the gradients of this rank are on cpu'):
-        Offer.of(NCCL, torch.device("cpu"))
-    assert Offer.of(communicator_choice.AUTO, torch.device("cpu")) == Offer((GLOO,))
+        Offer.of(NCCL, torch.device("cpu"), "10.0.0.1")
+    assert Offer.of(communicator_choice.AUTO, torch.device("cpu"), "10.0.0.1") == Offer((GLOO,), host="10.0.0.1")
