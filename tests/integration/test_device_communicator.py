@@ -20,6 +20,29 @@ nccl_communicator.ABORT_TIMEOUT_S = 0.5
 """
 HEALTHY = LIKE_NCCL + "install()\n"
 HANGS_IN_GROUP_2 = LIKE_NCCL + "env = RankEnvironment.from_env()\ninstall((env.group, env.incarnation) == (2, 0))\n"
+HANGS_INSIDE_GROUP_1 = f"""
+import os, sys, threading
+sys.path.insert(0, {str(support.ROOT)!r})
+import torch
+from torch.distributed import distributed_c10d
+from megatron_ft.collectives import user_process_groups
+from megatron_ft.config.rank_env import RankEnvironment
+
+class Tensors:
+    group_name, group_desc, _device_types = "9", "tensor parallelism", ["cuda"]
+    def _get_backend(self, device): return self
+    def _set_default_timeout(self, timeout): pass
+    def get_error(self): return torch._C._distributed_c10d.ErrorType.SUCCESS
+    def abort(self): threading.Event().wait()
+
+user_process_groups._ABORT_S = 0.5
+env = RankEnvironment.from_env()
+if (env.group, env.position, env.incarnation) == (1, 1, 0):
+    group = Tensors()
+    distributed_c10d._world.pg_map[group] = ("nccl", None)
+    distributed_c10d._world.pg_group_ranks[group] = {{0: 0, 1: 1}}
+"""
+"""The process group of an engine, in a rank that outlives the other of its group."""
 
 
 def start(directory, data_dir, change, holds=(), **options) -> support.Run:
@@ -68,6 +91,21 @@ def test_a_rank_whose_abort_hangs_is_replaced_and_the_others_go_on(tmp_path, dat
     [stuck] = [line for line in run.events("fault") if line["group"] == 2]
     assert stuck["code"] == StartOver.exit_code and "abort of an NCCL communicator has not returned" in stuck["detail"]
     assert {line["patched"] for line in run.events("recovery")} >= {8}, "group 0 computes the step of three"
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["and comes back with its group", "and nobody waits for it"])
+def test_a_healthy_rank_whose_engines_abort_hangs_ends(tmp_path, data_dir, returns):
+    hold = Breakpoint(1, 2, "backward")
+    own = {"rejoin": {"enabled": returns}, "extra": ["--ranks-per-group", 2], "steps": 60 if returns else STEPS}
+    run = start(tmp_path / "run", data_dir, HANGS_INSIDE_GROUP_1, [hold], **own)
+    run.strike_in_step(hold)
+    if not returns:
+        support.wait_for(lambda: len(run.events("fault")) == 2, run)
+        hung = run.events("fault")[1]
+        assert (hung["group"], hung["position"], hung["code"]) == (1, 1, StartOver.exit_code)
+        assert "the abort of process group tensor parallelism has not returned" in hung["detail"]
+    run.check()
+    assert [line["joined"] for line in run.events("view") if line["joined"]] == [[1]] * returns
 
 
 @pytest.mark.skipif(not reconfigured_communicator.supported(), reason="this torch cannot reconfigure process groups")
