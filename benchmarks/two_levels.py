@@ -3,9 +3,9 @@
     sudo python benchmarks/two_levels.py [--rounds 9] [--mbit 500] [--megabytes 4]
 
 Hosts are network namespaces whose links have a limited rate (Linux only; needs root, iproute2 and tc). In each round all
-ways take turns on the same groups; a sum is four buckets, started together. Printed for each way: the median time, its ratio to
-one level in fp32, what the first host has sent, and the time to connect at the slowest member. "as gloo adds bf16" is what
-gloo does by itself: it rounds after each addition.
+ways take turns on the same groups; a sum is four buckets, started together. Printed for each way: the median time, its
+ratio to one level in fp32, what the first host has sent, and the time to connect at the slowest member. "as gloo adds bf16"
+is what gloo does by itself: it rounds after each addition.
 """
 
 from __future__ import annotations
