@@ -6,6 +6,7 @@ a view is never divided between two kinds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from megatron_ft.collectives import reconfigured_communicator
 from megatron_ft.collectives.base import Communicator
 from megatron_ft.collectives.cuda_nccl import CudaNccl
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from megatron_ft.collectives.nccl_communicator import MULTI_RANK_ENABLE, MULTI_RANK_NCCL, NcclCommunicator
 from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
 from megatron_ft.collectives.staged_communicator import StagedCommunicator
 from megatron_ft.collectives.two_level_communicator import TwoLevelCommunicator
@@ -35,7 +36,8 @@ class Offer:
 
     Attributes:
         kinds: of communicators.
-        place: names the device; "" for a CPU. NCCL refuses a communicator two of whose ranks are on one device.
+        place: names the device; "" for a CPU, and where NCCL may have several ranks on one. Otherwise NCCL refuses a
+            communicator two of whose ranks are on one device.
         host: its address; members that share one share its network.
     """
 
@@ -58,7 +60,8 @@ class Offer:
                 f"torch {torch.__version__}, which can use {' and '.join((*able, *by_word))}; set it to one of them or to "
                 f'"{AUTO}", or move the model to a GPU before session.wrap'
             )
-        place = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+        alone = cuda and not (os.environ.get(MULTI_RANK_ENABLE) == "1" and torch.cuda.nccl.version() >= MULTI_RANK_NCCL)
+        place = str(torch.cuda.get_device_properties(device).uuid) if alone else ""
         return cls(able if setting == AUTO else (setting,), place, host)
 
     def to_json(self) -> list[Any]:
@@ -97,7 +100,11 @@ def agree(offers: Mapping[int, Offer]) -> Choice:
         if all(kind in offer.kinds for offer in offers.values()) and not (kind == NCCL and together):
             return Choice.of(kind, {member: offer.host for member, offer in offers.items()})
     said = ", ".join(f"group {group}: {' or '.join(offer.kinds)}" for group, offer in sorted(offers.items()))
-    why = "several of them are on one GPU, which NCCL refuses" if together else "they have none in common"
+    why = (
+        f"several of them are on one GPU, which NCCL refuses without {MULTI_RANK_ENABLE}=1"
+        if together
+        else "they have none in common"
+    )
     raise ConfigError(
         f"the groups cannot communicate ({said}): {why}; use the same model placement in all groups and "
         f'fault_tolerance.communicator "{AUTO}"'

@@ -33,6 +33,9 @@ from megatron_ft.collectives.base import PAUSES_S, Broken, Communicator, Over, W
 from megatron_ft.collectives.gloo_communicator import broken
 
 ABORT_TIMEOUT_S = 10.0
+MULTI_RANK_NCCL, MULTI_RANK_ENABLE = (2, 30), "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The first NCCL that can have several ranks on one GPU, and the variable that lets it (its user guide, "Environment
+Variables")."""
 _ERROR_EVERY_S = 0.02
 
 

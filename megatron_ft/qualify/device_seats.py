@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MULTI_RANK_NCCL = (2, 30)
-"""The first NCCL with NCCL_MULTI_RANK_GPU_ENABLE (its user guide, "Environment Variables")."""
-MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
+from megatron_ft.collectives.nccl_communicator import MULTI_RANK_ENABLE, MULTI_RANK_NCCL
+
+MULTI_RANK = {MULTI_RANK_ENABLE: "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 """For several ranks on one GPU: kernels of all of them have to fit on it at the same time."""
 CPU = "cpu"
 
@@ -74,5 +74,5 @@ def _on_host(host: int, groups: int, facts: Mapping[str, Any]) -> tuple[list[Sea
     gpu = f"{gpus} GPU{'s' * (gpus > 1)}"
     return places, (
         f"{groups} groups share {gpu}, which NCCL {version} refuses: it takes NCCL {least} "
-        f"(NCCL_MULTI_RANK_GPU_ENABLE), {groups} MIG slices (here: {len(slices)}) or more GPUs"
+        f"({MULTI_RANK_ENABLE}), {groups} MIG slices (here: {len(slices)}) or more GPUs"
     )

@@ -237,7 +237,7 @@ class _Lead:
         kind = communicator_choice.agree(offers).kind
         places = [offer.place for offer in offers.values()]
         if kind == communicator_choice.NCCL:
-            return "nccl: every group has a GPU of its own", []
+            return "nccl: every group has a GPU of its own, or may share one", []
         if not all(places):
             return f"gloo: {places.count('')} of {len(places)} groups have no GPU", []
         shares = "several groups share a GPU, which NCCL refuses without NCCL_MULTI_RANK_GPU_ENABLE"
