@@ -139,11 +139,15 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
 @contextlib.contextmanager
 def _directory(parent: Path | None, job: str) -> Iterator[Path]:
     if parent is None:
-        yield Path(tempfile.mkdtemp(prefix="megatron-ft-qualify-"))
-        return
-    made = parent.resolve() / f"qualify.{job.replace('/', '_')}"
-    made.mkdir()
-    yield made
+        made = Path(tempfile.mkdtemp(prefix="megatron-ft-qualify-"))
+    else:
+        made = parent.resolve() / f"qualify.{job.replace('/', '_')}"
+        made.mkdir()
+    try:
+        yield made
+    except KeyboardInterrupt:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
 
 
 # --- host 0 -----------------------------------------------------------------------------------------------------------

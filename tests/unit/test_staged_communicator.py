@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +17,7 @@ from megatron_ft.collectives.device_copies import PinnedPool
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.staged_communicator import StagedCommunicator
 from tests.fakes.device import FakeDevice
+from tests.fakes.network import Member, Network
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
@@ -28,100 +27,6 @@ def _small_pieces(monkeypatch):
     monkeypatch.setattr(device_copies, "PIECE", 256)
     monkeypatch.setattr(base, "GRACE_S", 0.02)
     monkeypatch.setattr(base, "_closed", [])  # some operations here never end
-
-
-class Network:
-    """Operations between members in one process. ``pace``: probability that a look at an operation ends it, once all of its
-    members have started it. With an abort an operation fails, or is forgotten: it never ends."""
-
-    def __init__(self, members: int, seed: int = 0, pace: float = 1.0, forgets: bool = False) -> None:
-        self.members, self.pace, self.forgets = range(members), pace, forgets
-        self.random, self.lock = random.Random(seed), threading.Lock()
-        self.collectives: dict[int, dict[int, Op]] = defaultdict(dict)
-        self.messages: dict[tuple, deque[Op]] = defaultdict(deque)
-
-
-class Op(Work):
-    def __init__(self, over, network: Network, tensor: torch.Tensor, kind: str, root: int = -1) -> None:
-        super().__init__(over)
-        self.network, self.tensor, self.kind, self.root = network, tensor, kind, root
-        self.others: list[Op] | None = None
-        self.ended = self.failed = False
-
-    def settled(self) -> bool:
-        with self.network.lock:
-            if not self.ended and self.others is not None and self.network.random.random() < self.network.pace:
-                self._complete()
-            if not self.ended and self._over.aborted and not self.network.forgets:
-                self.ended = self.failed = True
-            return self.ended
-
-    def _complete(self) -> None:
-        everyone = [self, *self.others]
-        assert len({(op.kind, op.tensor.numel(), op.tensor.dtype) for op in everyone}) == 1, "operations are mixed up"
-        if self.kind == "all_reduce":
-            value = sum(op.tensor.clone() for op in everyone)
-        else:
-            value = next(op.tensor.clone() for op in everyone if op.root)
-        for op in everyone:
-            if self.kind == "all_reduce" or not op.root:
-                op.tensor.copy_(value)
-            op.ended = True
-
-    def wait(self) -> None:
-        assert self.settled(), "only an operation that has ended is waited for"
-        if self.failed:
-            raise Broken("a connection broke")
-
-
-class Member(Communicator):
-    """One member of a network."""
-
-    def __init__(self, network: Network, me: int) -> None:
-        super().__init__(me, network.members, 0, 60.0)
-        self.network, self.count, self.refuses = network, 0, False
-
-    def _collective(self, tensor: torch.Tensor, kind: str, root: bool = False) -> Op:
-        if self.refuses:
-            raise Broken("a connection broke")
-        op = Op(self._over, self.network, tensor, kind, root)
-        with self.network.lock:
-            ops = self.network.collectives[self.count]
-            self.count += 1
-            ops[self._place] = op
-            if len(ops) == len(self.members):
-                for one in ops.values():
-                    one.others = [other for other in ops.values() if other is not one]
-        return op
-
-    def _all_reduce(self, tensor):
-        return self._collective(tensor, "all_reduce")
-
-    def _broadcast(self, tensor, root):
-        return self._collective(tensor, "broadcast", root == self._place)
-
-    def _send(self, tensor, to, tag):
-        return self._message(tensor, (self._place, to, tag), True)
-
-    def _receive(self, tensor, source, tag):
-        return self._message(tensor, (source, self._place, tag), False)
-
-    def _message(self, tensor, key, sends):
-        op = Op(self._over, self.network, tensor, "message", sends)
-        with self.network.lock:
-            waiting = self.network.messages[key]
-            if waiting and waiting[0].root != sends:
-                other = waiting.popleft()
-                op.others, other.others = [other], [op]
-            else:
-                waiting.append(op)
-        return op
-
-    def _cut(self):
-        pass
-
-    def _release(self):
-        return None
 
 
 def build(network: Network, devices: list[FakeDevice]) -> list[StagedCommunicator]:
@@ -146,7 +51,7 @@ def wait_all(works: list[Work]) -> None:
 @given(SIZES, st.integers(0, 999), st.sampled_from([1.0, 0.3, 0.05]), st.lists(st.booleans(), min_size=6, max_size=6))
 def test_sums_of_many_tensors_are_right_wherever_each_is_and_however_late_copies_are(sizes, seed, pace, on_device):
     devices = [FakeDevice(seed + me, pace) for me in range(3)]
-    outers = build(Network(3, seed, pace), devices)
+    outers = build(Network(range(3), seed, pace), devices)
     tensors = []
     for me, device in enumerate(devices):
         own = [torch.arange(size, dtype=torch.float32) + me for size in sizes]
@@ -165,7 +70,7 @@ def test_sums_of_many_tensors_are_right_wherever_each_is_and_however_late_copies
 @given(SIZES, st.integers(0, 999), st.sampled_from([1.0, 0.1]), st.booleans())
 def test_broadcasts_and_messages_arrive_whole_from_a_device_to_the_host_and_back(sizes, seed, pace, first_on_device):
     devices = [FakeDevice(seed + me, pace) for me in range(2)]
-    outers = build(Network(2, seed, pace), devices)
+    outers = build(Network(range(2), seed, pace), devices)
     sent = [torch.arange(size, dtype=torch.int32) for size in sizes]
     room = [torch.zeros_like(one) for one in sent]
     shown = [torch.zeros_like(one) for one in sent]
@@ -184,7 +89,7 @@ def test_broadcasts_and_messages_arrive_whole_from_a_device_to_the_host_and_back
 def test_messages_that_no_peer_takes_keep_no_other_operation_from_running():
     """Each is larger than what may be under way of one operation at a time."""
     devices = [FakeDevice(), FakeDevice()]
-    outers = build(Network(2), devices)
+    outers = build(Network(range(2)), devices)
     waits = [outers[0].receive(devices[0].put(torch.zeros(1000)), 1, tag) for tag in range(3)]
     sums = [outer.all_reduce(device.put(torch.ones(1000))) for outer, device in zip(outers, devices, strict=True)]
     wait_all(sums)
@@ -206,7 +111,7 @@ def test_after_an_abort_every_wait_ends_and_no_settled_tensor_changes_again(
 ):
     """Whatever the device and the network do: a wait returns with the right sum, or raises Broken."""
     devices = [FakeDevice(seed + me, pace, stuck_after) for me in range(2)]
-    outers = build(Network(2, seed, pace, forgets), devices)
+    outers = build(Network(range(2), seed, pace, forgets), devices)
     tensors = [[device.put(torch.full((size,), 1.0 + me)) for size in sizes] for me, device in enumerate(devices)]
     works = [[outer.all_reduce(one) for one in own] for outer, own in zip(outers, tensors, strict=True)]
     for _ in range(looks):  # time passes
@@ -241,7 +146,7 @@ def until(condition) -> None:
 
 def test_a_copy_back_that_ends_after_the_abort_began_does_not_count():
     devices = [FakeDevice(stuck_after=1), FakeDevice()]  # the first one copies out, and never back
-    outers = build(Network(2), devices)
+    outers = build(Network(range(2)), devices)
     tensors = [device.put(torch.ones(10)) for device in devices]
     works = [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]
     works[1].wait()
@@ -256,7 +161,7 @@ def test_a_copy_back_that_ends_after_the_abort_began_does_not_count():
 
 def test_nothing_is_copied_back_after_an_abort():
     devices = [FakeDevice(), FakeDevice()]
-    network = Network(2, forgets=True)
+    network = Network(range(2), forgets=True)
     outers = build(network, devices)
     tensor = devices[0].put(torch.ones(10))
     work = outers[0].all_reduce(tensor)
@@ -272,7 +177,7 @@ def test_nothing_is_copied_back_after_an_abort():
 
 def test_a_member_that_leaves_waits_no_more_and_cuts_nothing():
     devices = [FakeDevice(), FakeDevice()]
-    outers = build(Network(2), devices)
+    outers = build(Network(range(2)), devices)
     work = outers[0].all_reduce(devices[0].put(torch.ones(10)))
     outers[0].leave()
     with pytest.raises(Left):
@@ -289,7 +194,7 @@ def test_a_member_that_leaves_waits_no_more_and_cuts_nothing():
 def test_a_copy_that_never_ends_is_a_timeout_and_its_memory_is_kept_until_it_ends(monkeypatch):
     monkeypatch.setattr(base, "_closed", [])
     device = FakeDevice(stuck_after=0)
-    network = Network(2)
+    network = Network(range(2))
     inner = Member(network, 0)
     inner._timeout_s = 0.05
     outer = StagedCommunicator(inner, device.port_of)
@@ -310,12 +215,12 @@ def test_a_copy_that_never_ends_is_a_timeout_and_its_memory_is_kept_until_it_end
 
 def test_an_operation_that_cannot_be_started_ends_those_behind_it_and_no_others():
     devices = [FakeDevice(), FakeDevice()]
-    outers = build(Network(2), devices)
-    outers[0]._inner.refuses = True
+    outers = build(Network(range(2)), devices)
+    outers[0]._inner.refuses = 1
     first = outers[0].all_reduce(devices[0].put(torch.ones(10)))
     with pytest.raises(Broken, match="a connection broke"):
         first.wait()
-    outers[0]._inner.refuses = False
+    outers[0]._inner.refuses = 0
     with pytest.raises(Broken, match="a connection broke"):
         outers[0].all_reduce(torch.ones(10)).wait()
     room = devices[1].put(torch.zeros(4))
@@ -326,7 +231,7 @@ def test_an_operation_that_cannot_be_started_ends_those_behind_it_and_no_others(
 
 def test_a_copy_waits_for_what_was_computed_before_the_operation():
     devices = [FakeDevice(), FakeDevice()]
-    outers = build(Network(2), devices)
+    outers = build(Network(range(2)), devices)
     tensor = devices[0].put(torch.zeros(10))
     computed = devices[0].compute()
     work = outers[0].all_reduce(tensor)
@@ -342,7 +247,7 @@ def test_a_copy_waits_for_what_was_computed_before_the_operation():
 
 def test_a_device_that_fails_as_a_whole_fails_the_operation(monkeypatch):
     device = FakeDevice()
-    outer = StagedCommunicator(Member(Network(2), 0), device.port_of)
+    outer = StagedCommunicator(Member(Network(range(2)), 0), device.port_of)
 
     def fails(event):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
@@ -359,7 +264,7 @@ def test_a_device_from_which_a_call_does_not_return_is_stuck(monkeypatch):
     monkeypatch.setattr(staged_communicator, "_STUCK_S", 0.05)
     monkeypatch.setattr(base, "_stuck", [])
     device, gate, inside = FakeDevice(), threading.Event(), threading.Event()
-    outer = StagedCommunicator(Member(Network(2), 0), device.port_of)
+    outer = StagedCommunicator(Member(Network(range(2)), 0), device.port_of)
 
     def hangs(size):  # as cudaHostAlloc does behind a kernel that never ends
         inside.set()
@@ -380,7 +285,7 @@ def test_a_device_from_which_a_call_does_not_return_is_stuck(monkeypatch):
 
 def test_memory_is_bounded_and_used_again():
     device, other = FakeDevice(), FakeDevice()
-    outers = build(Network(2), [device, other])
+    outers = build(Network(range(2)), [device, other])
     tensors = [one.put(torch.ones(20_000)) for one in (device, other)]
     for _ in range(3):
         wait_all([outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)])
