@@ -18,7 +18,8 @@ else:  # imported by a script, which finds modules beside it
 MOST_NODES = 60
 CPUS = 8
 """The processors of each node, whatever the machine has: Slurm only counts them."""
-FILES = ["slurm.conf", "slurmdbd.conf", "cgroup.conf", "topology.conf", "hosts", "munge.key", "jobcomp.txt", "lab.json"]
+FILES = ["slurm.conf", "slurmdbd.conf", "cgroup.conf", "gres.conf", "topology.conf", "hosts", "munge.key"]
+FILES += ["jobcomp.txt", "lab.json"]
 FOLDERS = ["log", "state", "spool", "run", "database"]
 """All files and folders that a lab writes, below its directory."""
 _SLOTS = 200
@@ -28,12 +29,13 @@ _FIRST_PORT = 17000  # below those that the kernel hands out
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The configuration with which a lab was started. ``slot`` tells the lab from those beside it: its ports,
-    addresses and names come from that."""
+    addresses and names come from that. ``gpus``: those of each node, which Slurm only counts, as it does processors."""
 
     nodes: int = 3
     plain: bool = False
     topology: bool = False
     accounting: bool = False
+    gpus: int = 0
     slurmd_timeout_s: int = 300
     slot: int = -1
 
@@ -105,6 +107,10 @@ def write(directory: Path, shape: Shape) -> None:
         "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
         "hosts": "".join(f"{at}\t{host}\n" for host, at in known.items()),
     }
+    if shape.gpus:
+        for number in range(shape.gpus):
+            (directory / "run" / f"gpu{number}").touch()  # Slurm counts files
+        texts["gres.conf"] = f"Name=gpu File={directory}/run/gpu[0-{shape.gpus - 1}]\n"
     if shape.topology:
         texts["topology.conf"] = _topology(shape.names)
     if shape.accounting:
@@ -146,10 +152,13 @@ def _slurm_conf(directory: Path, shape: Shape) -> str:
         settings |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": address}
         settings |= {"AccountingStoragePort": shape.accounting_port}
         settings |= {"AccountingStoragePass": f"{directory}/run/munge.socket"}  # the socket, with munge
+    if shape.gpus:
+        settings |= {"GresTypes": "gpu"}
     lines = [f"{setting}={value}" for setting, value in settings.items()]
+    gres = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
     for node, at, port in zip(shape.names, shape.addresses, ports, strict=True):
         host = name if shape.plain else node
-        lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={at} Port={port} CPUs={CPUS} RealMemory=4000")
+        lines.append(f"NodeName={node} NodeHostname={host} NodeAddr={at} Port={port} CPUs={CPUS} RealMemory=4000{gres}")
     lines.append(f"PartitionName=main Nodes={','.join(shape.names)} Default=YES MaxTime=INFINITE State=UP")
     return "\n".join(lines) + "\n"
 

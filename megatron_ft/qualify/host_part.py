@@ -83,6 +83,7 @@ class HostPart:
         self._launcher: subprocess.Popen[str] | None = None
         self._printed: list[str] = []
         self._injector: subprocess.Popen[str] | None = None
+        self._injector_says = Path()
 
     def facts(self) -> Message:
         """Say what this host has."""
@@ -132,12 +133,17 @@ class HostPart:
         directory = Path(run_dir)
         schedule = directory.with_suffix(f".fault.{fault['step']}.json")
         schedule.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
-        self._injector = _command(["inject", run_dir, str(schedule)], {}, subprocess.DEVNULL, subprocess.DEVNULL)
+        self._injector_says = schedule.with_suffix(".log")
+        with self._injector_says.open("w") as says:
+            # It knows the groups of this host only, and there may be one; others live, as one fault follows the other.
+            words = ["inject", run_dir, str(schedule), "--min-survivors", "0"]
+            self._injector = _command(words, {}, says.fileno(), subprocess.STDOUT)
         order = injection_points.mailbox(directory, fault["group"], 0)
         deadline = time.monotonic() + _INJECTOR_S
         while not order.exists():
             if time.monotonic() > deadline or self._injector.poll() is not None:
-                return {"failed": f"megatron-ft inject has given no order to group {fault['group']}"}
+                why = self._injector_said()
+                return {"failed": f"megatron-ft inject has given no order to group {fault['group']}: {why}"}
             time.sleep(_LOOK_S)
         return {}
 
@@ -145,8 +151,14 @@ class HostPart:
         """Wait for the end of the injection, which a stopped rank's continuation is a part of."""
         assert self._injector is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return {"done": self._injector.wait(limit_s) == 0}
-        return {"done": False}
+            return {"done": self._injector.wait(limit_s) == 0, "said": self._injector_said()}
+        return {"done": False, "said": self._injector_said()}
+
+    def _injector_said(self) -> str:
+        """Return what has become of the fault. A table of all faults follows, or nothing where the command ended early."""
+        lines = self._injector_says.read_text().splitlines()
+        end = next((number for number, line in enumerate(lines) if "faults injected" in line), len(lines))
+        return lines[end - 1] if end else ""
 
     def finish(self, limit_s: float) -> Message:
         """Wait for the end of the training run; end it after ``limit_s``. ``code`` is None then."""

@@ -181,7 +181,8 @@ class TrainingChecks:
             self.hosts.ask({host: {"do": "inject", "run_dir": str(run_dir), "fault": fault}}, _BEGIN_S)
             Path(f"{gates}.{step}").touch()
             injected = self.hosts.ask({host: {"do": "injected", "limit_s": _BEGIN_S}}, _BEGIN_S)[host]
-            refused += [] if injected["done"] else [f"the {fault['kind']} of group {fault['group']} was not injected"]
+            if not injected["done"]:
+                refused.append(f"the {fault['kind']} of group {fault['group']} was not injected: {injected['said']}")
         finish = {"do": "finish", "limit_s": _RUN_S if began else 0.0}
         ended = self.hosts.ask(dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
         if not began:
