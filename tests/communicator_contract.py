@@ -20,7 +20,13 @@ from megatron_ft.collectives.base import Broken, Communicator, Left, Work
 
 PATIENCE_S = 60.0
 _FORGOTTEN: list[Any] = []
-"""What the library has not ended. It lives until the tests end, because its destructor would wait; no other test sees it."""
+
+
+def close_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test see no closed communicator of another one. What the library has not ended lives until the tests end,
+    because its destructor would wait."""
+    _FORGOTTEN.append([])
+    monkeypatch.setattr(base, "_closed", _FORGOTTEN[-1])
 
 
 class CommunicatorContract:
@@ -39,15 +45,14 @@ class CommunicatorContract:
         return torch.device("cpu")
 
     @pytest.fixture(autouse=True)
-    def one_run(self):
+    def one_run(self, monkeypatch):
+        close_apart(monkeypatch)
         self.store = dist.HashStore()
         self.made: list[Communicator] = []
         yield
         for communicator in self.made:
             communicator.close()
         base.sweep()
-        _FORGOTTEN.extend(base._closed)
-        base._closed.clear()
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

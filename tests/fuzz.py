@@ -55,7 +55,7 @@ from megatron_ft.worker.rejoin.state_sender import StateSender
 SECRET = Secret("0123456789abcdef" * 4)
 KEY = SECRET.of("run")
 HERE = "127.0.0.1"
-WAIT_S = 60.0
+WAIT_S = SETTLE_S = 60.0
 MOST_GROWTH_BYTES = 24 << 20
 """Limit for resident memory, which the stacks of threads and the allocators' free blocks let grow by a few MB."""
 MOST_HELD_BYTES, MOST_HELD_PER_INPUT = 128 << 10, 128
@@ -390,7 +390,7 @@ def fuzz(name: str, inputs: int, seed: int = 0) -> Outcome:
             _give(target, rng, inputs - inputs // 10)
             served = target.serves()
             seconds = time.monotonic() - begun
-            deadline = begun + seconds + WAIT_S
+            deadline = begun + seconds + SETTLE_S
             while True:  # the threads of the last connections end, and give their buffers back
                 more = [new - old for new, old in zip(_descriptors_and_threads(), few, strict=True)]
                 held, grown = (new - old for new, old in zip(_memory(), before, strict=True))

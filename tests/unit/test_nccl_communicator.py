@@ -15,6 +15,7 @@ from megatron_ft.collectives import base, nccl_communicator
 from megatron_ft.collectives.base import Broken, Communicator, Done, Left, Work
 from megatron_ft.collectives.gloo_communicator import Collective, GlooCommunicator
 from megatron_ft.collectives.nccl_communicator import NcclCommunicator
+from tests.communicator_contract import close_apart
 from tests.fakes.nccl import PATIENCE_S, Fabric, Temper
 
 
@@ -54,7 +55,7 @@ def members(
 @pytest.fixture(autouse=True)
 def nothing_is_stuck(monkeypatch):
     monkeypatch.setattr(base, "_stuck", [])
-    monkeypatch.setattr(base, "_closed", [])
+    close_apart(monkeypatch)
 
 
 def outcome(work: Work) -> bool:
@@ -252,3 +253,5 @@ def test_messages_go_in_order_and_what_is_in_the_hosts_memory_goes_by_the_host()
         list(pool.map(lambda works: [work.wait() for work in works], (sent, received)))
     assert [tensor.tolist() for tensor in here] == [[1.0, 1.0], [2.0, 2.0]]
     assert isinstance(outers[0].all_reduce(torch.ones(2, dtype=torch.int64)), Collective)
+    for outer in outers:
+        outer.close()
