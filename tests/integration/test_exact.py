@@ -63,13 +63,14 @@ def test_a_group_that_comes_back_and_a_job_that_goes_on_with_fewer_groups_change
     alone = support.start(tmp_path / "alone", data_dir, steps=steps, **EXACT)
     alone.check()
     hold = Breakpoint(2, 2, "backward")
-    gate = support.Gate(tmp_path, 40)
+    gate = support.Gate(tmp_path, 40, 58)
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.01}
     options = {"steps": steps, "rejoin": {"enabled": True}, "checkpoint": saved, "script": gate.script, **EXACT}
     run = support.start(tmp_path / "run", data_dir, [hold], **options)
     run.strike_in_step(hold)
     support.wait_for(lambda: gate.waiting(40) >= 3 and run.events("checkpoint"), run)
     run.process.terminate()
+    gate.open(40)  # it ends when it has made a step
     run.finish()
     gate.open()
     more = support.start(tmp_path / "run", data_dir, groups=2, **options)
