@@ -38,7 +38,7 @@ class Offer:
         kinds: of communicators.
         place: names the device; "" for a CPU, and where NCCL may have several ranks on one. Otherwise NCCL refuses a
             communicator two of whose ranks are on one device.
-        host: its address; members that share one share its network.
+        host: its address; members that share one share its network. "" if gloo has to take tensors from a device.
     """
 
     kinds: tuple[str, ...]
@@ -62,7 +62,7 @@ class Offer:
             )
         alone = cuda and not (os.environ.get(MULTI_RANK_ENABLE) == "1" and torch.cuda.nccl.version() >= MULTI_RANK_NCCL)
         place = str(torch.cuda.get_device_properties(device).uuid) if alone else ""
-        return cls(able if setting == AUTO else (setting,), place, host)
+        return cls(able if setting == AUTO else (setting,), place, "" if cuda and setting != STAGED else host)
 
     def to_json(self) -> list[Any]:
         return [list(self.kinds), self.place, self.host]
@@ -75,7 +75,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """What all members take: the ``kind``, and the members of each of the ``hosts``."""
+    """What all members take: the ``kind``, and the members of each of the ``hosts``, if sums may go by hosts."""
 
     kind: str
     hosts: tuple[tuple[int, ...], ...]
@@ -98,7 +98,8 @@ def agree(offers: Mapping[int, Offer]) -> Choice:
     together = len(places) > len(set(places))
     for kind in KINDS:
         if all(kind in offer.kinds for offer in offers.values()) and not (kind == NCCL and together):
-            return Choice.of(kind, {member: offer.host for member, offer in offers.items()})
+            hosts = {member: offer.host for member, offer in offers.items()}
+            return Choice.of(kind, hosts if all(hosts.values()) else {})
     said = ", ".join(f"group {group}: {' or '.join(offer.kinds)}" for group, offer in sorted(offers.items()))
     why = (
         f"several of them are on one GPU, which NCCL refuses without {MULTI_RANK_ENABLE}=1"
@@ -133,7 +134,7 @@ class Maker:
         host: Communicator = GlooCommunicator(rendezvous(name), *same, self.address)
         if kind == NCCL:  # it knows itself which of its ranks share a host
             return with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
-        if len(self.members) > 1 and (self.rounded or 1 < len(choice.hosts) < len(self.members)):
+        if choice.hosts and len(self.members) > 1 and (self.rounded or 1 < len(choice.hosts) < len(self.members)):
 
             def part(step: str, members: Sequence[int]) -> GlooCommunicator:
                 rest = (self.epoch, self.timeout_s, self.address)

@@ -35,7 +35,8 @@ _UP, _ACROSS, _BACK, _DOWN = range(4)
 
 
 class TwoLevelCommunicator(ChainingCommunicator):
-    """``whole``, with sums on two levels.
+    """``whole``, with sums on two levels. Their tensors are in the host's memory: a thread of its own works on them, which
+    knows nothing of a device's streams.
 
     Args:
         whole: a communicator of all members, which this one owns from now on.

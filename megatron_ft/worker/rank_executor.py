@@ -153,7 +153,8 @@ class RankExecutor:
         self.joint = hasattr(engine, "flush")
         settings = self._settings
         check_standby_memory(self._config, engine.gradient_bytes)
-        device = engine.local(0).device
+        devices = [engine.local(bucket).device for bucket in range(engine.num_buckets)]
+        device = next((one for one in devices if one.type == "cuda"), devices[0])
         offer = Offer.of(settings.communicator, device, self._env.address)
         self.link.use(device, offer)
         if self.inner is not None:

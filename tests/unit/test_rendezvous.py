@@ -101,6 +101,13 @@ def test_groups_that_insist_on_nccl_and_share_a_gpu_are_told_so():
         agree(offers)
 
 
+@given(st.lists(st.sampled_from(["10.0.0.1", "10.0.0.2", ""]), min_size=1, max_size=5))
+def test_sums_go_by_hosts_only_if_no_member_has_its_gradients_on_a_device(hosts):
+    choice = agree({member: Offer((GLOO,), host=host) for member, host in enumerate(hosts)})
+    assert bool(choice.hosts) == ("" not in hosts)
+    assert sorted(sum(choice.hosts, ())) == (list(range(len(hosts))) if choice.hosts else [])
+
+
 def test_nccl_is_refused_where_the_gradients_are_on_a_cpu():
     with pytest.raises(ConfigError, match='communicator is "nccl", and the gradients of this rank are on cpu'):
         Offer.of(NCCL, torch.device("cpu"), "10.0.0.1")
