@@ -61,7 +61,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("burnin/burn_in.py", "BurnIn._inject", "wait"): _KILLED,
     ("burnin/burn_in.py", "BurnIn.run", "wait"): _COMMAND,
     ("data/dataset.py", "_one_at_a_time", "flock"): "another process prepares the same data; the lock ends with it",
-    ("data/tokenizer_pool.py", "_in_processes", "result"): "the encoding of some documents; a worker that dies ends it",
     (
         "data/loader.py",
         "Loader.__call__",

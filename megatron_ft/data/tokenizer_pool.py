@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -35,6 +35,8 @@ PROGRESS_S = 5.0
 """Seconds between lines that say how far the work is, where there is no terminal."""
 REFRESH_S = 0.2
 """The same for the bar on a terminal."""
+LOOK_S = 0.5
+"""Seconds of a wait for a worker, after which this process looks for signals."""
 Span = tuple[list[np.ndarray], int]
 """The tokens of each document of a span, and the number of characters and words without a token."""
 _AHEAD = 4
@@ -97,9 +99,9 @@ def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[Span
         for start in starts:
             waiting.append(pool.submit(_encode, start))
             if len(waiting) >= _AHEAD * count:
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(waiting.popleft())
         complete = True
     except BrokenProcessPool:
         raise DataError(
@@ -110,6 +112,13 @@ def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[Span
             for child in set(multiprocessing.active_children()) - others:
                 child.kill()
         pool.shutdown(cancel_futures=True)
+
+
+def _result(span: Future[Span]) -> Span:
+    """Return the result when it is there. Python does not see a Ctrl-C that comes just before a wait begins, until it ends."""
+    while not span.done():
+        wait([span], LOOK_S)
+    return span.result(0.0)
 
 
 _encoder: _Encoder | None = None
