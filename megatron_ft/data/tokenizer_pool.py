@@ -115,7 +115,7 @@ def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[Span
 
 
 def _result(span: Future[Span]) -> Span:
-    """Return the result when it is there. Python does not see a Ctrl-C that comes just before a wait begins, until it ends."""
+    """Return the result when it is there. A Ctrl-C that comes just before a wait begins is seen when the wait ends."""
     while not span.done():
         wait([span], LOOK_S)
     return span.result(0.0)
