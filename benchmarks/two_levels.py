@@ -61,8 +61,7 @@ def one_shape(hosts: int, each: int, args: argparse.Namespace) -> dict[str, Any]
         network.join()
         for host in network.hosts:
             rate = ["root", "tbf", "rate", f"{args.mbit}mbit", "burst", "256kb", "latency", "20ms"]
-            command = [*inside(network, host), "tc", "qdisc", "add", "dev", "eth0", *rate]
-            subprocess.run(command, check=True)
+            subprocess.run(network.inside(host, ["tc", "qdisc", "add", "dev", "eth0", *rate]), check=True)
         with listen(network.own_address, 0) as listener:
             store = serve_on(listener)
             members = []
@@ -76,7 +75,7 @@ def one_shape(hosts: int, each: int, args: argparse.Namespace) -> dict[str, Any]
                     "elements": int(args.megabytes * 2**20 / 4),
                 }
                 words = [sys.executable, __file__, "--rounds", str(args.rounds), "--member", json.dumps(own)]
-                command = [*inside(network, me // each), *words]
+                command = network.inside(me // each, words)
                 members.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=common.environment()))
             said = [json.loads(member.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for member in members]
     finally:
@@ -89,10 +88,6 @@ def one_shape(hosts: int, each: int, args: argparse.Namespace) -> dict[str, Any]
         print(f"  {way:30} {seconds * 1e3:7.1f} ms ({seconds / first:.2f})  host 0 sent {sent:6.1f} MB", end="")
         print(f"  connected in {connect * 1e3:.0f} ms" if connect else "")
     return {"hosts": hosts, "groups_on_each": each, "members": said}
-
-
-def inside(network: netlab.Network, host: int) -> list[str]:
-    return ["ip", "netns", "exec", network.namespace(host)]
 
 
 class Member:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
 
 import pytest
 
@@ -28,10 +27,6 @@ class Lab(Network):
     def __init__(self, hosts: int) -> None:
         super().__init__(f"mft{os.getpid()}", "10.99.0", hosts)
         self.up()
-
-    def inside(self, host: int, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs the command on that host."""
-        return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def pids(self, host: int) -> list[int]:
         """Return the pids of all processes that run there."""

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 
 _LINK_S = 30.0
 
@@ -76,6 +77,10 @@ class Network:
 
     def namespace(self, host: int) -> str:
         return f"{self._name}h{host}"
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs the command on that host."""
+        return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def address(self, host: int) -> str:
         return f"{self._subnet}.{host + 1}"

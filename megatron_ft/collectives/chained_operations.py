@@ -44,7 +44,7 @@ class ChainingCommunicator(Communicator):
 
     LAST_STEP: ClassVar[int] = 0
     FAILED: ClassVar[str]
-    """What a ``RuntimeError`` in a step means."""
+    """The message of the ``Broken`` that a ``RuntimeError`` in a step becomes."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.members[inner._place], inner.members, inner.epoch, inner._timeout_s)
@@ -145,7 +145,7 @@ class Chain:
         self.taken = -1
         """The number of the latest step."""
         self.kept: list[Any] = []
-        """What must live until the chain has settled."""
+        """Objects that must live until the chain has settled."""
         self._before: Chain | None = None
         self._failure: Broken | None = None
         self._over = False

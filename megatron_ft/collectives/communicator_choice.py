@@ -75,7 +75,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Choice:
-    """What all members take: the ``kind``, and the members of each of the ``hosts``, if sums may go by hosts."""
+    """The communicator that all members take: its ``kind``, and the members of each host. ``hosts`` is empty where sums must
+    not be made by hosts."""
 
     kind: str
     hosts: tuple[tuple[int, ...], ...]
@@ -123,7 +124,7 @@ class Maker:
     address: str
     device: torch.device = torch.device("cpu")
     rounded: bool = False
-    """Whether gradients are sent as bf16."""
+    """True if gradients are sent as bf16."""
 
     def make(self, choice: Choice, name: str, rendezvous: Callable[[str], Any]) -> Communicator:
         """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
