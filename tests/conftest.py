@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from megatron_ft.auth import secret
+from megatron_ft.collectives import base
 from megatron_ft.data import prepare
 from tests import support
 
@@ -25,11 +26,12 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
-def runs_end() -> Iterator[None]:
-    """End every run with the test that started it."""
+def nothing_stays() -> Iterator[None]:
+    """End every run with the test that started it, and free the communicators that the test has closed."""
     before = len(support.started)
     yield
     support.end_from(before)
+    base.sweep()
 
 
 @pytest.fixture(scope="session")

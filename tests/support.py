@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from megatron_ft.report import presence
 from megatron_ft.runlog import history, invariants
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.types import Microbatch
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import atomic_file, file_descriptors
 from tests import warm
 
 ROOT = Path(__file__).parent.parent
@@ -156,12 +155,12 @@ def start(
 
 
 started: list[subprocess.Popen[str] | warm.Launched] = []
-"""The launchers that :func:`start` has started in this process."""
+"""The launchers that :func:`start` has started in this process and :func:`end_from` has not ended."""
 
 
 def end_from(number: int) -> None:
-    """End the launchers that a failed test has left behind, beginning with that one: they would slow down what
-    follows."""
+    """Close the pipes of these launchers, beginning with that one, and end those that a failed test has left behind: they
+    would slow down what follows."""
     left = [process for process in started[number:] if process.poll() is None]
     for process in left:
         process.terminate()
@@ -170,6 +169,11 @@ def end_from(number: int) -> None:
             process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+    for process in started[number:]:
+        if process.stdout:
+            process.stdout.close()
+    del started[number:]
 
 
 def outcome(run: Run) -> tuple[list[float], str]:
@@ -239,7 +243,7 @@ def kill(pids: Iterable[int]) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(end, signal.SIGKILL)
     for end in ends:
-        assert select.select([end], [], [], TIMEOUT_S)[0], "a process that was killed does not end"
+        assert file_descriptors.readable(end, TIMEOUT_S), "a process that was killed does not end"
         os.close(end)
 
 

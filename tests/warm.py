@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_ft.agent import forkserver, rank_bootstrap
+from megatron_ft.utils import file_descriptors
 from tools.netlab import Network
 
 _LENGTH, _STATUS = struct.Struct("=q"), struct.Struct("=i")
@@ -59,13 +60,16 @@ class Launched:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while deadline is None or select.select([self.stdout], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-            if not (chunk := os.read(self.stdout.fileno(), 65536)):
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                self.wait(left)
-                return self._said.decode(errors="replace"), None
-            self._said += chunk
-        raise subprocess.TimeoutExpired(self.args, timeout, self._said)
+        while not self.stdout.closed:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not file_descriptors.readable(self.stdout.fileno(), left):
+                raise subprocess.TimeoutExpired(self.args, timeout, self._said)
+            if chunk := os.read(self.stdout.fileno(), 65536):
+                self._said += chunk
+            else:
+                self.stdout.close()
+        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return self._said.decode(errors="replace"), None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -78,8 +82,9 @@ class Launched:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+        if self.returncode is None and file_descriptors.readable(self._status.fileno(), timeout):
             word = self._status.read(_STATUS.size)
+            self._status.close()
             self.returncode = os.waitstatus_to_exitcode(*_STATUS.unpack(word)) if word else -signal.SIGKILL
         return self.returncode
 
@@ -176,13 +181,15 @@ def _serve(end: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     running: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(end, select.POLLIN), poll.register(waking, select.POLLIN)
     while True:
-        ready, _, _ = select.select([end, waking], [], [])
+        ready = {descriptor for descriptor, _ in poll.poll()}
         if waking in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(waking, 4096)
             _report(running)
-        if end not in ready:
+        if end.fileno() not in ready:
             continue
         length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
         if not length:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.faults.injector import Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog import history
+from megatron_ft.utils import file_descriptors
 from tests import engine_kills, netlab, support, warm
 from tests.chaos.plan import SILENCE_LIMIT_S, STOPPED_LIMIT_S, Job, Plan
 
@@ -315,6 +315,6 @@ def _ends(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], _ENDS_WITHIN_S)[0])
+        return file_descriptors.readable(descriptor, _ENDS_WITHIN_S)
     finally:
         os.close(descriptor)

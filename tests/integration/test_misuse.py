@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
+from megatron_ft.utils import file_descriptors
 from tests import support
 from tests.support import ft
 from tools import proc
@@ -233,7 +233,7 @@ def test_no_rank_survives_its_agent(tmp_path, data_dir):
     run.process.kill()
     run.process.wait()
     for watch in watches:
-        ended, _, _ = select.select([watch], [], [], support.TIMEOUT_S)  # a pidfd is readable once its process ended
+        ended = file_descriptors.readable(watch, support.TIMEOUT_S)  # a pidfd is readable once its process ended
         assert ended, "a rank outlived its agent"
         os.close(watch)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN
+from megatron_ft.utils import file_descriptors
 from tests import support
 
 WHOLE_S = 600.0
@@ -110,7 +110,7 @@ def test_its_processes_end_when_it_is_killed(tmp_path, qualify):
     finally:
         process.kill()
     for end in ends:
-        assert select.select([end], [], [], support.TIMEOUT_S)[0], "a process is left"
+        assert file_descriptors.readable(end, support.TIMEOUT_S), "a process is left"
         os.close(end)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import select
 import socket
 
 import pytest
 
 from megatron_ft.agent.heartbeat import _MAGIC, _MESSAGE, HeartbeatService, Said
+from megatron_ft.utils import file_descriptors
 from tests.stores import await_
 from tests.support import SECRET
 
@@ -29,7 +29,7 @@ def heard(host: HeartbeatService, *datagrams: bytes) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
         for data in datagrams:
             mouth.sendto(data, host._socket.getsockname())
-            assert select.select([host._socket], [], [], 60)[0]
+            assert file_descriptors.readable(host._socket, 60)
             host._receive()
     return host._heard[0]
 
