@@ -77,10 +77,11 @@ class StoreContract:
         assert served.append("log", "next") == 2
 
     def test_an_entry_that_several_append_under_one_name_at_once_is_there_once(self, served: ControlStore):
-        """A collective breaks in many groups at the same moment."""
-        names = [served.clone() for _ in range(4)]
+        """A collective breaks in many groups at the same moment. Each has a memory of its own: none has read the entry
+        of another before it begins."""
+        groups = [ControlStore(served.address, served.run_id, served.timeout_s) for _ in range(4)]
         served.append("log", "before")
-        assert at_once(*[lambda one=one: one.append("log", "broken", by="reset 3") for one in names]) == [1] * 4
+        assert at_once(*[lambda one=one: one.append("log", "broken", by="reset 3") for one in groups]) == [1] * 4
         assert served.append("log", "after") == 2
 
     def test_an_entry_is_not_looked_for_among_those_that_were_read(self, served: ControlStore):

@@ -74,9 +74,9 @@ def test_time_in_which_the_agent_did_not_run_is_no_silence(gap_s):
 def test_only_a_host_that_was_silent_for_long_enough_is_lost(looks):
     peer, beats, now, silent_s = Peer(), 0, 0.0, 0.0
     for ticks, beat in looks:
-        now += ticks / 100
+        now += ticks / 128  # sums of such times are exact
         beats += beat
-        silent_s = silent_s + ticks / 100  # at least the time that the peer may count
+        silent_s = silent_s + ticks / 128  # at least the time that the peer may count
         peer = listen(peer, beats, now, LEAST)
         assert not peer.lost or silent_s > LEAST
         silent_s = 0.0 if beat else silent_s
