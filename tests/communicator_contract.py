@@ -15,18 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import base
 from megatron_ft.collectives.base import Broken, Communicator, Left, Work
 
 PATIENCE_S = 60.0
-_FORGOTTEN: list[Any] = []
-
-
-def close_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test see no closed communicator of another one. What the library has not ended lives until the tests end,
-    because its destructor would wait."""
-    _FORGOTTEN.append([])
-    monkeypatch.setattr(base, "_closed", _FORGOTTEN[-1])
 
 
 class CommunicatorContract:
@@ -45,14 +36,12 @@ class CommunicatorContract:
         return torch.device("cpu")
 
     @pytest.fixture(autouse=True)
-    def one_run(self, monkeypatch):
-        close_apart(monkeypatch)
+    def one_run(self):
         self.store = dist.HashStore()
         self.made: list[Communicator] = []
         yield
         for communicator in self.made:
             communicator.close()
-        base.sweep()
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,13 +26,20 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+_forgotten: list[Any] = []
+"""What tests have closed and a library has not ended: its destructor would wait, so it lives until the tests end."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """End every run with the test that started it, and free the communicators that the test has closed."""
+    """End every run with the test that started it, and free the communicators that the test has closed; it sees none that
+    another test has closed."""
     before = len(support.started)
+    base._closed = []
     yield
     support.end_from(before)
     base.sweep()
+    _forgotten.extend(base._closed)
 
 
 @pytest.fixture(scope="session")

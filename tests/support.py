@@ -242,9 +242,14 @@ def kill(pids: Iterable[int]) -> None:
     for end in ends:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(end, signal.SIGKILL)
-    for end in ends:
-        assert file_descriptors.readable(end, TIMEOUT_S), "a process that was killed does not end"
-        os.close(end)
+    await_ends(ends, "a process that was killed does not end")
+
+
+def await_ends(pidfds: Iterable[int], otherwise: str) -> None:
+    """Wait until all these processes have ended, and close their pidfds; fail with the words ``otherwise``."""
+    for pidfd in pidfds:
+        assert file_descriptors.readable(pidfd, TIMEOUT_S), otherwise
+        os.close(pidfd)
 
 
 def committed(run: Run, group: int) -> int:

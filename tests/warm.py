@@ -60,16 +60,17 @@ class Launched:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.stdout.closed:
+        while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if self.stdout.closed:
+                self.wait(left)
+                return self._said.decode(errors="replace"), None
             if not file_descriptors.readable(self.stdout.fileno(), left):
                 raise subprocess.TimeoutExpired(self.args, timeout, self._said)
             if chunk := os.read(self.stdout.fileno(), 65536):
                 self._said += chunk
             else:
                 self.stdout.close()
-        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        return self._said.decode(errors="replace"), None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

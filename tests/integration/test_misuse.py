@@ -15,7 +15,6 @@ import pytest
 from megatron_ft.agent.forkserver import AGENT_VARIABLE
 from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import history
-from megatron_ft.utils import file_descriptors
 from tests import support
 from tests.support import ft
 from tools import proc
@@ -232,10 +231,7 @@ def test_no_rank_survives_its_agent(tmp_path, data_dir):
     watches = [os.pidfd_open(pid) for pid in pids]
     run.process.kill()
     run.process.wait()
-    for watch in watches:
-        ended = file_descriptors.readable(watch, support.TIMEOUT_S)  # a pidfd is readable once its process ended
-        assert ended, "a rank outlived its agent"
-        os.close(watch)
+    support.await_ends(watches, "a rank outlived its agent")
 
 
 def test_a_library_that_finds_no_world(tmp_path):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN
-from megatron_ft.utils import file_descriptors
 from tests import support
 
 WHOLE_S = 600.0
@@ -109,9 +108,7 @@ def test_its_processes_end_when_it_is_killed(tmp_path, qualify):
         ends = [os.pidfd_open(pid) for pid in found]
     finally:
         process.kill()
-    for end in ends:
-        assert file_descriptors.readable(end, support.TIMEOUT_S), "a process is left"
-        os.close(end)
+    support.await_ends(ends, "a process is left")
 
 
 def children(pid: int) -> list[int]:

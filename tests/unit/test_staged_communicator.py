@@ -26,7 +26,6 @@ SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 def _small_pieces(monkeypatch):
     monkeypatch.setattr(device_copies, "PIECE", 256)
     monkeypatch.setattr(base, "GRACE_S", 0.02)
-    monkeypatch.setattr(base, "_closed", [])  # some operations here never end
 
 
 def build(network: Network, devices: list[FakeDevice]) -> list[StagedCommunicator]:
@@ -191,8 +190,7 @@ def test_a_member_that_leaves_waits_no_more_and_cuts_nothing():
     close(outers, devices)
 
 
-def test_a_copy_that_never_ends_is_a_timeout_and_its_memory_is_kept_until_it_ends(monkeypatch):
-    monkeypatch.setattr(base, "_closed", [])
+def test_a_copy_that_never_ends_is_a_timeout_and_its_memory_is_kept_until_it_ends():
     device = FakeDevice(stuck_after=0)
     network = Network(range(2))
     inner = Member(network, 0)
