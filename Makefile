@@ -11,7 +11,7 @@ SEED ?= 0
 # The tests start thousands of processes. Where this is set, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help wheel test-oldest test-newest setup demo pictures check test test-long test-system chaos engine-kills checkpoint-kills fuzz soak lint types coverage bench
+.PHONY: durations help wheel test-oldest test-newest setup demo pictures check test test-long test-system chaos engine-kills checkpoint-kills fuzz soak lint types coverage bench
 .PHONY: evidence storage-outage evidence-status host-losses clean
 .DEFAULT_GOAL := help
 
@@ -61,14 +61,20 @@ types: setup
 WORKERS ?= 2
 # make check  what one runs while editing: lint, types, unit tests but the slow ones, and transcripts
 check: setup lint types
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not long' tests/unit tests/golden
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' tests/unit tests/golden
 
 # make coverage  lines of the package that unit tests and transcripts run
 coverage: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov=megatron_ft --cov-report=term:skip-covered tests/unit tests/golden
 
+# LONG: which of the tests marked long make test and make test-system play: none, all, or every Nth from K (K/N)
+LONG ?= none
 test: setup lint types
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/system --durations=30
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --long $(LONG) tests --ignore=tests/system --durations=30
+
+# make durations  the seconds of every test anew (tests/durations.json), which say what is started first
+durations:
+	PYTEST_ADDOPTS=--record-durations $(MAKE) test test-system LONG=all
 
 # make test-oldest  what calls torch, with the oldest one that is supported, in an environment of its own
 # make test-newest  the same with the newest one that pip finds (NEWEST: another one), and recoveries with its own interface
@@ -83,16 +89,16 @@ NEWEST ?= torch
 	@touch $@
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow and not long' $$(grep -l 'import torch' tests/unit/*.py) tests/integration/test_kill.py $(if $(filter newest,$*),tests/integration/test_recoveries.py tests/integration/test_two_levels.py tests/integration/test_device_communicator.py)
+	.venv-$*/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow' $$(grep -l 'import torch' tests/unit/*.py) tests/integration/test_kill.py $(if $(filter newest,$*),tests/integration/test_recoveries.py tests/integration/test_two_levels.py tests/integration/test_device_communicator.py)
 
-# make test-long  further cases of what make test and make test-system show in fewer
+# make test-long  the tests of many seconds and the further cases, which make test and make test-system leave out
 test-long: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --long all tests -m long
 
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh, Slurm); skipped with the reason where it is missing
 test-system: setup
 	$(BIN)/python -m pytest tests/system/test_slurm_lab.py  # first and alone: it counts what clusters leave behind
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/system --ignore=tests/system/test_slurm_lab.py --durations=20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --long $(LONG) tests/system --ignore=tests/system/test_slurm_lab.py --durations=20
 
 # make chaos  runs in which random faults strike real processes, judged (RUNS=60 SEED=0)
 chaos: setup
@@ -121,6 +127,7 @@ bench: setup
 	$(BIN)/python benchmarks/rejoin.py
 	$(BIN)/python benchmarks/goodput.py
 	$(BIN)/python benchmarks/decisions.py
+	$(BIN)/python benchmarks/blend.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simgrid.py
 	$(BIN)/python benchmarks/store_growth.py

@@ -132,7 +132,14 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
         f"compute: {parameters:,} parameters, {PER_STEP} microbatches: fast {1e3 * medians['fast']:.1f} ms, exact / fast "
         f"{ratios['exact']:.3f}, with 30 bits {ratios['exact_30']:.3f} (medians of {options.pairs} pairs)"
     )
-    return {"parameters": parameters, "median_s": medians, "median_ratio_to_fast": ratios, "seconds": times}
+    tokens = SAMPLES * options.seq_len
+    return {
+        "parameters": parameters,
+        "tokens_of_a_microbatch": tokens,
+        "median_s": medians,
+        "median_ratio_to_fast": ratios,
+        "seconds": times,
+    }
 
 
 def _settle(options: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ import common
 
 sys.path.insert(0, str(common.ROOT))
 from megatron_ft.core.detection import stragglers
-from megatron_ft.runlog import history
+from megatron_ft.runlog import history, run_state
 from megatron_ft.types import View
 
 EVERY = 500
@@ -88,7 +88,7 @@ def write(run_dir: Path, groups: int, steps: int) -> None:
 
 
 def agent(run_dir: Path) -> None:
-    assert history.Watched(run_dir).poll().last_step
+    assert run_state.Watched(run_dir).poll().last_step
 
 
 def write_timelines(run_dir: Path, groups: int, steps: int) -> int:
@@ -123,7 +123,7 @@ READERS = {"agent": agent, "report": report, "later look": agent, "report with t
 def measure(name: str, run_dir: Path) -> dict[str, Any]:
     from megatron_ft.report import report_command  # noqa: F401 - not measured
 
-    watched = history.Watched(run_dir)
+    watched = run_state.Watched(run_dir)
     if name == "later look":
         watched.poll()
         live = list(range(512))

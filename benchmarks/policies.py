@@ -205,6 +205,7 @@ def table(found: dict[str, dict[str, dict]]) -> str:
 def draw(found: dict[str, dict[str, dict]], path: Path) -> None:
     """Draw the speed of each policy relative to the failure-free run, and its cost."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     names = [name for name in found if name != "failure_free"]
     figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
@@ -212,11 +213,16 @@ def draw(found: dict[str, dict[str, dict]], path: Path) -> None:
         there = [(place, found[name][way]) for place, name in enumerate(names) if way in found[name]]
         speeds = [one["relative_speed"] for _, one in there]
         bars = axis.bar([place + offset for place, _ in there], speeds, 0.38, label=f"{way} rejoin")
+        for bar, (_, one) in zip(bars, there, strict=True):
+            bar.set_hatch("//" if one.get("starts_again") else "")
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
     axis.set_xticks(range(len(names)), names, rotation=15)
     axis.set_ylabel("steps per second,\nfailure-free = 1")
     axis.set_ylim(0, 1.25)
-    axis.legend(frameon=False, ncols=2, loc="upper right")
+    handles, labels = axis.get_legend_handles_labels()
+    again = Patch(facecolor="white", edgecolor="black", hatch="//")
+    axis.legend([*handles, again], [*labels, "all groups came back at a restart"], frameon=False, ncols=3, fontsize=8)
+    axis.set_title("one run each", fontsize=9, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)

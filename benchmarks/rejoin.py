@@ -6,8 +6,8 @@ Four groups of one rank, Adam, fp32: the state is three times the gradients. One
 is built up and then held still for some steps; these are what the others need *without* a group that comes back, in the same
 run, with the same number of groups. Then it goes on: *during* are the survivors' steps from there until the first that all
 four take part in, as their run record (torchft: each attempt at a step) has them. ``slower`` compares the medians.
-``longest_s`` is how much longer the longest of these steps was than the median without; ``entry_s`` how long the last of the
-others to have computed its share waited in the step of the entry (torchft does not tell that: the same as ``longest_s``).
+``longest_s`` is how much longer the longest of these steps was than the median without, of both systems alike; only ours
+tells ``entry_s``, too: how long the last of the others to have computed its share waited in the step of the entry.
 
 Each group trains a small GPT, 12 microbatches in a step: 4 of each of three groups, 3 of each of four; torchft's batch
 shrinks instead. All groups share this machine's cores, the one that comes back included, so its work slows the others down,
@@ -80,18 +80,18 @@ def main() -> None:
 def _judged(found: dict) -> dict:
     """Compute the required numbers from durations of steps."""
     usual = statistics.median(found["without_s"])
-    return {
-        "usual_s": usual,
-        "slower": statistics.median(found["during_s"]) / usual,
-        "longest_s": max(found["during_s"]) - usual,
-        # The last of the others to have computed its share has waited for the entering group alone.
-        "entry_s": min(found.get("waited_s", [max(found["during_s"]) - usual])),
-    }
+    during = found["during_s"]
+    slower, longest = statistics.median(during) / usual, max(during) - usual
+    # The last of the others to have computed its share has waited for the entering group alone.
+    entry = {"entry_s": min(found["waited_s"])} if "waited_s" in found else {}
+    return {"usual_s": usual, "slower": slower, "longest_s": longest, **entry}
 
 
 def _summary(trials: list[dict]) -> dict:
-    names = ("usual_s", "slower", "longest_s", "entry_s", "back_s")
     back = [trial for trial in trials if "failed" not in trial]
+    names = [
+        name for name in ("usual_s", "slower", "longest_s", "entry_s", "back_s") if all(name in trial for trial in back)
+    ]
     summary = {name: round(statistics.median(trial[name] for trial in back), 4) for name in names} if back else {}
     return {"came_back": f"{len(back)} of {len(trials)}", **summary}
 

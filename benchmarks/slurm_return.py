@@ -4,8 +4,7 @@
 
 Three groups and a spare node. In each trial another job is submitted; after some steps a node loses its power (its link
 first, so that its connections are not even closed, then its processes) or a rank is killed with SIGKILL. ``store_node`` is
-the node of the embedded control store, which another node then takes over; in the others the store is the default one (an
-etcd of the run's own, where the nodes have etcd). Seconds since the loss:
+the node of the embedded control store, which another node then takes over. Seconds since the loss:
 ``noticed`` (first word of it in the record), ``started`` (the new process), ``back`` (it takes part in a step). ``ours``
 is ``back`` less the time from the process's start to its script's being ready, as the group itself says it. Writes
 results/slurm_return.json.
@@ -43,9 +42,9 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     kinds = {
-        "node": (1, _lose_node, "auto"),
-        "store_node": (0, _lose_node, "embedded"),
-        "rank": (1, _kill_rank, "auto"),
+        "node": (1, _lose_node),
+        "store_node": (0, _lose_node),
+        "rank": (1, _kill_rank),
     }
     found: dict[str, list[dict]] = {what: [] for what in kinds}
     try:
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def trial(
-    lab: Lab, directory: Path, data: Path, victim: int, strike: Callable[[Lab, Path, int], None], store: str
+    lab: Lab, directory: Path, data: Path, victim: int, strike: Callable[[Lab, Path, int], None]
 ) -> dict[str, float]:
     """Run one job, and end it when its group is back."""
     directory.mkdir()
@@ -78,7 +77,7 @@ def trial(
     model = ["--layers", "2", "--width", "64", "--seq-len", "32"]
     script = ["examples/pretrain_gpt/train.py", "--", "--data", data, "--steps", STEPS, *model]
     batch = ["sbatch", "--parsable", "--nodes=4", f"--output={directory}/batch.log", "slurm/pretrain.sbatch", *script]
-    environment = {**lab.env, **own, "STORE": store, "OMP_NUM_THREADS": "1"}
+    environment = {**lab.env, **own, "OMP_NUM_THREADS": "1"}
     job = lab.run([str(word) for word in batch], env=environment, cwd=common.ROOT, check=True).stdout.strip()
     try:
         _await(lambda: any(line["step"] >= STRIKE_AT for line in _events(run_dir, "step")))

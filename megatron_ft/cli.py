@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.errors import FTError
-from megatron_ft.utils import extras
+from megatron_ft.errors import FTError, LaunchError
+from megatron_ft.utils import extras, lifeline
 from megatron_ft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     file_descriptors.raise_descriptors()  # child processes inherit the limit: agents, ranks, keepers
     try:
+        _ensure_temporary_directory()
         with extras.needed():
             return options.run(options)
     except FTError as error:
@@ -43,6 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _ensure_temporary_directory() -> None:
+    """Let temporary files, which this package and libraries make, be in memory where no directory for them can be
+    written, as in a container with a read-only root. Raises ``LaunchError`` where there is no memory for them either."""
+    import tempfile
+
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        if not os.access("/dev/shm", os.W_OK):
+            raise LaunchError(f"{error.strerror}, nor is /dev/shm one; set TMPDIR to a directory with space") from None
+        os.environ["TMPDIR"] = "/dev/shm"
 
 
 def run_and_exit() -> NoReturn:
@@ -60,6 +74,10 @@ def run_and_exit() -> NoReturn:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
+    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["burn-in"]:
+        parser.error(
+            "burn-in is a batch script now: sbatch slurm/chaos.sbatch (megatron-ft examples --copy DIR has it)"
+        )
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         script = getattr(options, "script", None)
@@ -166,13 +184,6 @@ def _parser() -> argparse.ArgumentParser:
             "in a Slurm job: launch on all nodes, and replace agents that end",
             "launch --groups 8 --spare-hosts 1 --run-dir /shared/a train.py -- --steps 1000",
             codes=f"{_RUN_CODES}\n  75     the job is queued again, and the run goes on in it",
-        )
-    )
-    _add_burn_in(
-        command(
-            "burn-in",
-            "in a Slurm job: a run with injected faults, and a verdict",
-            "--faults 8 launch --groups 8 --run-dir /shared/a train.py -- --steps 1000",
         )
     )
     _add_inject(
@@ -430,7 +441,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="txt, jsonl (also .gz, .zst) or parquet files, or directories written by save_to_disk (default: State of the "
+        help="txt or jsonl (also .gz, .zst) or parquet files, or directories written by save_to_disk (default: State of the "
         "Union addresses)",
     )
     parser.add_argument(
@@ -499,7 +510,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "--store",
         metavar="HOST:PORT",
-        help="address of host 0 and a free port on it; or auto, embedded, etcd, etcd://...",
+        help="address of host 0 and a free port on it; or embedded, etcd://...",
     )
     hosts.add_argument(
         "--hostfile",
@@ -576,7 +587,9 @@ def _add_preload(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    lifeline.ignore_save_signals()  # until the run has begun, there is nothing to save
     from megatron_ft.agent import job_restore
+    from megatron_ft.config.schema import EMBEDDED
     from megatron_ft.launchers import host_place
 
     run = job_restore.config(
@@ -591,8 +604,10 @@ def _launch(options: argparse.Namespace) -> int:
         return launcher.launch(launcher.options_of(options, run), lambda: follow.shown(options.groups, options.run_dir))
     if options.hostfile is not None:
         host_place.from_hostfile(options, run)
-    elif options.hosts is None and options.host_rank is None and options.store is None:
-        host_place.from_surroundings(options)
+    elif options.hosts is None and options.host_rank is None:
+        host_place.from_surroundings(options, run.fault_tolerance.store == EMBEDDED)
+    host_place.check_rank(options)
+    host_place.check_address(options)
     if options.spare_hosts:
         from megatron_ft.agent import join
 
@@ -600,7 +615,6 @@ def _launch(options: argparse.Namespace) -> int:
         if spare:
             running = join.await_launch(options.run_dir, options.store, options.job_id, run)
             return _join_as(options, running, 0)
-    host_place.check_store(options, run)
     job = job_restore.WholeJob(run, options.hosts or 1)
     here = max(1, run.groups * run.ranks_per_group // max(1, options.hosts or 1))
     while True:
@@ -634,6 +648,7 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(options: argparse.Namespace) -> int:
+    lifeline.ignore_save_signals()
     from megatron_ft.agent import join
 
     return _join_as(options, join.find(options.run_dir), options.groups or 0, options.entered_fd)
@@ -795,6 +810,7 @@ def _of_job(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _supervise(options: argparse.Namespace) -> int:
+    from megatron_ft.launchers import supervisor_loop
     from megatron_ft.launchers.slurm import supervisor
 
     asked = _of_job(options)
@@ -814,34 +830,12 @@ def _supervise(options: argparse.Namespace) -> int:
             run=run,
             run_dir=asked.run_dir.resolve(),
             spares=asked.spare_hosts,
-            limits=supervisor.limits(run.fault_tolerance, options.failures_per_node, options.stop_before_s),
+            limits=supervisor_loop.limits(
+                run.fault_tolerance, per_node=options.failures_per_node, stop_before_s=options.stop_before_s
+            ),
             waits=options.second,
         )
     ).run()
-
-
-def _add_burn_in(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--faults", type=int, default=8, metavar="N", help="number of faults (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults (default: 0)")
-    parser.add_argument("--every-s", type=float, default=30.0, metavar="S", help="mean time between two (default: 30)")
-    parser.add_argument(
-        "--kinds", type=_names, metavar="NAMES", help="kinds of faults (default: rank,agent,step,freeze)"
-    )
-    parser.add_argument("--freeze-s", type=float, default=5.0, metavar="S", help="duration of a freeze (default: 5)")
-    parser.add_argument(
-        "--patience-s", type=float, default=120.0, metavar="S", help="time to recover from a fault (default: 120)"
-    )
-    parser.add_argument(
-        "--reference", type=Path, metavar="RUN_DIR", help="compare the losses with this failure-free run"
-    )
-    parser.add_argument("launch", nargs=argparse.REMAINDER, help="launch and its options, without those for hosts")
-    parser.set_defaults(run=_burn_in)
-
-
-def _burn_in(options: argparse.Namespace) -> int:
-    from megatron_ft.burnin import burn_in as command
-
-    return command.run(options, _of_job(options))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -850,7 +844,11 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "--reference", type=Path, metavar="RUN_DIR", help="run directory of a failure-free run, for comparison"
     )
     parser.add_argument("--slurm", action="store_true", help="also print the job's records from sacct or scontrol")
-    parser.add_argument("--json", action="store_true", help="print the facts of the run as JSON, and nothing else")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print the facts of the run as JSON, and nothing else")
+    instead.add_argument(
+        "--check", action="store_true", help="only check that the run kept every promise; exit code 1: it did not"
+    )
     parser.set_defaults(run=_report)
 
 

@@ -77,5 +77,4 @@ NOT_SAVED = 8
 script failed or was stopped after them, for example while it wrote its final model: an exception, an exit code, a
 signal, also one to the launcher."""
 WIPED_OUT = WipedOut.exit_code
-"""Exit code of the launcher when the job can start again: no group is left, and the last was taken down from outside, or
-those that are left cannot go on under the run's policy."""
+"""Exit code of the launcher when the job starts again from its newest checkpoint (``core.lifecycle.run_ending``)."""

@@ -200,6 +200,8 @@ class View:
         missing: bucket in ``final`` -> groups that lack it.
         plan_origin: plan origin of ``step``.
         incarnations: starts of the groups that were started more than once; 0 for the others.
+        entered: group that has ever joined -> the step at which its newest start entered. A group that needs the state
+            again in the step after that, because it could not finish the step, enters in the later one.
         reports: reports of the epoch before, from which all this was decided.
         noticed: what ended the epoch at the proposer, if that was not a verdict against a group but, for example, a
             broken connection, and differs from ``reason``; otherwise empty.
@@ -218,6 +220,7 @@ class View:
     missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
     plan_origin: PlanOrigin = PlanOrigin(())
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
+    entered: Mapping[GroupId, int] = field(default_factory=dict)
     reports: tuple[Report, ...] = ()
     noticed: str = ""
 
@@ -246,6 +249,7 @@ class View:
             "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
             "begun": self.plan_origin.to_json(),
             "incarnations": {str(group): number for group, number in self.incarnations.items()},
+            **({"entered": {str(group): step for group, step in self.entered.items()}} if self.entered else {}),
             "reports": _fold(self.reports),
         }
 
@@ -275,6 +279,7 @@ class View:
             missing={int(bucket): groups_of(groups) for bucket, groups in raw["missing"].items()},
             plan_origin=PlanOrigin.from_json(raw["begun"]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
+            entered={int(group): step for group, step in raw.get("entered", {}).items()},
             reports=_unfold(raw["epoch"] - 1, raw["reports"]),
             noticed=raw.get("noticed", ""),  # records of older versions do not have it
         )

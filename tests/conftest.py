@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,68 @@ from megatron_ft.collectives import base
 from megatron_ft.data import prepare
 from tests import support
 
+_DURATIONS = Path(__file__).parent / "durations.json"
+_RECORDED_S = 1.0
+"""Shorter tests are left out of the record."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", default="none", metavar="WHICH", help="tests marked long: none, all, or K/N (every Nth)")
+    parser.addoption("--record-durations", action="store_true", help=f"write {_DURATIONS.name} anew")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests that ``--long`` does not name, and begin with the modules whose tests take longest, so that
+    no worker still has a long test when the others have none."""
+    which = config.getoption("--long")
+    long = sorted(item.nodeid for item in items if item.get_closest_marker("long"))
+    if which == "none":
+        played: set[str] = set()
+    elif which == "all":
+        played = set(long)
+    else:
+        first, every = map(int, which.split("/"))
+        played = set(long[first % every :: every])
+    unplayed = set(long) - played
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in unplayed])
+    longest: dict[str, float] = defaultdict(float)
+    for test, seconds in json.loads(_DURATIONS.read_text()).items():
+        module = test.partition("::")[0]
+        longest[module] = max(longest[module], seconds)
+    items[:] = sorted(
+        (item for item in items if item.nodeid not in unplayed),
+        key=lambda item: -longest[item.nodeid.partition("::")[0]],
+    )
+
+
+class _Recorder:
+    """The seconds that each test has taken, fixtures included. What is recorded of modules that are not played is kept."""
+
+    def __init__(self) -> None:
+        self._took: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._took[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        modules = {test.partition("::")[0] for test in self._took}
+        before = json.loads(_DURATIONS.read_text()).items()
+        found = {test: seconds for test, seconds in before if test.partition("::")[0] not in modules}
+        found |= {test: round(seconds, 1) for test, seconds in self._took.items() if seconds >= _RECORDED_S}
+        _DURATIONS.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A deadline is a timed assertion: it would measure how busy the machine is.
+    examples = 100 if config.getoption("--long") == "all" else 30
+    settings.register_profile("untimed", deadline=None, max_examples=examples)
+    settings.load_profile("untimed")
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder())
+
+
 # Tests that use a part of a run in this process share one secret; a run that a test starts makes its own.
 secret.here = lambda: support.SECRET
-
-# A deadline is a timed assertion: it would measure how busy the machine is.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 _forgotten: list[Any] = []

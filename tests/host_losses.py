@@ -1,6 +1,6 @@
 """Each host of a run is lost in turn: the table of docs/host-losses.md, from real runs in network namespaces.
 
-    python -m tests.host_losses [--hosts 2 3 4 5] [--blows power kill ...] [--stores embedded own given] [--save]
+    python -m tests.host_losses [--hosts 2 3 4 5] [--blows power kill ...] [--stores embedded given] [--save]
                                 [--shard K/N] [--missing [COMMIT]]
 
 Each case is a run of its own: ``hosts`` hosts with one group each (or with groups of two hosts), perhaps a spare host, and
@@ -50,7 +50,6 @@ BLOWS = {
 }
 STORES = {
     "embedded": "the embedded store, which another host takes over",
-    "own": "an etcd of the run's own, on three hosts",
     "given": "an etcd that is there, on a host that is not lost",
 }
 HEALED = ("freeze", "cut")
@@ -79,8 +78,6 @@ class Case:
     @property
     def impossible(self) -> str:
         """Return why there is no such run; empty when there is."""
-        if self.store == "own" and self.hosts < 3:
-            return "an own etcd needs three hosts, spare ones not counted"
         if self.across and (self.hosts % 2 or self.hosts < 4):
             return "groups of two hosts need an even number of hosts, and two groups"
         if self.blow == "double" and (
@@ -141,7 +138,7 @@ class Trial:
 
     def start(self) -> None:
         case, lab = self.case, self.lab
-        store = {"embedded": "embedded", "own": "etcd", "given": f"etcd://{lab.address(self.last)}:2379"}[case.store]
+        store = {"embedded": "embedded", "given": f"etcd://{lab.address(self.last)}:2379"}[case.store]
         detector = {"straggler_factor": 0}
         config = support.write_config(self.directory / "config.json", store=store, rejoin={}, detector=detector)
         if case.store == "given":
@@ -346,6 +343,9 @@ whose groups are on the spare one by then becomes a spare itself. Of two hosts t
 go on. *Commit* is the time in seconds from the blow to the commit of the interrupted step; *back* is the time to the
 first step in which the lost groups take part again (a healed host is away for 30 s). Both are medians, with the largest
 in brackets.
+
+A run could start an etcd of its own until November 2026. In 128 runs (97482f901, fa65fed1a) it survived the same losses as
+the embedded store; the median commit came later in all 16 rows with another host lost, and in 7 of 16 with host 0 lost.
 """
 SLURM_HEAD = """
 ## In Slurm
@@ -371,9 +371,13 @@ def save(kind: str, row: dict, key: Sequence[str]) -> None:
         found = kept()
         found[kind] = [run for run in found[kind] if any(run[name] != row[name] for name in key)] + [row]
         common.save("host_losses", found)
-        slurm = [SLURM_HEAD, *slurm_table(found["slurm"])] if found["slurm"] else []
-        lines = [HEAD, *table(found["runs"]), *slurm, ""]
-        TABLE.write_text("\n".join(lines), encoding="utf-8")
+        TABLE.write_text(page(found), encoding="utf-8")
+
+
+def page(found: dict[str, list[dict]]) -> str:
+    """Return the text of docs/host-losses.md for these runs."""
+    slurm = [SLURM_HEAD, *slurm_table(found["slurm"])] if found["slurm"] else []
+    return "\n".join([HEAD, *table(found["runs"]), *slurm, ""])
 
 
 def slurm_table(runs: list[dict]) -> list[str]:

@@ -1,6 +1,6 @@
 """Each node of a Slurm job is lost in turn: the second table of docs/host-losses.md (jobs in ``tools/slurm_lab.py``).
 
-    python -m tests.slurm_losses [--nodes n1 n2 n3 n4] [--blows power kill freeze cut] [--stores embedded own] [--save]
+    python -m tests.slurm_losses [--nodes n1 n2 n3 n4] [--blows power kill freeze cut] [--save]
 
 Each case is a job of its own: ``sbatch --nodes=4 slurm/pretrain.sbatch`` with three groups, a spare node and default
 settings. n1 is the batch node and the spare one; n2 is host 0. One node is lost after some steps. All steps must be
@@ -21,8 +21,7 @@ from tests import host_losses, slurm, support
 from tests.host_losses import FREEZE_S, HEALED
 from tools.slurm_lab import Lab
 
-NODES, STORES = ("n1", "n2", "n3", "n4"), {"embedded": "embedded", "own": "auto"}
-"""The stores by the value of ``STORE`` in the job; all nodes have etcd."""
+NODES = ("n1", "n2", "n3", "n4")
 BLOWS = ("power", "kill", "freeze", "cut")
 STRIKE_AT = 5
 
@@ -34,11 +33,11 @@ class Defaults(slurm.Job):
         return slurm.config(directory / "config.json", directory / "saved", straggler_factor=0)
 
 
-def play(lab: Lab, directory: Path, data: Path, reference: list[dict], node: str, blow: str, store: str) -> dict:
+def play(lab: Lab, directory: Path, data: Path, reference: list[dict], node: str, blow: str) -> dict:
     """Play one job. ``commit_s`` and ``return_s`` are None for the spare node, of which no group is lost."""
     group = NODES.index(node) - 1
-    row = {"node": node, "blow": blow, "store": store, "commit_s": None, "return_s": None, "wrong": []}
-    job = Defaults(lab, directory, data, STORE=STORES[store])
+    row = {"node": node, "blow": blow, "store": "embedded", "commit_s": None, "return_s": None, "wrong": []}
+    job = Defaults(lab, directory, data)
     try:
         job.await_step(STRIKE_AT)
         job.await_(lambda: job.events("host"), "the spare node")
@@ -82,10 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", default=list(NODES), choices=NODES)
     parser.add_argument("--blows", nargs="+", default=list(BLOWS), choices=BLOWS)
-    parser.add_argument("--stores", nargs="+", default=list(STORES), choices=list(STORES))
     parser.add_argument("--save", action="store_true", help="keep the results, and write the table anew")
     options = parser.parse_args()
-    cases = [(node, blow, store) for store in options.stores for blow in options.blows for node in options.nodes]
+    cases = [(node, blow) for blow in options.blows for node in options.nodes]
     failed = 0
     with tempfile.TemporaryDirectory() as name, Lab(Path(name) / "lab", len(NODES)) as lab:
         directory = Path(name)

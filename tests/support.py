@@ -23,7 +23,7 @@ from megatron_ft.report import presence
 from megatron_ft.runlog import history, invariants
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.types import Microbatch
-from megatron_ft.utils import atomic_file, file_descriptors
+from megatron_ft.utils import file_descriptors, shared_file
 from tests import warm
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +71,8 @@ class Run:
     directory: Path
     process: subprocess.Popen | warm.Launched
     groups: int = GROUPS
+    exact: bool = False
+    """Its sums are exact: a reference must have the same bits."""
 
     def strike(self, *holds: injection_points.Breakpoint) -> list[float]:
         return inject.strike(self.directory, list(holds), TIMEOUT_S, lambda: self.process.poll() is None)
@@ -108,7 +110,9 @@ class Run:
         it printed."""
         output = self.finish()
         assert self.process.returncode == code, f"exit code {self.process.returncode}\n{output}\n{self.logs()}"
-        found = invariants.check_history(self.history, self.groups * PER_GROUP, reference and reference.history)
+        found = invariants.check_history(
+            self.history, self.groups * PER_GROUP, reference and reference.history, self.exact
+        )
         assert not found, "\n".join([*found, output, *map(str, self.history), self.logs()])
         return output
 
@@ -118,7 +122,7 @@ def write_config(path: Path, engine: Mapping[str, object] | None = None, **chang
     section = {"bucket_mb": 0.1, "rejoin": {"enabled": False}, **changes}
     own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": PER_GROUP, "gradient_clipping": 1.0}
     # As a whole: an agent that was started with it may be reading it.
-    atomic_file.write_json(path, {**own, "fault_tolerance": section, **(engine or {})})
+    shared_file.write_json(path, {**own, "fault_tolerance": section, **(engine or {})})
     return path
 
 
@@ -151,7 +155,7 @@ def start(
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command(*arguments), **pipes, cwd=ROOT, env=env, preexec_fn=preexec_fn)
     started.append(process)
-    return Run(directory, process, groups)
+    return Run(directory, process, groups, exact=changes.get("reduction") == "exact")
 
 
 started: list[subprocess.Popen[str] | warm.Launched] = []

@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.detection.stragglers import Speeds
+from megatron_ft.core.lifecycle import last_state
+from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import group_locations, machine, signals
 from megatron_ft.core.protocol.machine import GroupState, Job
 from megatron_ft.core.protocol.membership import first_view
@@ -32,10 +35,12 @@ Donor = tuple[GroupId, int]
 
 
 class Bucket(NamedTuple):
-    """A sum, and the epoch in which it was made: its version."""
+    """A sum, and the epoch in which it was made: its version. ``differ``: the states that came with it for a comparison:
+    True for a group that has come back with another one; all of these have the same one."""
 
     value: Value
     epoch: int
+    differ: dict[GroupId, bool] = {}
 
 
 class Model(NamedTuple):
@@ -55,6 +60,7 @@ class Group:
     done: list[tuple[Bucket, ...]] = field(default_factory=list)
     measured: dict[GroupId, float] = field(default_factory=dict)  # what came with bucket 0
     notices_seen: int = 0
+    differs: bool = False  # it lacks what only its script knows
     aborted: bool = False  # a notice has ended the communicator under its hands
     following: Following | None = None  # what it enters with
     followers: list[Following] = field(default_factory=list)
@@ -142,8 +148,12 @@ class World:
         self.seekers: dict[int, Following] = {}  # warm groups without a seat
         self.entries: Counter[str] = Counter()  # how the joins ended, counted
         self.starts: dict[int, int] = {}  # group -> its newest incarnation
-        self.arrived: dict[tuple[int, int, int], dict[int, Value]] = {}  # (epoch, step, bucket) -> contributions
-        self.times: dict[tuple[int, int], dict[int, float]] = {}  # (epoch, step) -> seconds that come with bucket 0
+        self.arrived: dict[tuple[int, ...], dict[int, Value]] = {}  # (epoch, step, attempt, bucket) -> contributions
+        self.times: dict[tuple[int, ...], dict[int, float]] = {}  # (epoch, step, attempt) -> seconds, with bucket 0
+        self.differ: dict[
+            tuple[int, ...], dict[int, bool]
+        ] = {}  # the same -> states, with bucket 0 where a group enters
+        self.differing: set[int] = set()  # groups whose next start comes back with another state
         self.connected: dict[int, set[int]] = {}
         self.sent: dict[tuple[int, int], tuple[int, Model, dict[int, Bucket], dict[int, float]]] = {}
         self.alive: dict[int, Group] = {}
@@ -155,6 +165,7 @@ class World:
         self.frozen: set[int] = set()  # stopped processes: they neither act nor read notices until `thaw`
         self.deaf: set[int] = set()  # groups to which no notice is delivered
         self.ghosts: dict[int, Group] = {}  # frozen processes whose group has been started anew meanwhile
+        self.saved: list[tuple[int, int]] = []  # groups on their way back that have saved the state of a step
         self.store_up = True
         self.now = 0.0
 
@@ -271,15 +282,24 @@ class World:
             return True
         late = self.erratic and bool(following.mail)
         if following.asked:
-            if not following.lost:
+            fate = self.fate(following) if following.lost and not late else "unknown"
+            if fate == "unknown":
                 return late
+            if fate == "lost":
+                self.save(following)
+                self.kill_seeker(me, "ends")
+                return True
             self.say(f"{me} gives up waiting for its seat")
             self.kill_seeker(me)
             return True
         if following.lost or not following.donors:
             able = [g for g in sorted(self.alive) if self.alive[g].state.synced and not self.alive[g].state.stopped]
             if not able:
-                return False
+                saves = following.stands is not None and self.fate(following) == "lost"
+                if saves:
+                    self.save(following)
+                    self.kill_seeker(me, "ends")
+                return saves
             self.follow(
                 me, *self.rng.sample(able, self.rng.randint(1, min(2, len(able)))) if self.erratic else able[:1]
             )
@@ -289,11 +309,30 @@ class World:
         self.ask(me)
         return True
 
-    def kill_seeker(self, me: int) -> None:
+    def fate(self, following: Following) -> last_state.Fate:
+        """What a joining group that has lost a donor can know of the members."""
+        members = Seats(self.views[max(self.views)])
+        for notice in self.notices:
+            if isinstance(notice, machine.GroupFailed):
+                members = members.without(notice.group, notice.incarnation)
+        return last_state.fate(members, following.me, following.donors)
+
+    def save(self, following: Following) -> None:
+        """The group saves what it holds, the last complete state of the run."""
+        while following.mail and following.me not in self.held:
+            following.arrive(following.mail.pop(0))
+        following.apply(None)
+        models = [following.kept[donor][step] for donor, step in following.parts.items()]
+        if following.stands and all(model == models[0] for model in models):  # and not of two versions of a step
+            assert len(following.model.steps) == following.stands
+            self.saved.append((following.me, following.stands))
+            self.say(f"{following.me} saves the state that step {following.stands} starts from")
+
+    def kill_seeker(self, me: int, how: str = "dies waiting for its seat") -> None:
         """The joining group dies before, or just when, it becomes a member."""
         following = self.seekers.pop(me)
         following.gone = True
-        self.say(f"{me} dies waiting for its seat")
+        self.say(f"{me} {how}")
         self.notices.append(machine.GroupFailed(me, f"group {me} ended with SIGKILL", following.incarnation))
 
     def seat(self, me: int, view: View) -> None:
@@ -307,7 +346,9 @@ class World:
             self.frozen.discard(me)
         state = machine.start(me, self.job, view)
         local = [set() for _ in range(self.job.buckets)]
-        self.alive[me] = Group(state, machine.next_action(state), local, following=following)
+        differs = me in self.differing
+        self.alive[me] = Group(state, machine.next_action(state), local, following=following, differs=differs)
+        self.differing.discard(me)
         self.entries["entered"] += 1
         if len(view.joined) > 1:
             self.entries["beside another"] += 1
@@ -327,6 +368,9 @@ class World:
             self.say(f"{me} has the state of its donors, which stands before step {action.step}")
             self.feed(me, machine.CaughtUp(following.model.speeds))
             return True
+        unread = [one for one in self.notices[group.notices_seen :] if isinstance(one, machine.GroupFailed)]
+        if any((one.group, one.incarnation) in following.lost for one in unread):
+            return heard  # the notice of the donor's loss is on its way, and the view after it decides
         if following.lost and not following.mail:
             self.entries["strayed"] += 1
             names = " and ".join(str(group) for group, _ in sorted(following.lost))
@@ -418,6 +462,8 @@ class World:
         group.action = actions[-1]
         if group.state.stopped != before.stopped:
             self.say(f"{me} stops: {group.state.stopped}")
+            if group.state.wiped_out and group.state.following and group.following is not None:
+                self.save(group.following)
             self.abandon(group)
             if "outside view" not in group.state.stopped:  # it has a seat, so its agent is heard
                 self.notices.append(machine.GroupFailed(me, f"group {me} ended by itself", group.state.incarnation))
@@ -551,14 +597,16 @@ class World:
             return True
         self.arrive(me)
         for bucket in action.buckets:
-            key = (group.state.view.epoch, action.step, bucket)
+            view = group.state.view
+            key = (view.epoch, action.step, group.state.attempt, bucket)
             values = self.arrived[key]
-            if set(values) >= set(group.state.view.live):
+            if set(values) >= set(view.live):
                 count = Counter(m for value in values.values() for m in value)
                 assert max(count.values()) == 1, f"summed twice in {key}: {[m for m, n in count.items() if n > 1]}"
-                group.reduced[bucket] = Bucket(frozenset(count), group.state.view.epoch)
+                differ = self.differ.get(key[:3], {}) if bucket == 0 else {}
+                group.reduced[bucket] = Bucket(frozenset(count), view.epoch, differ)
                 if bucket == 0:
-                    group.measured = dict(self.times[key[:2]])
+                    group.measured = dict(self.times[key[:3]])
                 self.say(f"{me} sees bucket {bucket} finish")
                 self.feed(me, machine.Reduced(bucket))
                 return True
@@ -571,12 +619,34 @@ class World:
             for own, more in zip(group.local, group.parts.pop(part, ()), strict=False):
                 assert not own & more
                 own |= more
+        key = (group.state.view.epoch, group.action.step, group.state.attempt)
+        if 0 in group.action.buckets and state_divergence.compares_all(group.state.view, group.action.step):
+            self.differ.setdefault(key, {}).setdefault(me, group.differs)
         for bucket in group.action.buckets:
-            values = self.arrived.setdefault((group.state.view.epoch, group.action.step, bucket), {})
-            values.setdefault(me, frozenset(group.local[bucket]))
+            self.arrived.setdefault((*key, bucket), {}).setdefault(me, frozenset(group.local[bucket]))
             if bucket == 0 and group.local[0]:
-                times = self.times.setdefault((group.state.view.epoch, group.action.step), {})
-                times.setdefault(me, self.seconds(me, group.action.step))
+                self.times.setdefault(key, {}).setdefault(me, self.seconds(me, group.action.step))
+
+    def compare_states(self, me: int, group: Group, step: int) -> bool:
+        """Compare the states that came with bucket 0; True if the group ends for it, or computes the step again."""
+        differ = group.reduced[0].differ
+        found = state_divergence.compare(differ, state_divergence.doubted(group.state.view, step, pass_steps=0))
+        assert not found.tied, f"it is not known which state is right: {found.tied}"
+        if me in found.minority:
+            right = state_divergence.words((tuple(sorted(differ.keys() - set(found.minority))),))
+            self.say(f"{me} does not enter: its state is not that of {right}")
+            self.ended[me] = self.alive.pop(me)
+            self.abandon(group)
+            why = f"group {me} ended by itself: its state differs"
+            self.notices.append(machine.GroupFailed(me, why, group.state.incarnation))
+            return True
+        if not set(found.minority) & set(machine.discardable(group.state)):
+            return False
+        wrong = state_divergence.words((found.minority,))
+        self.say(f"{me} discards the sums of step {step}: no part of {wrong} may count")
+        self.reset_step(group)
+        self.feed(me, machine.Discarded(step))
+        return True
 
     def _update(self, me: int, group: Group, action: machine.Update) -> bool:
         whole = microbatches_of_step(action.step, self.job.shards, self.job.per_shard)
@@ -584,6 +654,8 @@ class World:
         for bucket in range(self.job.buckets):
             got = group.reduced.get(bucket, Bucket(frozenset(), -1)).value
             assert got == expected, f"group {me} step {action.step} bucket {bucket}: lacks {set(expected) - set(got)}"
+        if self.compare_states(me, group, action.step):
+            return True
         assert len(group.done) == action.step
         group.done.append(tuple(group.reduced[b] for b in range(self.job.buckets)))
         measured = group.measured

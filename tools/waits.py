@@ -58,9 +58,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("qualify/member_process.py", "Member.overlap.step", "wait"): _QUALIFIED,
     ("qualify/member_process.py", "_Pending._wait", "wait"): "what the check is about: an abort ends it",
     ("audit/audit_run.py", "play", "run"): "a run of a few steps, with the limits of every run; Ctrl-C ends both",
-    ("burnin/burn_in.py", "BurnIn._inject", "wait"): _KILLED,
-    ("burnin/burn_in.py", "BurnIn.run", "wait"): _COMMAND,
-    ("data/dataset.py", "_one_at_a_time", "flock"): "another process prepares the same data; the lock ends with it",
     (
         "data/loader.py",
         "Loader.__call__",
@@ -91,16 +88,14 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("engines/megatron/megatron_engine.py", "MegatronEngine._finish_grad_sync", "wait"): _INSIDE,
     ("engines/deepspeed/pipeline.py", "Neighbours._receive", "wait"): _INSIDE,
     ("engines/deepspeed/pipeline.py", "Neighbours.settle", "wait"): _INSIDE,
-    ("utils/net.py", "local_address", "connect"): _NEVER_BLOCKS + "a datagram socket",
+    ("utils/net.py", "_towards", "connect"): _NEVER_BLOCKS + "a datagram socket",
     ("launchers/slurm/job_array.py", "ArrayTask.run", "while True"): _COMMAND,
-    ("agent/etcd/member_keeper.py", "main", "waitpid"): _KILLED,
     ("launchers/ssh/launcher.py", "SshLauncher._exit_code", "result"): _NEVER_BLOCKS + "the request is done",
     ("launchers/ssh/launcher.py", "SshLauncher._end", "result"): "one request over ssh, which has a limit",
     ("launchers/ssh/launcher.py", "SshLauncher._end_agents", "result"): "requests over ssh, each with a limit",
     ("launchers/ssh/launcher.py", "SshLauncher._runs", "result"): _NEVER_BLOCKS + "the request is done",
-    ("launchers/ssh/launcher.py", "SshLauncher._ready", "result"): _NEVER_BLOCKS + "the request is done",
-    ("launchers/ssh/launcher.py", "SshLauncher.follow", "while True"): _COMMAND,
-    ("launchers/ssh/launcher.py", "SshLauncher.start", "while True"): "the run begins, or an agent ends after "
+    ("launchers/ssh/launcher.py", "SshLauncher.ready", "result"): _NEVER_BLOCKS + "the request is done",
+    ("launchers/ssh/launcher.py", "SshLauncher.begin_run", "while True"): "the run begins, or an agent ends after "
     "MEET_TIMEOUT_S",
     ("agent/forkserver.py", "ForkServer.close", "wait"): _KILLED,
     ("agent/forkserver.py", "ForkServer.start", "recv"): "the socket has a timeout: _START_S, later _ANSWER_S",
@@ -114,21 +109,33 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
         "recv",
     ): "the rest of a request that the agent sends at once; it ends with the agent",
     ("agent/forkserver.py", "serve", "recv_fds"): "the server waits for requests, and ends with the agent",
-    ("agent/heartbeat.py", "HeartbeatService._receive", "recv"): _NEVER_BLOCKS + "the socket is non-blocking",
+    ("agent/heartbeat.py", "HeartbeatService._receive", "recvfrom"): _NEVER_BLOCKS + "the socket is non-blocking",
     ("agent/heartbeat.py", "HeartbeatService.changes", "get"): _NEVER_BLOCKS + _ENTRY,
+    (
+        "agent/store_keeper.py",
+        "StoreSupervisor._await_first",
+        "while last and file_descriptors.readable(served, _FIRST_S)",
+    ): "the store's process says that it serves, ends, or says nothing for _FIRST_S",
+    ("coordination/store/tcp_store.py", "listen", "accept"): _NEVER_BLOCKS + "the connection was made just before",
+    ("utils/wait_notice.py", "notices", "join"): "the thread was told to stop just before",
+    ("utils/wait_notice.py", "notices.tell", "while not over.wait(begun + due_s - time.monotonic())"): _THREAD,
     ("agent/heartbeat.py", "HeartbeatService.close", "join"): "the thread looks at its stop every BEAT_S",
     ("agent/store_keeper.py", "StoreSupervisor._end", "waitpid"): _KILLED,
     ("agent/store_keeper.py", "StoreSupervisor.serve", "waitpid"): "the process has ended: nothing reads from its pipe",
     ("agent/process_keeper.py", "await_end", "waitpid"): _KILLED,
     ("agent/process_keeper.py", "keep", "while True"): "a keeper has nothing else to do, and ends with its agent",
-    ("agent/etcd/members.py", "_Own.close", "wait"): _KILLED,
-    ("launchers/slurm/supervisor.py", "Supervisor._end_steps", "wait"): _KILLED,
-    ("launchers/slurm/supervisor.py", "Supervisor.run", "while True"): _COMMAND,
+    ("launchers/slurm/supervisor.py", "Supervisor.close", "wait"): _KILLED,
+    ("launchers/supervisor_loop.py", "SupervisorLoop.follow", "while True"): _COMMAND,
     ("agent/tracker_process.py", "Tracking.end", "wait"): _KILLED,
     ("report/follow.py", "looks", "while True"): _COMMAND,
     ("report/status_command.py", "run", "while goes_on"): _COMMAND,
     ("worker/rejoin/joiner.py", "RejoinCoordinator._follow", "while True"): "a donor that is lost or sends nothing for "
     "`detector.collective_timeout_s` ends the attempt",
+    (
+        "worker/group_leader.py",
+        "GroupLeader._follow",
+        "while following.stands < step",
+    ): "a donor that sends nothing for `detector.collective_timeout_s` ends it; it returns after each pause",
     (
         "worker/rejoin/joiner.py",
         "RejoinCoordinator.seat",
@@ -157,6 +164,8 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("worker/explicit_loop.py", "ExplicitLoop.loss_fn", "get"): _TURNS,
     ("worker/explicit_loop.py", "ExplicitLoop.microbatches", "get"): _TURNS,
     ("worker/explicit_loop.py", "ExplicitLoop.backward", "get"): _TURNS,
+    ("worker/explicit_loop.py", "ExplicitLoop.commit", "get"): _TURNS,
+    ("worker/explicit_loop.py", "ExplicitLoop.await_commit", "get"): _TURNS,
     ("worker/final_save.py", "FinalSave._shown", "join"): "it writes one key at most: `store_patience_s`",
     ("worker/final_save.py", "FinalSave._shown.show", "while not over.wait(_LEASE_S / 8)"): _THREAD,
     ("worker/final_save.py", "FinalSave.save", "while True"): "a writer that shows nothing "
@@ -188,7 +197,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ): "the socket has a timeout: CALL_TIMEOUT_S, _TIMEOUT_S for copies, "
     "`detector.collective_timeout_s` for a group that follows",
     ("agent/checkpoint_cache.py", "CheckpointCache._mirror", "while not self._stop.wait(_LOOK_S)"): _THREAD,
-    ("agent/etcd/members.py", "EtcdCluster._watch", "while not self._over.wait(pause_s)"): _THREAD,
     ("agent/forkserver.py", "_fork", "while os.getppid() == middle"): "the process between forks once and ends",
     ("agent/heartbeat.py", "HeartbeatService._run_on", "while not self._stop.is_set()"): _THREAD,
     (
@@ -214,7 +222,7 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("agent/store_takeover.py", "StoreTakeover._run", "while not self._stop.wait(BEAT_S)"): _THREAD,
     ("auth/handshake.py", "Door._serve", "while not self._closed"): _SERVICE,
     (
-        "checkpoint/directory_lock.py",
+        "utils/directory_lock.py",
         "Lock._keep",
         "while not self._stop.wait(self._beat_s) and (not self._lost)",
     ): _THREAD,
@@ -246,11 +254,6 @@ UNBOUNDED: dict[tuple[str, str, str], str] = {
     ("collectives/p2p_channel.py", "P2PChannels.heard", "while len(received) < _MESSAGE.size"): _NEVER_BLOCKS
     + "it reads what is there",
     ("collectives/p2p_channel.py", "_call", "wait_for(lambda: agreement.get(name) is not None, interrupted)"): _STARTS,
-    (
-        "collectives/reconfigured_communicator.py",
-        "Endpoint.reconfigure",
-        "wait",
-    ): "gloo has connected by then, within the options' timeout",
     (
         "collectives/rendezvous.py",
         "Connector.connect",

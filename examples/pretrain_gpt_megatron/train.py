@@ -68,7 +68,7 @@ def main() -> None:
     if args.vocab_size is None:
         dataset = session.dataset(args.data[0], seq_len=args.seq_length)  # ft: microbatch id -> tensors
     else:
-        dataset = session.loader(open_corpora(args.data, args.seq_length))  # ft
+        dataset = session.loader(open_corpora(args.data, args.seq_length, vocab_size=args.vocab_size))  # ft
     session.init_distributed()  # ft: instead of torch.distributed.init_process_group; the world is this group
     parallel_state.initialize_model_parallel(
         sizes.slices,

@@ -216,14 +216,18 @@ def draw(rows: Sequence[Row], explained: dict[tuple[str, str], float | None], pa
     for each, experiment in zip(axes, EXPERIMENTS, strict=True):
         for finds, colour in zip(READINGS, ("#0072B2", "#D55E00"), strict=True):
             here = [r for r in rows if (r["experiment"], r["checkpoint_restart"]) == (experiment.name, finds)]
-            for policy, line in zip(MASKING, ("-", ":"), strict=True):
+            # Both policies have the same tokens nearly everywhere: the second is a broad line below the first one.
+            for policy, line in zip(
+                MASKING, ({"marker": "."}, {"linewidth": 6, "alpha": 0.3, "zorder": 1}), strict=True
+            ):
                 points = [
                     (r["restart_s"], r[f"{policy}_over_restart"]) for r in here if r[f"{policy}_over_restart"] != ""
                 ]
                 label = f"{policy}, restart with {'the ' if finds == 'survivors' else 'a '}{finds}"
-                each.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=".", label=label)
+                each.plot(*zip(*points, strict=True), color=colour, label=label, **line)
             if (found := explained[experiment.name, finds]) is not None:
-                each.plot(found, experiment.tokens, "x", color=colour, markersize=10, markeredgewidth=2)
+                mark = {"color": colour, "markersize": 10, "markeredgewidth": 2, "linestyle": ""}
+                each.plot(found, experiment.tokens, marker="x", label="fitted cost of a restart", **mark)
         each.axhline(experiment.tokens, color="grey", linewidth=1, label="published")
         each.set_ylim(1, 4)
         title = f"{experiment.name}: {experiment.gpu_hours:.0f} GPU-hours, a loss every {experiment.gap_s:.0f} s"

@@ -27,7 +27,7 @@ COLOURS = {
     "quota + rejoin": "#009E73",
     "quota, G=16": "#0072B2",
     "quota + rejoin, G=16": "#009E73",
-    "quota + rejoin, G=64": "#00694c",
+    "quota + rejoin, G=64": "#CC79A7",
 }
 INPUTS = {
     "microbatches": "G, microbatches per shard",
@@ -40,13 +40,14 @@ INPUTS = {
 
 
 def draw(rows: dict[str, list[Row]], out: Path) -> None:
-    _save(_over_redundancy(rows["table"]), out / "spare_time_to_train.png")
+    _save(_over_redundancy(rows["table"]), out / "spare_time_to_train.png", legend=0.08)
     _save(_closed_forms(rows["mu"], rows["s_bar"]), out / "spare_closed_forms.png")
     _save(_sensitivity(rows["sensitivity"]), out / "spare_sensitivity.png")
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.tight_layout()
+def _save(figure: Figure, path: Path, legend: float = 0.0) -> None:
+    """``legend``: share of the height that a legend above the axes takes."""
+    figure.tight_layout(rect=(0, 0, 1, 1 - legend))
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -66,21 +67,22 @@ def _over_redundancy(rows: Sequence[Row]) -> Figure:
             axes[1][column].plot(bests[N].r, bests[N].availability, **mark)
         for row in here:
             if row["method"] not in published.PUBLISHED:
-                line = ":" if row["method"].startswith("recover") else "--"
-                axes[0][column].axhline(
-                    row["overhead"], color=COLOURS[row["method"]], linestyle=line, label=row["method"]
-                )
+                # recover and the quotas lie on each other without rejoin: a thin dark line on a broad one shows both.
+                broad = row["method"].startswith("recover")
+                line = {"linewidth": 5, "alpha": 0.6, "zorder": 1} if broad else {"linestyle": "--"}
+                axes[0][column].axhline(row["overhead"], color=COLOURS[row["method"]], label=row["method"], **line)
         axes[0][column].set_title(f"N = {N}", fontsize=10)
         axes[1][column].set_xlabel("redundancy r")
     axes[0][0].set_yscale("log")
     axes[0][0].set_ylim(1, 30)
-    axes[0][0].set_ylabel("time-to-train / failure-free")
+    axes[0][0].set_ylabel("time-to-train / failure-free\n(log scale)")
     axes[1][0].set_ylabel("availability A(T_c*)")
     for each in axes[0]:
         _plain_log(each.yaxis)
     for each in axes.flat:
         each.grid(alpha=0.25)
-    axes[0][0].legend(fontsize=7, loc="upper right")
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="upper center", ncols=4, frameon=False)
     return figure
 
 
@@ -127,6 +129,7 @@ def _sensitivity(rows: Sequence[Row]) -> Figure:
             each.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             each.xaxis.set_minor_formatter(NullFormatter())
             each.set_xticks([row["value"] for row in here if row["method"] == here[-1]["method"]])
+            each.tick_params(axis="x", labelsize=8)
         each.set_ylim(bottom=1)
         each.grid(alpha=0.25)
         each.legend(fontsize=7)

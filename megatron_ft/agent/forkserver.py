@@ -237,12 +237,19 @@ def _fork(end: socket.socket, agent: int) -> bool:
     if between:
         os.close(tell)
         os.waitpid(between, 0)  # from now on the rank is the agent's child
-        end.sendall(os.read(told, _LENGTH.size))
+        pid_of_rank = os.read(told, _LENGTH.size)
+        if not pid_of_rank:
+            os._exit(1)  # the agent waits for an answer, and sees the end of this process at once
+        end.sendall(pid_of_rank)
         os.close(told)
         return True
     os.close(told)
     middle = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # no process or memory is left
+        print(f"fork: {error.strerror}", flush=True)
+        os._exit(1)
     if pid:
         os.write(tell, _LENGTH.pack(pid))
         os._exit(0)

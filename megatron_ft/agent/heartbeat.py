@@ -6,9 +6,10 @@ One thread sends and receives; it never touches the control store, which may blo
 
 A beat also carries the newest claim that its host knows, and whether that host reaches the control store
 (``core.lifecycle.store_failover``). Every beat carries a counter and an HMAC with the run's secret, over all that and
-the numbers of both hosts. A beat that another process sends, or repeats, is dropped.
+the numbers of both hosts. A beat that another process sends, or repeats, is dropped. While all hosts are heard, the kernel
+drops what comes from elsewhere than their last beats: a flood of datagrams would fill the socket's buffer.
 
-Failures it assumes: datagrams are lost, doubled, late, replayed or forged.
+Failures it assumes: datagrams are lost, doubled, late, replayed or forged, and come from other addresses than before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from megatron_ft.auth.secret import MAC_BYTES, Key
 from megatron_ft.core.detection import link_detector
-from megatron_ft.utils import file_descriptors
+from megatron_ft.utils import file_descriptors, socket_tracker
 from megatron_ft.utils.vital_thread import VitalThread
 
 BEAT_S = 0.1
@@ -73,6 +74,10 @@ class HeartbeatService:
         self._counts: dict[int, int] = {}
         """The highest counter that was received from each host."""
         self._addresses: dict[int, tuple[str, int]] = {}
+        self._sources: dict[int, tuple[str, int]] = {}
+        """Where the last beat of each host came from. On some networks that is not the address it is sent to."""
+        self._passed: frozenset[tuple[str, int]] | None = None
+        """The sources whose datagrams the kernel passes on; None: all."""
         self._heard: dict[int, int] = {}
         self._peers: dict[int, link_detector.Peer] = {}
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
@@ -140,6 +145,7 @@ class HeartbeatService:
                     self._receive()
             self._receive()
             self._judge(time.monotonic())
+            self._filter()
 
     def _send(self) -> None:
         self._count += 1
@@ -155,15 +161,17 @@ class HeartbeatService:
     def _receive(self) -> None:
         for _ in range(_BURST):
             try:
-                data = self._socket.recv(64)
+                data, source = self._socket.recvfrom(64)
             except BlockingIOError:
                 return
             except OSError:
                 continue  # an earlier beat was refused: no process listens there any more
             if len(data) == _MESSAGE.size:
-                self._take(*_MESSAGE.unpack(data))
+                self._take(source[:2], *_MESSAGE.unpack(data))
 
-    def _take(self, magic: bytes, rank: int, count: int, newest: int, reaching: bool, mac: bytes) -> None:
+    def _take(
+        self, source: tuple[str, int], magic: bytes, rank: int, count: int, newest: int, reaching: bool, mac: bytes
+    ) -> None:
         """Count a beat, unless it is forged, or not newer than the last one of that host."""
         said = Said(newest, reaching)
         newer = magic == _MAGIC and rank in self._heard and count > self._counts.get(rank, 0)
@@ -171,6 +179,16 @@ class HeartbeatService:
             self._counts[rank] = count
             self._said[rank] = said
             self._heard[rank] += 1
+            self._sources[rank] = source
+
+    def _filter(self) -> None:
+        """Let the kernel drop other datagrams than those of the hosts, as long as all are heard: one that is not may have
+        got another address."""
+        everyone = self._sources.keys() >= self._peers.keys() and not self.silent()
+        passed = frozenset(self._sources[rank] for rank in self._peers) if everyone else None
+        if passed != self._passed:
+            self._passed = passed
+            socket_tracker.accept_only(self._socket, passed)
 
     def _mac(self, sender: int, receiver: int, count: int, said: Said) -> bytes:
         return self._key.mac(_SIGNED.pack(sender, receiver, count, said.newest, said.reaching))[:MAC_BYTES]

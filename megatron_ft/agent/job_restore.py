@@ -21,9 +21,10 @@ from megatron_ft.config import megatron_arguments
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import Audit
 from megatron_ft.config.schema import FaultToleranceConfig, RunConfig
-from megatron_ft.core.lifecycle import restart_policy
-from megatron_ft.errors import WIPED_OUT, CheckpointError
+from megatron_ft.core.lifecycle import restart_policy, run_ending
+from megatron_ft.errors import CheckpointError
 from megatron_ft.types import given
+from megatron_ft.utils import directory_lock
 from megatron_ft.utils.console import say
 
 if TYPE_CHECKING:
@@ -111,14 +112,12 @@ class Directory:
     that begins. ``dead``: id of a run that is known to be over. Raises ``FTError``."""
 
     def __init__(self, run: RunConfig, run_id: str, mode: str = AUTO, dead: str = "") -> None:
-        from megatron_ft import checkpoint
-
         settings = run.fault_tolerance.checkpoint
         self.on, self.origin = bool(settings.directory), None
         if not self.on:
             return
         place = Path(settings.directory)
-        self._lock = checkpoint.lock(place, run_id, dead=dead)
+        self._lock = directory_lock.lock(place, run_id, dead=dead)
         try:
             self.origin = self._choose(run, place, mode)
         except BaseException:
@@ -174,7 +173,7 @@ class WholeJob:
 
     def again(self, code: int) -> bool:
         """Return whether to start the job once more; waits until that is due. ``code``: exit code of the last start."""
-        if code != WIPED_OUT or not self._may:
+        if not (run_ending.starts_again(code) and self._may):
             return False
         saved, before = _newest(self._directory), self._saved
         if not self._anew and not saved:

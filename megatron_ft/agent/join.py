@@ -8,10 +8,10 @@ Failures it assumes: the run may be over, or its store away; then nothing is sta
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import pwd
+import shlex
 import socket
 import stat
 import time
@@ -24,12 +24,13 @@ from megatron_ft.agent.operator_requests import STORE_KEY, host_key, store_addre
 from megatron_ft.agent.peers import MEET_TIMEOUT_S, Place, boot_store
 from megatron_ft.agent.spare_host import start_key
 from megatron_ft.auth import secret
-from megatron_ft.config.schema import AUTO, OWN_ETCD, RunConfig, is_embedded
+from megatron_ft.config.schema import EMBEDDED, RunConfig
 from megatron_ft.config.store_address import EtcdAddress, is_etcd
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
 from megatron_ft.runlog import history
 from megatron_ft.types import GroupId
+from megatron_ft.utils import net, wait_notice
 from megatron_ft.utils.console import say
 from megatron_ft.utils.net import local_address
 
@@ -133,7 +134,8 @@ def check_owner(running: Running, user: int) -> None:
     if running.writers:
         whose = "every user" if "o" in running.writers else "every user of its group"
         raise LaunchError(
-            f"{whose} may write to {path}, and its command would run as you; look at it, then chmod {running.writers}-w"
+            f"{whose} may write to {path}, and its command would run as you; look at it, then run chmod "
+            f"{running.writers}-w {shlex.quote(str(path))}"
         )
     if running.owner in (user, 0):
         return
@@ -163,33 +165,38 @@ def without_spares(hosts: int, rank: int, spares: int) -> tuple[int, bool]:
 def await_launch(run_dir: Path, store: str | None, job: str | None, config: RunConfig) -> Running:
     """Return the run that host 0 is about to begin, or has begun, once its groups may be joined. Raises ``LaunchError``
     if it does not begin."""
-    setting = config.fault_tolerance.store
-    if is_embedded(setting) and store is None and job is None:
+    setting, after_s = config.fault_tolerance.store, config.fault_tolerance.detector.stall_notice_s
+    if setting == EMBEDDED and store is None and job is None:
         raise LaunchError("--store is missing; a spare host needs HOST:PORT of host 0 as the others do, or --job-id")
-    if setting in (OWN_ETCD, AUTO) or is_embedded(setting):
-        return _await_started(run_dir, lambda running: _is_of(running, setting, job or _ONLY_JOB))
-    boot = boot_store(setting, job or _ONLY_JOB, MEET_TIMEOUT_S, secret.load(run_dir, MEET_TIMEOUT_S))
-    run = boot.wait("run", MEET_TIMEOUT_S)
-    boot.close()
+    if setting == EMBEDDED:
+        its = job or _ONLY_JOB
+        return _await_started(run_dir, lambda running: running.job == its and not is_etcd(running.store), after_s)
+    with wait_notice.notices(lambda: _waits(run_dir, "host 0 to begin the run"), after_s):
+        boot = boot_store(setting, job or _ONLY_JOB, MEET_TIMEOUT_S, secret.load(run_dir, MEET_TIMEOUT_S))
+        run = boot.wait("run", MEET_TIMEOUT_S)
+        boot.close()
     if run is None:
         raise LaunchError(f"store {setting}: host 0 has begun no run within {MEET_TIMEOUT_S:g} s; start it")
-    return _await_started(run_dir, lambda running: running.run_id == run["run_id"])
+    return _await_started(run_dir, lambda running: running.run_id == run["run_id"], after_s)
 
 
-def _is_of(running: Running, setting: str, job: str) -> bool:
-    """Return whether that run is of launch ``job``, with its own control store of the kind that ``setting`` names."""
-    if setting == AUTO:  # the first hosts write which store they have agreed on
-        return running.job == job and running.config.fault_tolerance.store != AUTO
-    own = is_etcd(running.store) and EtcdAddress.parse(running.store).own
-    return running.job == job and (own if setting == OWN_ETCD else not is_etcd(running.store))
+def _waits(run_dir: Path, awaited: str) -> str:
+    return f"this spare host waits for {awaited} in {run_dir}"
 
 
-def _await_started(run_dir: Path, wanted: Callable[[Running], bool]) -> Running:
-    """Return the run in that directory once it is ``wanted`` and its groups may be joined.
+def _await_started(run_dir: Path, wanted: Callable[[Running], bool], notice_s: float) -> Running:
+    """Return the run in that directory once it is ``wanted`` and its groups may be joined. While that takes longer than
+    ``notice_s``, lines say which host has not come.
 
     The store of an earlier launch's run does not answer. The control store may move to another host at any moment, so
     each wait there is no longer than a probe.
     """
+    awaited = ["host 0 to begin the run"]
+    with wait_notice.notices(lambda: _waits(run_dir, awaited[-1]), notice_s):
+        return _begun(run_dir, wanted, awaited.append)
+
+
+def _begun(run_dir: Path, wanted: Callable[[Running], bool], awaits: Callable[[str], None]) -> Running:
     found, deadline = "", time.monotonic() + MEET_TIMEOUT_S
     while True:
         why = "the run there is that of another launch"
@@ -201,8 +208,10 @@ def _await_started(run_dir: Path, wanted: Callable[[Running], bool]) -> Running:
                     store.check_begun()
                     if found != running.run_id:
                         found, deadline = running.run_id, time.monotonic() + MEET_TIMEOUT_S
-                    if all(store.wait(host_key(rank), _PROBE_S) is not None for rank in range(running.hosts)):
+                    absent = (rank for rank in range(running.hosts) if store.wait(host_key(rank), _PROBE_S) is None)
+                    if (host := next(absent, None)) is None:
                         return running
+                    awaits(f"host {host} of the run")
                 finally:
                     store.close()
                 if time.monotonic() > deadline:
@@ -287,19 +296,12 @@ def number_key(host: int) -> str:
 
 
 def _own_address(running: Running) -> str:
-    if not is_embedded(running.config.fault_tolerance.store):
-        return local_address(EtcdAddress.parse(running.store).endpoints[0][0])
+    if is_etcd(running.store):
+        return net.address_for(EtcdAddress.parse(running.store).endpoints[0][0], 0)
     host = running.store.rpartition(":")[0].strip("[]")
-    if _is_loopback(host) and running.host != socket.gethostname():
+    if net.names_this_machine(host) and running.host != socket.gethostname():
         raise LaunchError(
             f"the control store of that run is at {running.store}, which only {running.host} itself can reach; start a run "
             f"that other hosts may join with --address, the address of its host"
         )
     return local_address(host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,6 +17,7 @@ from megatron_ft.agent.rank_process import Rank, Starter
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle.store_failover import Seat
+from megatron_ft.utils import steady_clock
 from megatron_ft.utils.console import say
 from megatron_ft.worker import progress_counters
 
@@ -74,7 +75,7 @@ class LocalRanks:
         """Yield each rank whose process has ended since the last call."""
         for rank in self.living():
             if rank.process.poll() is not None:
-                rank.ended = time.time()
+                rank.ended = steady_clock.now()
                 self._living.remove(rank)
                 yield rank
 
@@ -108,7 +109,7 @@ class LocalRanks:
         for rank in living:
             while rank.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(_KILLED_LOOK_S)
-            rank.ended = time.time()
+            rank.ended = steady_clock.now()
             if rank.process.poll() is None:
                 where = f"rank {rank.position} of group {rank.group} (pid {rank.process.pid})"
                 say(f"{where} was killed and has not ended within {_KILLED_S:g} s: it is inside the kernel (state D)")

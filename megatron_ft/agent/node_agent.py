@@ -41,7 +41,7 @@ from megatron_ft.agent.tracker_process import Tracking
 from megatron_ft.auth import secret
 from megatron_ft.checkpoint import restore as origins
 from megatron_ft.config.rank_env import seat
-from megatron_ft.config.schema import AUTO, RunConfig
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination import key_sweeper, store
 from megatron_ft.core.detection import rank_health
 from megatron_ft.core.lifecycle import spare_policy
@@ -52,14 +52,18 @@ from megatron_ft.core.protocol.messages import GroupFailed, LinkDown
 from megatron_ft.errors import GroupLeft, LaunchError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Exit, given, host_name
-from megatron_ft.utils import gpu_faults, out_of_memory
+from megatron_ft.utils import gpu_faults, lifeline, out_of_memory, steady_clock
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import Wakeup, stop_signals
+from megatron_ft.worker import progress_counters
 
 _GRACE_S = 10.0
 """Seconds that ranks have to end after SIGTERM; also for a rank outside of the run's last view after the run's end."""
 _SAVE_GRACE_S = 25.0
 """Seconds after SIGTERM where a last checkpoint has to be saved; Slurm and Kubernetes usually send SIGKILL after 30 s."""
+_LAST_STATE_S = 600.0
+"""Seconds in which ranks on their way back save the last complete state. No other process waits for anything then, and a
+file system that hangs must not keep the job from starting again."""
 _STARTING_S = 5.0
 """Before the first step, a shorter silence of a host does not count."""
 _STORE_TIMEOUT_S = 5.0
@@ -131,15 +135,13 @@ class Agent:
                 self._claims.take()
                 self._saved = job_restore.Directory(self._config, run_id, options.resume, self._claims.former)
             self._run_dir = self._prepare_record()
-            own = secret.make(self._run_dir) if self._leads else secret.load(self._run_dir, peers.MEET_TIMEOUT_S)
+            own = secret.make(self._run_dir) if self._leads else peers.await_secret(where, self._config, self._run_dir)
             history.write_as(where.rank)  # before any process is started: processes inherit it
+            steady_clock.begin()
             least_s = max(_STARTING_S, self._config.fault_tolerance.detector.heartbeat_timeout_s)
             # This forks the store's keeper.
             self._hosts = peers.Hosts(where, self._config, least_s, self._run_dir, run_id, own)
             self._run_id = self._claims.run_id = self._hosts.run_id
-            if self._leads and where.hosts > 1 and self._config.fault_tolerance.store == AUTO:
-                self._write_config()  # here the other hosts may find the store
-            self._config = self._hosts.settle()
             self._claims.begin()
         except BaseException:
             self._release()
@@ -163,13 +165,16 @@ class Agent:
         command = [str(options.script), *options.arguments]
         starter = rank_process.Starter(command, self._hosts.ranks, self._run_dir, forks)
         self._ranks = LocalRanks(self._hosts, self._run_dir, self._config, starter, self._record)
-        self._outcome = RunOutcome(self._record, saves=bool(self._config.fault_tolerance.checkpoint.directory))
+        self._outcome = RunOutcome(
+            self._record, self._run_dir, saves=bool(self._config.fault_tolerance.checkpoint.directory)
+        )
         self._signalled: signal.Signals | None = None
         self._memory = out_of_memory.Watch()
         self._gpus = gpu_faults.Watch()
         self._tracking = Tracking(options.track, self._run_dir)
         self._speaks = False
         self._closing_due: float | None = None
+        self._hopeless_since: float | None = None
         self._succession: store_takeover.StoreTakeover | None = None
 
     def _prepare_record(self) -> Path:
@@ -243,14 +248,33 @@ class Agent:
         self._client.listen(self._sweeper.on_signal)
         self._sweeper.start()
         self._client.put(host_key(self._hosts.place.rank), self._hosts.card)
-        fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
         if self._leads:
             if self._hosts.place.hosts > 1:
                 say(self._hosts.store_said)
-                fields["store"] = self._hosts.store_said
-            self._record.note("start", run_id=self._run_id, **self._hosts.who, **fields)
-            if (origin := given(self._saved).origin) is not None:
-                self._record.note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
+            self._note_start()
+
+    def _note_start(self) -> None:
+        fields: dict[str, Any] = {"groups": self._config.groups, "ranks_per_group": self._config.ranks_per_group}
+        if self._hosts.place.hosts > 1:
+            fields["store"] = self._hosts.store_said
+        self._record.note("start", run_id=self._run_id, **self._hosts.who, **fields)
+        if self._saved is not None and (origin := self._saved.origin) is not None:
+            self._record.note("resume", step=origin.step, checkpoint=origin.path, of_run=origin.of_run)
+
+    def _fill_directory_again(self) -> None:
+        """Make what is in the run directory again, which was removed: commands find the run, and lost groups can start."""
+        say(
+            f"run directory {self._run_dir} was removed while this run uses it, and is made again. Its record begins with "
+            f"the newest steps; what the living ranks print from now on is lost"
+        )
+        try:
+            run_directory.make(self._run_dir, self._options.private)
+            self._write_config()
+            secret.make(self._run_dir, {secret.VARIABLE: self._hosts.secret.text})
+        except (OSError, LaunchError) as error:
+            say(str(error))
+        self._note_start()
+        self._ranks.write()
 
     def _begin_succession(self) -> None:
         """From here on let another host take over the embedded store of a lost host, if all share the run directory."""
@@ -283,15 +307,15 @@ class Agent:
             for number in wakeup.wait(self._ranks.monitor.pause_s):
                 if number == signal.SIGCHLD:
                     self._ranks.monitor.stir()
-                elif number != signal.SIGHUP or self._signalled is None:
-                    # A closed terminal can send SIGHUP several times: from the kernel, and from the shell.
+                elif self._obeys(signal.Signals(number)):
                     grace_s = self._told_to_stop(signal.Signals(number))
                     deadline = deadline or time.monotonic() + grace_s
             for rank in self._ranks.ended():
                 self._buried(rank)
             self._ranks.reap_strays(self._hosts.pids() | self._tracking.pids())
             self._hosts.look_after_store()
-            self._claims.check(self._hosts.foremost)
+            if self._claims.check(self._hosts.foremost):
+                self._fill_directory_again()
             self._poll()
             self._listen()
             self._client.announce()
@@ -331,7 +355,7 @@ class Agent:
             why = rank.watched.given_up + (f"; {hints}" if hints else "")
             self._announce(signals.RankUnresponsive(**fields, why=why, incarnation=rank.incarnation))
             detail = {"signal": None, "code": None, "detail": why, "incarnation": rank.incarnation}
-            self._record.note_fault({**fields, **detail}, time.time(), "agent's look at the process")
+            self._record.note_fault({**fields, **detail}, steady_clock.now(), "agent's look at the process")
         self._stalls.poll_ranks(self._ranks.living())
         if self._standstill.poll_ranks(self._ranks.living(), bool(self._hosts.unheard()), self._client.away):
             self._end_standstill()
@@ -391,7 +415,6 @@ class Agent:
             self._outcome.failed_after(rank, death, self._signalled)
         if not rank.dropped and not self._ended():
             self._announce(signals.RankExited(death, rank.incarnation))
-            self._outcome.ended_before(rank, death, self._restarts.seated(rank.group, rank.incarnation))
             if self._signalled is None and not rank.watched.given_up and code != GroupLeft.exit_code:
                 fields = {**asdict(death), "incarnation": rank.incarnation}
                 self._record.note_fault(fields, given(rank.ended), "agent's waitpid")
@@ -411,6 +434,15 @@ class Agent:
         view = self._client.newest_view(self._restarts.seats.view)  # a start that was left out need not write a model
         member = rank.group in view.live and view.incarnations.get(rank.group, 0) == rank.incarnation
         return member and self._client.done(seat(rank.group, rank.incarnation))
+
+    def _obeys(self, number: signal.Signals) -> bool:
+        """Return whether a signal stops the run."""
+        asks_to_save = number in lifeline.SAVE_SIGNALS
+        if asks_to_save and not self._config.fault_tolerance.checkpoint.directory:
+            say(f"{number.name}: nothing can be saved without fault_tolerance.checkpoint.directory, so the run goes on")
+            return False
+        # A closed terminal can send SIGHUP several times: from the kernel, and from the shell. The others are repeated, too.
+        return self._signalled is None or not (asks_to_save or number == signal.SIGHUP)
 
     def _told_to_stop(self, number: signal.Signals) -> float:
         """Stop the ranks; at the first signal they save a checkpoint before, if they can. Return their time in seconds."""
@@ -489,9 +521,19 @@ class Agent:
             self._record.note("given_up", **vars(refusal))
             self._announce(signals.RestartRefused(self._hosts.place.rank, refusal.group, refusal.incarnation))
         if self._restarts.hopeless:
-            for rank in self._ranks.living():
-                if not self._restarts.seated(rank.group, rank.incarnation):
-                    rank.drop()
+            self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        """End ranks that wait for a seat, which they cannot get any more. Where no member is left, those that hold a
+        complete state have time to save it, and end by themselves."""
+        now = time.monotonic()
+        self._hopeless_since = self._hopeless_since or now
+        saves = bool(self._config.fault_tolerance.checkpoint.directory) and self._restarts.wiped_out
+        saves = saves and now - self._hopeless_since < _LAST_STATE_S
+        for rank in self._ranks.living():
+            waits = not self._restarts.seated(rank.group, rank.incarnation)
+            if waits and not (saves and progress_counters.has_state(rank.watched.pulse)):
+                rank.drop()
 
     def _may_start(self, start: restarter.Start) -> bool:
         """Return whether this host is to make that start; False while that is unknown."""
@@ -589,7 +631,8 @@ class Agent:
         if self._ended() or recorded.end:
             return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or self._speaks)
         tells = (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced()
-        return self._outcome.of_stopped(recorded, self._signalled, self._idles, self._given_up(), tells)
+        ending = self._restarts.ending(recorded.last_step, self._idles)
+        return self._outcome.of_stopped(recorded, self._signalled, ending, tells)
 
     # --- record ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from megatron_ft.coordination.store import ControlStore, Log, LogAway
 from megatron_ft.core.lifecycle.checkpoint_protocol import Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import LaunchError
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.runlog import history, run_directory, run_state
+from megatron_ft.utils import shared_file
 
 STORE_KEY = "store_address"
 """The key of the store's address in the run directory's config.json."""
@@ -72,7 +73,7 @@ def _live(run_dir: Path) -> list[int]:
     """Return the groups of the newest view in the record; none before the first step."""
     if not (run_dir / "config.json").is_file():
         raise LaunchError(f"{run_dir} holds no run; give the --run-dir of a launch")
-    recorded = history.summary(run_dir)
+    recorded = run_state.read(run_dir)
     if recorded.ended or recorded.stopped:
         raise LaunchError(f"the run in {run_dir} is over; no agent of it is left to ask")
     return list(recorded.live)
@@ -82,9 +83,14 @@ def store_address(run_dir: Path, run: Mapping[str, Any]) -> str:
     """Return the present address of a run's control store. ``run``: the content of its config.json.
 
     In a run that keeps a claim log, the log decides: the host that takes the store over may be lost before it has
-    written to config.json.
+    written to config.json. Raises ``LaunchError`` for a run whose store no client of this version can reach.
     """
     known = run[STORE_KEY]
+    if "+own://" in known:
+        raise LaunchError(
+            f"the run in {run_dir} is of an earlier version and has started an etcd of its own; use that version, or end "
+            f"its launchers and start it again from its checkpoint"
+        )
     if not (run_dir / CLAIMS).is_dir():
         return known
     try:
@@ -98,7 +104,7 @@ def write_store_address(run_dir: Path, address: str, say: Callable[[str], None])
     """Write the store's new address for commands from outside: ``join``, ``stop``, ``leave``, the next supervisor."""
     path = run_dir / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(shared_file.read_record(path))
         run_directory.write_config(run_dir, {**raw, STORE_KEY: address})
     except (OSError, ValueError) as error:
         say(f"{path} still has the store's old address: {error}")
@@ -106,7 +112,7 @@ def write_store_address(run_dir: Path, address: str, say: Callable[[str], None])
 
 def _store(run_dir: Path) -> ControlStore:
     try:
-        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        run = json.loads(shared_file.read_record(run_dir / "config.json"))
         address = store_address(run_dir, run)
         store = ControlStore(address, run["run_id"], _STORE_TIMEOUT_S, secret=secret.load(run_dir))
     except (OSError, ValueError, KeyError) as error:

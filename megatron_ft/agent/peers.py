@@ -1,10 +1,8 @@
 """The hosts of one run: how its agents find each other, and what each agent knows of the others.
 
 Host 0 has the control store (``.store_keeper``) until another host takes it over (``.store_takeover``), unless the
-store is an etcd: the run's own on three hosts (``.etcd.members``), or the user's. Every other agent reads the run's id
-there, compares the settings, and writes its own address and groups. No rank is started before all hosts are there. With
-``"store": "auto"`` the agents meet in an embedded store first. Each agent writes there whether it can start an etcd;
-after all have done so they stay in that store, or found an etcd and continue in it (:meth:`Hosts.settle`).
+store is an etcd of the user's. Every other agent reads the run's id there, compares the settings, and writes its own
+address and groups. No rank is started before all hosts are there.
 
 Hosts may come later (``agent.join``); their numbers follow those of the first hosts. Such a host announces to all
 agents its card and its ranks (``core.protocol.signals.HostAssigned``); a rank moves from one host to another in the same
@@ -18,47 +16,44 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.agent.etcd import binary, founding, members
 from megatron_ft.agent.heartbeat import Change, HeartbeatService
 from megatron_ft.agent.operator_requests import STORE_KEY
 from megatron_ft.agent.store_keeper import StoreSupervisor
 from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Key, Secret
-from megatron_ft.config.schema import AUTO, EMBEDDED, OWN_ETCD, RunConfig
+from megatron_ft.config.schema import AUTO, RunConfig
 from megatron_ft.config.store_address import EtcdAddress, is_etcd
 from megatron_ft.coordination import store
 from megatron_ft.coordination.store.run_store import ControlStore
 from megatron_ft.core.detection.link_detector import are_partners
-from megatron_ft.core.lifecycle import etcd_membership, spare_policy
+from megatron_ft.core.lifecycle import spare_policy
 from megatron_ft.core.lifecycle.checkpoint_policy import partner
 from megatron_ft.core.lifecycle.store_failover import Claim, fenced
 from megatron_ft.core.protocol import signals
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.types import GroupId, given, host_name
-from megatron_ft.utils import net
+from megatron_ft.utils import net, shared_file, wait_notice
 from megatron_ft.utils.console import say
 from megatron_ft.utils.net import local_address, own_address
 
 MEET_TIMEOUT_S = 300.0
 _ASK_TIMEOUT_S = 2.0
 """Timeout of calls after all hosts have met: at the end no host waits longer for a store."""
-_LOOPBACK = "127.0.0.1"
 _BOOT = "boot"
 _ONLY_JOB = "only"
 _LOOK_S = 0.2
-_HOSTS, _ABLE, _LEFT = "hosts", "able", "left"
+_NAMED = 8
+"""Hosts that a line of a host that waits names at most."""
+_HOSTS, _LEFT = "hosts", "left"
 _SHARES = "shares"
 """Key beside a host's card when it meets the others: whether its run directory is that of host 0."""
 _SHARED_S = 5.0
-_LINGER_S = 0.5
-"""Seconds that a member of the store stays after it has seen that all hosts have left, and between the others' looks."""
-_NO_USE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,8 @@ class Place:
 
     hosts: int = 1
     rank: int = 0
-    address: str = _LOOPBACK
-    store: str = f"{_LOOPBACK}:0"
+    address: str = "127.0.0.1"
+    store: str = "127.0.0.1:0"
     job: str = _ONLY_JOB
     grows: bool = False
 
@@ -114,24 +109,16 @@ def place(
         raise LaunchError(
             f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one"
         )
-    if setting == OWN_ETCD:
-        binary.check(hosts, rank)
     if etcd and store_address is not None:
         raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
     if hosts == 1 and store_address is None and job is None:
-        own = address or _LOOPBACK
-        return Place(address=own, store=etcd or f"{own}:{port}", job=uuid.uuid4().hex, grows=address is not None)
+        own = address or net.loopback()
+        return Place(address=own, store=etcd or net.joined(own, port), job=uuid.uuid4().hex, grows=address is not None)
     if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
         raise LaunchError(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
             f"equal part of one: use another number of hosts"
         )
-    if setting == OWN_ETCD:
-        where = None if store_address is None else net.split(store_address)
-        near = where[0] if where is not None else target
-        if near is None and rank and address is None:
-            near = founding.first_address(run_dir, MEET_TIMEOUT_S)
-        return Place(hosts, rank, address or own_address(near), OWN_ETCD, job or _ONLY_JOB)
     if etcd:
         if job is None:
             raise LaunchError(
@@ -139,20 +126,33 @@ def place(
                 "hosts the same new name, such as the job's number"
             )
         first = EtcdAddress.parse(etcd).endpoints[0][0]
-        return Place(hosts, rank, address or local_address(first), etcd, job)
+        return Place(hosts, rank, address or net.address_for(first, 0, target), etcd, job)
     if store_address is None and job is not None:
         if rank == 0:
             own = address or own_address(target)
-            return Place(hosts, rank, own, f"{own}:{port}", job, grows=True)
-        store_address = announced_store(run_dir, job)
+            return Place(hosts, rank, own, net.joined(own, port), job, grows=True)
+        with _waiting(config, lambda: f"host {rank} waits for host 0 to begin launch {job} in {run_dir}"):
+            store_address = announced_store(run_dir, job)
     where = None if store_address is None else net.split(store_address)
     if store_address is None or where is None:
         raise LaunchError(
             f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
             f"port there; or the same new --job-id, and a run directory that they share"
         )
-    found = local_address(where[0])  # also refuses a name that cannot be resolved
-    return Place(hosts, rank, address or found, store_address, job or _ONLY_JOB, grows=True)
+    local_address(where[0])  # refuses a name that cannot be resolved
+    own = address or net.address_for(where[0], rank, target)
+    return Place(hosts, rank, own, store_address, job or _ONLY_JOB, grows=True)
+
+
+def _waiting(config: RunConfig, text: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+    return wait_notice.notices(text, config.fault_tolerance.detector.stall_notice_s)
+
+
+def await_secret(where: Place, config: RunConfig, run_dir: Path) -> Secret:
+    """Return the secret that host 0 writes into the run directory. Raises ``LaunchError`` if it writes none in time."""
+    line = f"host {where.rank} waits for host 0, at {where.store}, to write the secret of the run into {run_dir}"
+    with _waiting(config, lambda: line):
+        return secrets.load(run_dir, MEET_TIMEOUT_S)
 
 
 def announced_store(run_dir: Path, job: str) -> str:
@@ -160,7 +160,7 @@ def announced_store(run_dir: Path, job: str) -> str:
     deadline = time.monotonic() + MEET_TIMEOUT_S
     while True:
         try:
-            said = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+            said = json.loads(shared_file.read_record(run_dir / "config.json"))
             if said.get("job") == job:
                 return said[STORE_KEY]
             why = f"{run_dir}/config.json is that of launch {said.get('job')}"
@@ -211,19 +211,14 @@ class Hosts:
         self.locator: store.Locator | None = None
         self.succeeds = False
         """True if another host takes over the embedded store if its host is lost; known after :meth:`meet`."""
-        self._members: members.EtcdCluster | None = None
-        self._because = ""
-        self._said_left = False
-        self._away_since: float | None = None
-        if config.fault_tolerance.store == OWN_ETCD:
-            self._members = self._found_etcd(where.store if where.late else None)
-        elif not is_etcd(where.store):
+        if not is_etcd(where.store):
             port = int(where.store.rpartition(":")[2]) if where.rank == 0 else 0
             self.keeper = StoreSupervisor(where.address, port, run_dir, serves=where.rank == 0)
-        self._boot = self._boot_store(MEET_TIMEOUT_S)
+        self._boot = self._reach_store()
         if where.rank == 0:
             self.run_id = run_id or uuid.uuid4().hex[:12]
-            self._say_run()
+            # For the other hosts, and for hosts that come later; they compare the config with theirs.
+            self._boot.set("run", {"run_id": self.run_id, "hosts": where.hosts, "config": config.to_json()})
         else:
             self.run_id = given(run_id) if where.late else self._join()
         if where.others and self.keeper is not None:
@@ -260,9 +255,7 @@ class Hosts:
 
     @property
     def store_address(self) -> str:
-        """The store's address for a process that connects now; the run's own etcd moves."""
-        if self._members is not None:
-            return self._members.address
+        """The store's address for a process that connects now."""
         if self.locator is not None:
             return self.locator.text
         return self.keeper.address if self.keeper is not None and self.keeper.serves else self.place.store
@@ -275,9 +268,7 @@ class Hosts:
     @property
     def serves(self) -> bool:
         """Return whether others need this host until they have left."""
-        if self.keeper is not None:
-            return self.keeper.serves
-        return self.place.rank == 0 or self._members is not None and self._members.keeping
+        return self.place.rank == 0 if self.keeper is None else self.keeper.serves
 
     @property
     def speaks(self) -> bool:
@@ -302,22 +293,37 @@ class Hosts:
         return {rank for rank in self._ranks if rank < self.place.rank} <= self.beats.silent()
 
     def look_after_store(self) -> None:
-        """Restart a dead keeper of this host's store or member. Called regularly."""
-        for kept in (self.keeper, self._members):
-            if kept is not None:
-                kept.poll()
+        """Restart a dead keeper of this host's store. Called regularly."""
+        if self.keeper is not None:
+            self.keeper.poll()
 
     def pids(self) -> set[int]:
         """Return the pids of the processes that are started and waited for here."""
-        if self._members is not None:
-            return self._members.pids()
         pid = None if self.keeper is None else self.keeper.pid
         return set() if pid is None else {pid}
 
-    def _found_etcd(self, store: str | None, founders: Sequence[int] = members.FIRST) -> members.EtcdCluster:
-        """Found the run's own etcd together with the other ``founders``, or join the one at ``store``."""
-        at = self.place
-        return members.EtcdCluster(at.rank, at.hosts, at.address, self._run_dir, MEET_TIMEOUT_S, store, founders)
+    def _waiting(self, awaited: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """Say during the block for which hosts this one waits, and where they are to meet."""
+        me, here = self.place.rank, self.place.address
+        return _waiting(
+            self._config,
+            lambda: (
+                f"host {me} waits for {awaited()}: the control store is at {self.store_address}, this host at {here}"
+            ),
+        )
+
+    def _reach_store(self) -> ControlStore:
+        """Return the store where the hosts meet, once it answers. Raises ``StoreError``."""
+        try:
+            with self._waiting(lambda: "host 0, whose control store does not answer"):
+                return self._boot_store(MEET_TIMEOUT_S)
+        except StoreError as error:
+            if self.place.rank == 0:
+                raise
+            raise StoreError(
+                f"host {self.place.rank} has not reached host 0 at {self.store_address} within {MEET_TIMEOUT_S:g} s; start "
+                f"the launcher there with --host-rank 0, and check that this is its address for the other hosts ({error})"
+            ) from None
 
     def _boot_store(self, timeout_s: float) -> ControlStore:
         return boot_store(self.store, self.place.job, timeout_s, self.secret)
@@ -342,7 +348,8 @@ class Hosts:
 
     def _join(self) -> str:
         """Return the run's id. Raises ``LaunchError`` when this agent was started for another run."""
-        run = self._boot.wait("run", MEET_TIMEOUT_S)
+        with self._waiting(lambda: "host 0 to begin a run"):
+            run = self._boot.wait("run", MEET_TIMEOUT_S)
         if run is None:
             raise LaunchError(
                 f"store {self.store_address}: host 0 has begun no run within {MEET_TIMEOUT_S:g} s; start it"
@@ -368,67 +375,49 @@ class Hosts:
         ports = {"port": self.beats.port, "copies": self.copies_port}
         return {"name": socket.gethostname(), "address": self.place.address, **ports}
 
-    def settle(self) -> RunConfig:
-        """Decide with all hosts what ``"store": "auto"`` is in this run, and go to that store.
-
-        Returns the config with the store that the run has. Where the hosts may not share the run directory, host 0 must have
-        written the run's ``config.json`` before. Raises ``LaunchError``.
-        """
-        if self._config.fault_tolerance.store != AUTO or self.place.late:
-            return self._config
-        where = self.place
-        founders: tuple[int, ...] = ()
-        if where.hosts > 1:
-            directory = str(self._run_dir.resolve()) if self._shares_directory else ""
-            said = self._gather(_ABLE, asdict(etcd_membership.Able(binary.lacks(), directory)))
-            founders, self._because = etcd_membership.founders(
-                {rank: etcd_membership.Able(**able) for rank, able in said.items()}
-            )
-        store = OWN_ETCD if founders else EMBEDDED
-        self._config = replace(self._config, fault_tolerance=replace(self._config.fault_tolerance, store=store))
-        if founders:
-            self._members = self._found_etcd(None, founders)
-            self._boot.close()
-            given(self.keeper).close()  # all hosts have founded the etcd, so none asks here any more
-            self.keeper = self.locator = None
-            self._boot = self._boot_store(MEET_TIMEOUT_S)
-        if where.rank == 0:
-            self._say_run()
-        return self._config
-
-    def _say_run(self) -> None:
-        """Publish the run for hosts that come later; they compare the config with theirs."""
-        self._boot.set("run", {"run_id": self.run_id, "hosts": self.place.hosts, "config": self._config.to_json()})
-
     def meet(self) -> None:
         """Wait until every host is there, then begin to listen to them."""
         if self.place.hosts == 1:
             self._prepare_succession(shared=True)  # a host that comes later has read this directory
             return
-        found = self._gather(_HOSTS, {**self.card, _SHARES: self._shares_directory})
+        found = self._gather({**self.card, _SHARES: self._shares_directory})
         self._boot = self._boot_store(_ASK_TIMEOUT_S)
         shares = [card.pop(_SHARES) for card in found.values()]
         self._know(found)
         self._prepare_succession(all(shares))
 
-    def _gather(self, what: str, own: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return what each host writes to ``what``, once all have. Raises ``LaunchError`` naming a host that is missing."""
-        self._boot.add(what, str(self.place.rank), own)
+    def _gather(self, own: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the cards of all hosts, once all have come. Raises ``LaunchError`` naming a host that is missing."""
+        self._boot.add(_HOSTS, str(self.place.rank), own)
         deadline = time.monotonic() + MEET_TIMEOUT_S
-        if self.place.rank == 0:  # only one host polls: there may be thousands
-            found = self._boot.members(what)
-            while len(found) < self.place.hosts and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-                found = self._boot.members(what)
-            if len(found) == self.place.hosts:
-                self._boot.set(f"all {what}", found)
-        told = self._boot.wait(f"all {what}", max(0.0, deadline - time.monotonic()) + 2 * _LOOK_S)
+        found: dict[str, Any] = {str(self.place.rank): own}
+
+        def absent() -> list[int]:
+            return [rank for rank in range(self.place.hosts) if str(rank) not in found]
+
+        def awaited() -> str:
+            return (
+                f"hosts {' '.join(map(str, absent()[:_NAMED]))}"
+                if self.place.rank == 0
+                else "host 0 to meet all others"
+            )
+
+        with self._waiting(awaited):
+            if self.place.rank == 0:  # only one host polls: there may be thousands
+                found = self._boot.members(_HOSTS)
+                while len(found) < self.place.hosts and time.monotonic() < deadline:
+                    time.sleep(_LOOK_S)
+                    self.look_after_store()
+                    found = self._boot.members(_HOSTS)
+                if len(found) == self.place.hosts:
+                    self._boot.set(f"all {_HOSTS}", found)
+            told = self._boot.wait(f"all {_HOSTS}", max(0.0, deadline - time.monotonic()) + 2 * _LOOK_S)
         if told is None:
-            here = self._boot.members(what)
-            rank = next(rank for rank in range(self.place.hosts) if str(rank) not in here)
+            found = self._boot.members(_HOSTS)
+            rank = absent()[0]
             raise LaunchError(
-                f"host {rank} of {self.place.hosts} has not come within {MEET_TIMEOUT_S:g} s; start the launcher there "
-                f"with --host-rank {rank}"
+                f"host {rank} of {self.place.hosts} has not come to {self.store_address} within {MEET_TIMEOUT_S:g} s; start "
+                f"the launcher there with --host-rank {rank}, and check that it reaches that address"
             )
         return {int(rank): said for rank, said in told.items()}
 
@@ -440,7 +429,7 @@ class Hosts:
         deadline = time.monotonic() + _SHARED_S
         while True:
             with contextlib.suppress(OSError, ValueError):
-                if json.loads((self._run_dir / "config.json").read_text(encoding="utf-8")).get("run_id") == self.run_id:
+                if json.loads(shared_file.read_record(self._run_dir / "config.json")).get("run_id") == self.run_id:
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -520,11 +509,6 @@ class Hosts:
         }
         partners = [rank for rank in cards if are_partners(rank, self.place.rank, self.place.hosts)]
         self.beats.add({rank: (cards[rank]["address"], cards[rank]["port"]) for rank in partners})
-        if self._members is not None:
-            self._members.watch(
-                lambda: {change.rank: change.silent_s for change in self.beats.silences()},
-                lambda: {rank: card["address"] for rank, card in self._cards.items()},
-            )
 
     def signal(self, change: Change, incarnation: int = 0) -> signals.HostSilent:
         """Return a change of the beats as a signal. ``incarnation``: of a group of which this host has a part."""
@@ -558,21 +542,17 @@ class Hosts:
     @property
     def store_said(self) -> str:
         """A sentence about the control store's place, and about which losses it survives."""
-        if self._members is not None:
-            on = " ".join(map(str, self._members.founders))
-            return f"control store: the run's own etcd on hosts {on}; any one host may be lost at a time"
         if self.keeper is None:
             own = "any host of the run may be lost, and what that etcd can lose itself"
             return f"control store: {self.store_address}; {own}"
         claims = self.locator.claims if self.locator is not None else ()
         here = f"control store: embedded, on {self.said(claims[-1].host if claims else 0)} at {self.store_address}"
-        because = f" ({self._because})" if self._because else ""
         if self.succeeds:
-            return f"{here}{because}; any host may be lost: another one takes the store over"
+            return f"{here}; any host may be lost: another one takes the store over"
         why = "the hosts share no run directory for the claims: share --run-dir"
         if self.place.hosts == 1:
             why = "it was begun on one host without --address and keeps no claims: begin it with --address"
-        return f"{here}{because}; when that host is lost the run ends, because {why}"
+        return f"{here}; when that host is lost the run ends, because {why}"
 
     def is_fenced(self, group: GroupId, incarnation: int) -> bool:
         """Return whether a claim leaves that start of a group out of the run."""
@@ -596,38 +576,22 @@ class Hosts:
         many = self.beats.known()
         self.beats.close()
         try:
-            if many and not self._said_left:
+            if many:
                 self._boot.add(_LEFT, str(self.place.rank), True)
-            if self.keeper is None and self._members is None:
+            if self.keeper is None:
                 run_store.add(_LEFT, str(self.place.rank), True)
                 if others <= run_store.members(_LEFT).keys():
                     run_store.forget()
         except StoreError:
             pass  # the store's host has left first
         finally:
-            if self._said_left:
-                time.sleep(_LINGER_S)
-            for kept in (self.keeper, self._members):
-                if kept is not None:
-                    kept.close()
+            if self.keeper is not None:
+                self.keeper.close()
 
     def all_left(self) -> bool:
-        """Return whether every other host has left; asked by a host of the store. A host that cannot be asked has not.
-
-        A host with a member of the run's own etcd leaves together with the other members' hosts: each announces it
-        first, and waits for none that is lost.
-        """
-        others = self._ranks.keys() - {self.place.rank}
+        """Return whether every other host has left; asked by the host of the store. A store that is away tells nothing."""
+        others = {str(rank) for rank in self._ranks.keys() - {self.place.rank}}
         try:
-            if self._members is not None:
-                others -= self.beats.silent()
-                if not self._said_left:
-                    self._boot.add(_LEFT, str(self.place.rank), True)
-                    self._said_left = True
-            left = {str(rank) for rank in others} <= self._boot.members(_LEFT).keys()
-            self._away_since = None
-            return left
+            return others <= self._boot.members(_LEFT).keys()
         except StoreError:
-            self._away_since = self._away_since or time.monotonic()
-            # A member without a majority is of no use to any host; the other members' hosts conclude the same.
-            return self._members is not None and time.monotonic() - self._away_since > _NO_USE_S
+            return False

@@ -14,9 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_ft.runlog import history
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file, steady_clock
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import process_status
 
@@ -35,35 +36,29 @@ def keep(
     run_dir: Path,
     entry: Path,
     said: Mapping[str, str],
-    over: Callable[[int], bool] = lambda code: False,
-    last_words: Callable[[], str] = lambda: "",
-    **fields: str,
-) -> None:
-    """Start the process, wait for its end, and repeat, until ``over`` returns true for its exit code (a ``returncode``).
+) -> NoReturn:
+    """Start the process, wait for its end, and repeat.
 
     SIGCHLD must be blocked. The file ``entry`` names the process that runs, and has ``said``, too. The run record gets
-    every event but the first start, with ``fields``. A full disk is no reason to have no store.
+    every event but the first start. A full disk is no reason to have no store.
     """
     deaths: deque[float] = deque(maxlen=RESTARTS)
     host = socket.gethostname()
 
     def note(event: str, pid: int, detail: str) -> None:
         with contextlib.suppress(OSError):
-            history.append(run_dir, "store", what=event, pid=pid, host=host, detail=detail, **fields)
+            history.append(run_dir, "store", what=event, pid=pid, host=host, detail=detail)
 
     while True:
         pid = start()
         with contextlib.suppress(OSError):
-            atomic_file.write_json(entry, {"pid": pid, "host": host, **said, "started": round(time.time(), 6)})
+            shared_file.write_json(entry, {"pid": pid, "host": host, **said, "started": round(steady_clock.now(), 6)})
         if deaths:
             note("restarted", pid, "")
-        code, why = await_end(pid)
-        if over(code):
-            return
+        _, why = await_end(pid)
         wait_s = deaths[0] + WITHIN_S - time.monotonic() if len(deaths) == RESTARTS else 0.0
         deaths.append(time.monotonic())
         when = f"in {wait_s:.0f} s, it ended {RESTARTS + 1} times within {WITHIN_S:g} s" if wait_s > 0 else "at once"
-        why += last_words()
         note("died", pid, f"{why}; started again {when}")
         say(f"{what} (pid {pid}) {why}; it is started again {when}")
         time.sleep(max(0.0, wait_s))

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,8 @@ from megatron_ft.agent import forkserver, rank_bootstrap, rank_monitor
 from megatron_ft.collectives import nccl_watchdog
 from megatron_ft.config.rank_env import RankEnvironment, seat
 from megatron_ft.coordination.store.claim_log import TOLD
-from megatron_ft.utils import atomic_file, vital_thread
+from megatron_ft.runlog import run_directory
+from megatron_ft.utils import shared_file, steady_clock, vital_thread
 from megatron_ft.utils.console import say
 from megatron_ft.utils.process_status import start_of
 from megatron_ft.worker import progress_counters
@@ -58,7 +58,7 @@ class Rank:
 
     def last_words(self) -> dict[str, Any]:
         """Return what the rank wrote about its death, and in which microbatch, if it could."""
-        said = atomic_file.read_json(self.error)
+        said = shared_file.read_json(self.error)
         return {} if said is None else {"detail": said["message"], "microbatch": said["microbatch"]}
 
     def drop(self) -> None:
@@ -116,9 +116,9 @@ class Starter:
 
     def start(self, env: RankEnvironment) -> Rank:
         """Start one rank. Raises ``OSError`` when there is no process, file or memory available."""
-        name = f"g{env.group}.p{env.position}"
-        logs, own_name = self._run_dir / "logs", f"g{seat(env.group, env.incarnation)}.p{env.position}"
-        log, error, beats = logs / f"{name}.log", logs / f"{own_name}.error", self._pulses / own_name
+        log = run_directory.log(self._run_dir, env.group, env.position)
+        own_name = f"g{seat(env.group, env.incarnation)}.p{env.position}"
+        error, beats = log.parent / f"{own_name}.error", self._pulses / own_name
         progress_counters.create(beats)
         own = {
             rank_bootstrap.AGENT_VARIABLE: str(os.getpid()),
@@ -129,15 +129,20 @@ class Starter:
         number = self._here.index((env.group, env.position))
         together = sum(rank is not None and rank[0] == env.group for rank in self._here)
         own |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(together)}
-        with log.open("ab" if env.incarnation else "wb") as output:
-            if env.incarnation:
+        with shared_file.append_to(log) as output:
+            if not env.incarnation:
+                output.truncate(0)
+            else:
                 with contextlib.suppress(OSError):  # a full disk is no reason not to start it
+                    size = os.fstat(output.fileno()).st_size
+                    if size and os.pread(output.fileno(), 1, size - 1) != b"\n":  # the start before has died in a line
+                        os.write(output.fileno(), b"\n")
                     os.write(output.fileno(), f"--- group {env.group}, incarnation {env.incarnation} ---\n".encode())
             common = forkserver.common_environment(len(self._here))
             process = self._start_process({**self._nccl, **common, **env.to_env(), **own}, output)
         watched = rank_monitor.Watched(process.pid, beats)
         start = start_of(process.pid)
-        return Rank(env.group, env.position, env.incarnation, process, start, time.time(), log, error, watched)
+        return Rank(env.group, env.position, env.incarnation, process, start, steady_clock.now(), log, error, watched)
 
     def _start_process(self, env: Mapping[str, str], output: BinaryIO) -> subprocess.Popen | forkserver.Forked:
         """Fork the process, or if that cannot be done, start an interpreter of its own."""

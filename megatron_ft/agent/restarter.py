@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from megatron_ft.agent.agent_client import AgentClient
 from megatron_ft.config.rank_env import seat
 from megatron_ft.config.schema import FaultToleranceConfig
-from megatron_ft.core.lifecycle import restart_policy
+from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed, LeaveAnnounced
 from megatron_ft.errors import RunStopped
-from megatron_ft.types import GroupId, View
+from megatron_ft.types import Exit, GroupId, View
 
 _SKIPPED = 2
 """The leading host may be lost after it took a start's number and before it announced it; the spare in its place takes
@@ -78,9 +78,11 @@ class RestartManager:
         self._begun, self._fenced, self._clock, self._patience_s = begun, fenced, clock, patience_s
         self._groups = {group: restart_policy.Group(since=clock()) for group in here}
         self._seats = restart_policy.Seats(first, settings.min_groups)
+        self._losses: tuple[run_ending.Loss, ...] = ()
         self._unjudged: list[signals.Signal] = []
         self._to_say: dict[str, dict[str, str]] = {}
         self._refusals: list[Refusal] = []
+        self._refused: set[GroupId] = set()
         self._away_since: float | None = None
         self._known, self._off = False, not settings.rejoin.enabled
 
@@ -92,7 +94,7 @@ class RestartManager:
     def on_signal(self, signal: signals.Signal) -> None:
         """Take in what this agent has seen itself, without waiting for the store."""
         if self._off:
-            self._bury(signals.classify(signal))
+            self._bury(signal)
             return
         stopped = isinstance(signal, signals.RankExited) and signal.exit.code == RunStopped.exit_code
         if stopped:  # the newest view decides whether all stop, or go on without this group
@@ -108,7 +110,7 @@ class RestartManager:
         self._away_since = None if self._known else self._away_since or self._clock()
         if self._off:
             for signal in heard:
-                self._bury(signals.classify(signal))
+                self._bury(signal)
             return
         if not self._known:
             self._unjudged += heard
@@ -199,6 +201,8 @@ class RestartManager:
 
     def _take(self, signal: signals.Signal) -> None:
         verdict = signals.classify(signal)
+        if isinstance(verdict, signals.RestartRefused):
+            self._refused.add(verdict.group)
         if isinstance(verdict, LeaveAnnounced):
             self._leaves(verdict)
         if not isinstance(verdict, GroupFailed):
@@ -206,11 +210,54 @@ class RestartManager:
         known = self._groups.get(verdict.group)
         if known is not None and _concerns(verdict, known):
             self._lost(verdict.group, self._loss(signal, verdict))
-        self._bury(verdict)
+        self._bury(signal)
 
-    def _bury(self, verdict: signals.Verdict) -> None:
+    def _bury(self, signal: signals.Signal) -> None:
+        verdict = signals.classify(signal)
         if isinstance(verdict, GroupFailed):
+            self._losses = self._after(signal)
             self._seats = self._seats.without(verdict.group, verdict.incarnation)
+
+    def _after(self, signal: signals.Signal) -> tuple[run_ending.Loss, ...]:
+        """Return the losses after what ``signal`` says of a rank, of this host or another one."""
+        match signal:
+            case signals.RankExited(exit=exit_, incarnation=incarnation):
+                loss = run_ending.Loss(
+                    group=exit_.group,
+                    incarnation=incarnation,
+                    position=exit_.position,
+                    kind=self._kind(exit_, incarnation),
+                    code=exit_.code,
+                    words=str(exit_),
+                    detail=exit_.detail,
+                )
+            case signals.RankUnresponsive(group=group, position=position, incarnation=incarnation):
+                verdict = signals.classify(signal)
+                assert isinstance(verdict, GroupFailed)
+                loss = run_ending.Loss(group, incarnation, position, "died", None, verdict.reason, given_up=True)
+            case _:
+                return self._losses
+        return run_ending.noted(self._losses, replace(loss, state=self._has_state(loss.group, loss.incarnation)))
+
+    def _has_state(self, group: GroupId, incarnation: int) -> bool:
+        """Return whether that start had the complete state: the first one begins with it, a later one has it once it has
+        had a part in a committed step."""
+        return not incarnation or self._begun(group, incarnation)
+
+    def ending(self, last_step: int | None, idle: bool) -> run_ending.Ending:
+        """Return how the run has ended that has not made its last step (``run_ending.conclude``)."""
+        for signal in self._unjudged:
+            self._losses = self._after(signal)
+        # The record may have come later than the notice of the loss.
+        losses = [replace(loss, state=self._has_state(loss.group, loss.incarnation)) for loss in self._losses]
+        return run_ending.conclude(
+            losses,
+            last_step=last_step,
+            members=self._seats.view.members,
+            refused=self._refused,
+            returns=not self._off,
+            idle=idle,
+        )
 
     def _leaves(self, verdict: LeaveAnnounced) -> None:
         known = self._groups.get(verdict.group)
@@ -220,15 +267,17 @@ class RestartManager:
     def _loss(self, signal: signals.Signal, verdict: GroupFailed) -> restart_policy.Loss:
         if not isinstance(signal, signals.RankExited):
             return restart_policy.Loss(verdict.incarnation, "died", verdict.reason)
-        exit_ = signal.exit
-        kind = restart_policy.kind_of(exit_, verdict.incarnation, self._seats)
-        if exit_.code == RunStopped.exit_code and self._fenced(verdict.group, verdict.incarnation):
-            kind = "died"  # the view without this group may not have arrived yet
+        exit_, kind = signal.exit, self._kind(signal.exit, verdict.incarnation)
         if kind != "failed":
             return restart_policy.Loss(verdict.incarnation, kind, verdict.reason)
         begun = self._begun(verdict.group, verdict.incarnation)
         # Only the detail, without the process id, so that equal exceptions of two starts compare equal.
         return restart_policy.Loss(verdict.incarnation, kind, exit_.detail or f"exit code {exit_.code}", begun)
+
+    def _kind(self, exit_: Exit, incarnation: int) -> restart_policy.Kind:
+        if exit_.code == RunStopped.exit_code and self._fenced(exit_.group, incarnation):
+            return "died"  # the view without this group may not have arrived yet
+        return restart_policy.kind_of(exit_, incarnation, self._seats)
 
     def _lost(self, number: GroupId, loss: restart_policy.Loss) -> None:
         before = self._groups[number]

@@ -1,25 +1,23 @@
 """The owner of a run directory: the run's foremost agent holds a lock there while the run lives.
 
 That is host 0's agent, and when host 0 is lost the agent of the lowest remaining host: it takes over this lock and that of
-the checkpoints' directory. ``checkpoint.directory_lock`` explains how the lock works and how a dead holder is recognised.
+the checkpoints' directory. ``utils.directory_lock`` explains how the lock works and how a dead holder is recognised.
 
 Failures it assumes: an agent is killed or its host lost (the kernel's lock is free at once, the beat stops); the file
 system is away (nothing is taken over meanwhile); an agent was frozen while another run was given the directory
-(``usurped``).
+(``usurped``); a user removes the directory of a run that lives (it is made again).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ft import checkpoint
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.errors import CheckpointError, LaunchError
 from megatron_ft.runlog import run_directory
+from megatron_ft.utils import directory_lock
 from megatron_ft.utils.console import say
 
-FILE = "run.lock"
-_SETTING = "--run-dir"
 _BEATS_S = 12.0
 """Two beats of the lock."""
 
@@ -32,46 +30,59 @@ class Claims:
         self._run_dir, self.run_id = run_dir, run_id
         self._saved = config.fault_tolerance.checkpoint.directory
         self._others = others
-        self._locks: list[checkpoint.Lock] = []
+        self._locks: list[directory_lock.Lock] = []
         self._tried = False
 
     def take(self) -> None:
         """Take the locks as host 0, before the run begins. Raises ``LaunchError`` while another run lives there."""
         if self._run_dir.exists() and not self._run_dir.is_dir():
-            raise LaunchError(f"{_SETTING} {self._run_dir} is a file; give a directory")
+            raise LaunchError(f"--run-dir {self._run_dir} is a file; give a directory")
         self._tried = True
         try:
             self._locks.append(self._lock(beats=False))
-        except CheckpointError as error:
-            raise LaunchError(str(error)) from None
         except OSError as error:
             why = error.strerror or error
-            raise LaunchError(
-                f"{_SETTING} {self._run_dir} cannot be created: {why}; choose another directory"
-            ) from None
+            raise LaunchError(f"--run-dir {self._run_dir} cannot be created: {why}; choose another directory") from None
 
     def begin(self) -> None:
         """Show from now on that the run lives. Called after the agent has forked what it forks: this starts a thread."""
         for lock in self._locks:
             lock.begin()
 
-    def check(self, foremost: bool) -> None:
-        """Take over, once, when all hosts before this one are lost. Raises ``LaunchError`` if another run has the run
-        directory by now."""
+    def check(self, foremost: bool) -> bool:
+        """Take over, once, when all hosts before this one are lost. Return whether the run directory, or its lock, was
+        removed and is made again, empty. Raises ``LaunchError`` if another run has the run directory by now."""
+        again = bool(self._locks) and self._locks[0].removed and self._take_again()
         if foremost and not self._tried:
             self._tried = True
             try:
                 self._locks.append(self._lock())
                 if self._saved:
-                    self._locks.append(checkpoint.lock(Path(self._saved), self.run_id))
+                    self._locks.append(directory_lock.lock(Path(self._saved), self.run_id))
+            except LaunchError as error:
+                raise LaunchError(f"{error}. This run is ended") from None
             except CheckpointError as error:
-                if not self._locks:
-                    raise LaunchError(f"{error}. This run is ended") from None
                 say(str(error))  # no checkpoint depends on that lock
             except OSError as error:
                 say(f"no process of this run holds the lock of {self._run_dir} any more: {error}")
         if self.usurped:
             raise LaunchError(f"{self.usurped}. This run is ended")
+        return again
+
+    def _take_again(self) -> bool:
+        self._locks.pop(0).release()
+        try:
+            self._run_dir.mkdir(exist_ok=True)  # not its parents: they may be a file system that is not mounted
+            self._locks.insert(0, self._lock())
+        except LaunchError as error:
+            raise LaunchError(f"{error}. This run is ended") from None
+        except OSError as error:
+            say(
+                f"run directory {self._run_dir} was removed, and cannot be made again: {error.strerror or error}. The run "
+                f"goes on without a record; lost groups are not started again, and `megatron-ft stop` cannot find the run"
+            )
+            return False
+        return True
 
     @property
     def former(self) -> str:
@@ -88,10 +99,8 @@ class Claims:
         while self._locks:
             self._locks.pop().release()
 
-    def _lock(self, beats: bool = True) -> checkpoint.Lock:
-        return checkpoint.take(
-            self._run_dir, self.run_id, file=FILE, setting=_SETTING, others=self._others, beats=beats
-        )
+    def _lock(self, beats: bool = True) -> directory_lock.Lock:
+        return directory_lock.take(self._run_dir, self.run_id, directory_lock.RUN, others=self._others, beats=beats)
 
 
 def check_free(run_dir: Path, own: str) -> None:
@@ -99,8 +108,5 @@ def check_free(run_dir: Path, own: str) -> None:
     starts that would be refused, or would join a run that is not its own."""
     if run_directory.launch_of(run_dir).startswith(own):
         return
-    try:
-        # This only looks for a run that lives; the agent makes sure that one is dead.
-        checkpoint.check_free(run_dir, file=FILE, setting=_SETTING, patience_s=_BEATS_S)
-    except CheckpointError as error:
-        raise LaunchError(str(error)) from None
+    # This only looks for a run that lives; the agent makes sure that one is dead.
+    directory_lock.check_free(run_dir, directory_lock.RUN, patience_s=_BEATS_S)

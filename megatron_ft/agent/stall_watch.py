@@ -23,6 +23,7 @@ from megatron_ft.agent.rank_process import Rank
 from megatron_ft.agent.restarter import RestartManager
 from megatron_ft.config.schema import DetectorConfig
 from megatron_ft.core.detection import group_stalls, rank_health
+from megatron_ft.utils import steady_clock
 from megatron_ft.utils.console import say
 
 _ASK_EVERY_S, _HOSTS_A_SECOND = 1.0, 100
@@ -83,7 +84,7 @@ class Stalls:
         picture: list[tuple[object, ...]] = [(spot.group, spot.incarnation, spot.place, spot.storage) for spot in told]
         if picture == self._written:
             return
-        now = time.time()
+        now = steady_clock.now()
         value = [{**asdict(spot), "since": round(now - spot.seconds, 3)} for spot in told]
         if self._client.put(self._key(self._hosts.place.rank), value):
             self._written = picture
@@ -173,11 +174,11 @@ class Standstill:
         stands = silent and away
         if stands:
             last = [rank.watched.health.last for rank in ranks]
-            stands = bool(last) and all(sample is not None and sample.phase == "waiting" for sample in last)
+            stands = bool(last) and all(sample is not None and sample.waits for sample in last)
         self._seconds = self._seconds + elapsed_s if stands else 0.0
         return self._seconds > self._patience_s
 
 
 def _spot(raw: dict) -> group_stalls.Spot:
     fields = {name: value for name, value in raw.items() if name != "since"}
-    return replace(group_stalls.Spot(**fields), seconds=max(0.0, time.time() - raw["since"]))
+    return replace(group_stalls.Spot(**fields), seconds=max(0.0, steady_clock.now() - raw["since"]))

@@ -29,17 +29,23 @@ from typing import NoReturn
 
 from megatron_ft.agent import process_keeper
 from megatron_ft.coordination import store
+from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.runlog import run_directory
 from megatron_ft.types import given
-from megatron_ft.utils import lifeline, net, process_name
+from megatron_ft.utils import file_descriptors, lifeline, net, process_name
 from megatron_ft.utils.console import say
+from megatron_ft.utils.vital_thread import described
+
+_SERVES = b"+"
+_FIRST_S = 60.0
+"""Seconds for the first store to serve; a longer silence is left to its client, which says what it waits for."""
 
 
 class StoreSupervisor:
     """The agent's side. ``address``: where the store answers; ``port`` 0 takes a free one. ``serves``: whether there is
     to be a store. Any thread may call its methods.
 
-    Raises ``LaunchError`` when the port is in use.
+    Raises ``LaunchError`` when the port is in use, or the first store ends before it serves.
     """
 
     def __init__(self, bind: str, port: int, run_dir: Path, serves: bool = True) -> None:
@@ -48,7 +54,26 @@ class StoreSupervisor:
         self.address = net.joined(bind, self._listener.getsockname()[1])
         self._order: int | None = None
         self._lock = threading.Lock()
-        self.pid: int | None = self._start()
+        self.pid: int | None = None
+        if not serves or threading.active_count() > 1:
+            self.pid = self._start()
+            return
+        served, reports = os.pipe()
+        self.pid = self._start(reports)
+        os.close(reports)
+        self._await_first(served)
+
+    def _await_first(self, served: int) -> None:
+        """Wait until the first store serves. Its client would wait for minutes for one that has ended."""
+        words, last = b"", b" "
+        while last and file_descriptors.readable(served, _FIRST_S):
+            last = os.read(served, 4096)
+            words += last
+        os.close(served)
+        if not (last or words.endswith(_SERVES)):
+            self.close()
+            said = words.decode(errors="replace").strip()
+            raise LaunchError(f"the control store's process has ended before it served: {said or 'it gave no reason'}")
 
     def poll(self) -> None:
         """Start another keeper if this one has died: it was killed, because it does not end by itself."""
@@ -102,16 +127,21 @@ class StoreSupervisor:
                 os.waitpid(pid, 0)
             self.pid = None
 
-    def _start(self) -> int | None:
+    def _start(self, reports: int | None = None) -> int | None:
         """Start a keeper: the first by a fork, which takes no time; later ones, beside other Python threads, where a
-        fork would not be safe, as a new process when they have to serve. Until then there is none."""
+        fork would not be safe, as a new process when they have to serve. Until then there is none.
+
+        ``reports``: the descriptor to which a forked one's first store reports."""
         agent = os.getpid()
         if threading.active_count() == 1:
             awaited, order = os.pipe()
             pid = os.fork()
             if pid == 0:
                 os.close(order)
-                _run(lambda: _keep(self._listener, self._run_dir, agent, None if self.serves else awaited))
+                _run(
+                    lambda: _keep(self._listener, self._run_dir, agent, None if self.serves else awaited, reports),
+                    reports,
+                )
             os.close(awaited)
             if self.serves:
                 os.close(order)
@@ -128,8 +158,14 @@ class StoreSupervisor:
 # --- in the keeper ----------------------------------------------------------------------------------------------------
 
 
-def _keep(listener: socket.socket, run_dir: Path, agent: int, order: int | None = None) -> NoReturn:
-    """Fork stores, one after the other, until the agent ends. ``order``: wait first until something can be read from it."""
+def _keep(
+    listener: socket.socket, run_dir: Path, agent: int, order: int | None = None, serves: int | None = None
+) -> NoReturn:
+    """Fork stores, one after the other, until the agent ends.
+
+    ``order``: wait first until something can be read from it. ``serves``: the first store reports there that it serves, or
+    why it does not.
+    """
     lifeline.end_with(agent)
     process_name.take(f"keeper of the control store {run_dir}", "ft-store-keeper")
     os.setsid()  # Ctrl-C on the terminal is for the agent
@@ -140,26 +176,32 @@ def _keep(listener: socket.socket, run_dir: Path, agent: int, order: int | None 
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if order is not None and not os.read(order, 1):
         raise SystemExit  # the agent has ended
+    first = [] if serves is None else [serves]
     said = {"address": net.joined(*listener.getsockname()[:2])}
     process_keeper.keep(
-        lambda: _fork_store(listener), "the control store", run_dir, run_dir / run_directory.STORE, said
+        lambda: _fork_store(listener, first), "the control store", run_dir, run_dir / run_directory.STORE, said
     )
-    raise AssertionError("a store is kept until the agent ends")
 
 
-def _fork_store(listener: socket.socket) -> int:
-    keeper = os.getpid()
+def _fork_store(listener: socket.socket, reports: list[int]) -> int:
+    """Fork a store. ``reports``: the descriptor to which the first one reports; later ones find none there."""
+    keeper, serves = os.getpid(), reports.pop() if reports else None
     pid = os.fork()
     if pid == 0:
-        _run(lambda: _serve(listener, keeper))
+        _run(lambda: _serve(listener, keeper, serves), serves)
+    if serves is not None:
+        os.close(serves)  # the agent sees the end of the store
     return pid
 
 
-def _serve(listener: socket.socket, keeper: int) -> NoReturn:
+def _serve(listener: socket.socket, keeper: int, serves: int | None) -> NoReturn:
     lifeline.end_with(keeper)
     process_name.take("control store", "ft-store")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     server = store.serve_on(listener)
+    if serves is not None:
+        os.write(serves, _SERVES)
+        os.close(serves)
     while server is not None:
         signal.pause()
     raise AssertionError("a store serves until it is killed")
@@ -168,13 +210,19 @@ def _serve(listener: socket.socket, keeper: int) -> NoReturn:
 # --- both processes ---------------------------------------------------------------------------------------------------
 
 
-def _run(part: Callable[[], NoReturn]) -> NoReturn:
-    """Run the outermost call of a forked process, which never returns to the code that forked."""
+def _run(part: Callable[[], NoReturn], serves: int | None = None) -> NoReturn:
+    """Run the outermost call of a forked process, which never returns to the code that forked. ``serves``: the descriptor
+    that gets the last words of a store that does not serve."""
     try:
         _detach()
         part()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if serves is not None:
+            with contextlib.suppress(OSError):  # it serves, and has closed it
+                os.write(
+                    serves, (str(error) if isinstance(error, FTError) else described(error)).encode(errors="replace")
+                )
     finally:
         os._exit(1)
 

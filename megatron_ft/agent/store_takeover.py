@@ -26,7 +26,7 @@ from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Outlook, Seat
 from megatron_ft.errors import LaunchError, StoreError
 from megatron_ft.types import View, given
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.console import say
 from megatron_ft.utils.vital_thread import described
 
@@ -176,7 +176,7 @@ class StoreTakeover:
             return
         self._waited_s = self._silent_until = 0.0  # a store that was just claimed gets the same time
         with contextlib.suppress(OSError):
-            atomic_file.write(self._told, str(self._locator.newest))
+            shared_file.write(self._told, str(self._locator.newest))
         newest, keeper = claims[-1], given(self._hosts.keeper)
         here = newest.host == self._hosts.place.rank
         keeper.serve() if here else keeper.stand_by()

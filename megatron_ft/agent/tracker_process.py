@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ft.utils import shared_file
+
 _RESTARTS = 3
 _END_S = 10.0
 
@@ -33,7 +35,7 @@ class Tracking:
             return
         self._starts += 1
         command = [sys.executable, "-m", "megatron_ft.report.tracker", "--run-dir", str(self._run_dir)]
-        with (self._run_dir / "logs" / "tracker.log").open("ab") as output:
+        with shared_file.append_to(self._run_dir / "logs" / "tracker.log") as output:
             self._process = subprocess.Popen(
                 [*command, "--track", ",".join(self._names)],
                 stdin=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ Failures it assumes: the script fails; its last lines are shown.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 from megatron_ft.config import rank_env
 from megatron_ft.errors import LaunchError
 from megatron_ft.runlog import history
+from megatron_ft.utils import shared_file
 
 _SHOWN = 15
 """Lines of a failed run's output that a message shows."""
@@ -38,9 +38,11 @@ def play(
 
     ``config``: as a config file has it. Raises ``LaunchError`` if the run ended before its first step."""
     path = where / "config.json"
-    path.write_text(json.dumps(dict(config)), encoding="utf-8")
+    shared_file.write_json(path, dict(config))
     size = [] if ranks is None else ["--ranks-per-group", str(ranks)]
-    options = ["--groups", str(groups), *size, "--config", str(path), "--run-dir", str(where / "run"), "--tee", "none"]
+    # The check runs here alone, also in a job of several hosts.
+    options = ["--hosts", "1", "--groups", str(groups), *size, "--config", str(path)]
+    options += ["--run-dir", str(where / "run"), "--tee", "none"]
     words = [sys.executable, "-m", "megatron_ft", "launch", *options, script.path, "--", *script.arguments]
     env = {**os.environ, rank_env.AUDIT: audit.to_env()}
     done = subprocess.run(

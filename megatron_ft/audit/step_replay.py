@@ -20,6 +20,7 @@ from megatron_ft.config import rank_env
 from megatron_ft.errors import ConfigError
 from megatron_ft.runlog import history, run_directory
 from megatron_ft.types import Microbatch, host_name
+from megatron_ft.utils import shared_file
 
 _OURS = ("policy", "standby", "redundancy", "placement", "failure_domains", "min_groups", "verify", "store", "rejoin")
 """Settings that only say who computes what."""
@@ -66,7 +67,7 @@ def run(run_dir: Path, step: int, microbatch: str | None) -> int:
 def _config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(shared_file.read_record(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; give the --run-dir of a launch") from None
     if raw.get("fault_tolerance", {}).get("reduction") != "exact":
@@ -151,7 +152,7 @@ def _compare_digests(
 def _hosts(run_dir: Path) -> dict[int, str]:
     """Return the host of each group as the record last knew it, in words."""
     try:
-        ranks = json.loads((run_dir / "ranks.json").read_text(encoding="utf-8"))
+        ranks = json.loads(shared_file.read_record(run_dir / "ranks.json"))
         return {one["group"]: f" on {host_name(one['host'])}" for one in ranks}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

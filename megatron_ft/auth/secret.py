@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_ft.errors import LaunchError
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 
 VARIABLE = "MEGATRON_FT_SECRET"
 FILE = "secret"
@@ -108,7 +108,7 @@ def make(run_dir: Path, environ: Mapping[str, str] = os.environ) -> Secret:
             return found
     made = wanted or Secret.new()
     try:
-        atomic_file.write(run_dir / FILE, made.text + "\n", mode=0o600)
+        shared_file.write(run_dir / FILE, made.text + "\n", mode=0o600)
         return _read(run_dir)
     except OSError as error:
         raise LaunchError(f"{run_dir / FILE} cannot be written ({error}); choose another --run-dir") from None
@@ -135,24 +135,24 @@ def _read(run_dir: Path) -> Secret:
     """Read the file. Raises ``FileNotFoundError``, and ``LaunchError`` if other users can read it or have put it there."""
     path = run_dir / FILE
     try:
-        # Neither follow a link nor wait for a pipe that another user has put there.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            # Root may have another user id on a network file system, that of the directory's owner.
-            owners = (os.geteuid(), os.stat(run_dir).st_uid)
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in owners:
-                raise LaunchError(
-                    f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}; only its owner, who is "
-                    f"the run's, may read it. Delete it and start the run again; where files have no permissions, set "
-                    f"{VARIABLE} instead"
-                )
+        with open(shared_file.open_file(path, os.O_RDONLY), "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(1024).decode("ascii", errors="replace").strip()
     except FileNotFoundError:
         raise
+    except shared_file.Refused as error:
+        raise LaunchError(
+            f"{error.strerror}, and start the run again. Another user who knows the secret could take part in the run"
+        ) from None
     except OSError as error:
         raise LaunchError(
             f"{path} cannot be read ({error.strerror}); only the user who has started the run may ask it for anything"
         ) from None
+    if mode & 0o077:
+        raise LaunchError(
+            f"{path} has mode {mode:04o}; only its owner, who is the run's, may read it. Delete it and start the run again; "
+            f"where files have no permissions, set {VARIABLE} instead"
+        )
     return _checked(text, str(path))
 
 

@@ -1,25 +1,22 @@
 """Checkpoints on a file system that all hosts share (docs/checkpoints.md): complete or absent, sharded, never pickled.
 
-``writer`` writes a checkpoint, ``reader`` finds and loads one, ``pruning`` deletes old ones, ``directory_lock`` keeps a
-second job out, ``saver`` writes beside training. ``tensor_files`` is the file format, ``files`` makes files durable.
+``writer`` writes a checkpoint, ``reader`` finds and loads one, ``pruning`` deletes old ones, ``saver`` writes beside
+training. ``tensor_files`` is the file format, ``utils.directory_lock`` keeps a second job out.
 
 Failures assumed: any process dies or stops at any instant; a disk is full, read-only, gone or returns other bytes than
 were written; the directory is not shared after all. A writer that wakes up late does no harm: every attempt to save has
 a directory of its own, in which nothing changes once its manifest exists. Nothing is assumed about clocks.
 """
 
-from megatron_ft.checkpoint.directory_lock import Lock, check_free, lock, take
 from megatron_ft.checkpoint.pruning import discard, prune
 from megatron_ft.checkpoint.reader import find, inspect, keys, load, load_newest, newest, verify
 from megatron_ft.checkpoint.saver import Saved, Saver
 from megatron_ft.checkpoint.writer import Snapshot, complete, snapshot, write_part
 
 __all__ = [
-    "Lock",
     "Saved",
     "Saver",
     "Snapshot",
-    "check_free",
     "complete",
     "discard",
     "find",
@@ -27,11 +24,9 @@ __all__ = [
     "keys",
     "load",
     "load_newest",
-    "lock",
     "newest",
     "prune",
     "snapshot",
-    "take",
     "verify",
     "write_part",
 ]

@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ft.checkpoint import files, llama, tensor_files, undivided
+from megatron_ft.checkpoint import llama, tensor_files, undivided
 from megatron_ft.checkpoint.undivided import Model, Tensors
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.errors import CheckpointError, ConfigError
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import durable_file, shared_file
 
 _EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the weight from whose rows the size of the vocabulary is read."""
@@ -82,10 +82,10 @@ def _write_torch(model: Model, place: Path) -> None:
 def _write_hf(model: Model, place: Path) -> None:
     place.mkdir()
     pieces = tensor_files.encode({name: tensor.contiguous() for name, tensor in model.tensors.items()})
-    files.write(place / "model.safetensors", pieces)
+    durable_file.write(place / "model.safetensors", pieces)
     vocabulary = {"vocab_size": len(model.tensors[_EMBEDDING])} if _EMBEDDING in model.tensors else {}
     if model.config:
-        atomic_file.write_json(place / "config.json", {**model.config, **vocabulary}, mode=0o644)
+        shared_file.write_json(place / "config.json", {**model.config, **vocabulary}, mode=0o644)
 
 
 def _write_deepspeed(model: Model, place: Path) -> None:
@@ -163,7 +163,7 @@ def export(found: Found, kind: str, out: Path, names: Mapping[str, str], beside:
     elif names:
         model.tensors = renamed(model.tensors, names)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with files.explained("writing", out):
+    with durable_file.explained("writing", out):
         try:
             FORMATS[kind](model, temporary)
             for file in beside:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.checkpoint.files import CHUNK_BYTES
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
+from megatron_ft.utils.durable_file import CHUNK_BYTES
 
 _MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -62,10 +62,10 @@ class ReplicaCache:
             return False
         found = hashlib.sha256()
         try:
-            with atomic_file.replacing(self.place / digest) as fd:
+            with shared_file.replacing(self.place / digest) as fd:
                 for piece in pieces:
                     found.update(piece)
-                    atomic_file.write_all(fd, piece)
+                    shared_file.write_all(fd, piece)
                 if found.hexdigest() != digest:
                     raise ValueError("the bytes have another sha256")
         except (OSError, ValueError):
@@ -90,9 +90,8 @@ class ReplicaCache:
         if size > self._budget:
             return False
         try:
-            self.place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.place.parent.stat().st_uid != os.getuid():
-                return False  # another user has created it, perhaps to read the copies
+            for place in (self.place.parent, self.place):  # one of another user is refused: he could read the copies
+                shared_file.make_directory(place, mode=0o700)
             sizes = {path: path.stat().st_size for path in self.listed()}
         except OSError:
             return False

@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ft.checkpoint import files
 from megatron_ft.checkpoint.reader import find
 from megatron_ft.checkpoint.writer import MANIFEST, STEP
 from megatron_ft.core.lifecycle.checkpoint_policy import to_delete
+from megatron_ft.utils import durable_file
 
 
 def prune(directory: Path, keep: int, log: Callable[[str], None] = print) -> list[str]:
@@ -47,6 +47,6 @@ def discard(directory: Path, step: int, attempt: str, log: Callable[[str], None]
 def _delete(place: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(place / MANIFEST)
-        files.sync_directory(place)
+        durable_file.sync_directory(place)
     shutil.rmtree(place)
-    files.sync_directory(place.parent)
+    durable_file.sync_directory(place.parent)

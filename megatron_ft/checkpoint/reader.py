@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.checkpoint import tensor_files
 from megatron_ft.checkpoint.memory_copies import Locate, nowhere
 from megatron_ft.checkpoint.writer import MANIFEST, POSITION, SKELETON, VERSION, seal
 from megatron_ft.collectives.state_transfer import unflatten
 from megatron_ft.core.lifecycle.checkpoint_policy import Found, choose, newest_first
 from megatron_ft.errors import CheckpointError
 from megatron_ft.types import given
+from megatron_ft.utils import durable_file, lfs_pointer, shared_file
 
 NAME = re.compile(r"step-(\d{8,})-([A-Za-z0-9][A-Za-z0-9._-]*)")
 _FILE = re.compile(r"position-\d{4,}/(skeleton\.json|part-\d{5,}-of-\d{5,}\.safetensors)")
@@ -32,9 +33,10 @@ def find(directory: Path) -> list[Found]:
     """Return all checkpoints in ``directory``, including unfinished ones, newest first. :func:`verify` reads the
     contents.
 
-    A directory that does not exist holds none. One that cannot be read raises ``CheckpointError``.
+    A directory that does not exist holds none. One that cannot be read, and one with pointers of Git LFS in place of files,
+    raises ``CheckpointError``.
     """
-    with files.explained("looking for checkpoints in", directory):
+    with durable_file.explained("looking for checkpoints in", directory):
         try:
             names = os.listdir(directory)
         except FileNotFoundError:
@@ -43,19 +45,25 @@ def find(directory: Path) -> list[Found]:
 
 
 def inspect(place: Path) -> Found:
-    """Return the state of the checkpoint at ``place``, judged by its manifest and the sizes of its files."""
+    """Return the state of the checkpoint at ``place``, judged by its manifest and the sizes of its files.
+
+    A pointer of Git LFS is no damage, for which an older checkpoint would be used: it raises ``CheckpointError``.
+    """
     path, step = os.fspath(place), int(given(NAME.fullmatch(place.name))[1])
     try:
-        text = (place / MANIFEST).read_bytes()
+        with shared_file.open_regular(place / MANIFEST) as file:
+            text = file.read()
     except FileNotFoundError:
         return Found(path, step, False, f"it has no {MANIFEST}: its save was not finished", unfinished=True)
     except OSError as error:
         return Found(path, step, False, f"{place / MANIFEST} cannot be read: {error.strerror or error}")
     try:
+        lfs_pointer.refuse(place / MANIFEST, CheckpointError)
         manifest = _manifest(text, step)
         for name, entry in manifest["files"].items():
             size = os.stat(place / name).st_size
             if size != entry["bytes"]:
+                lfs_pointer.refuse(place / name, CheckpointError)
                 raise ValueError(f"{name} has {size} bytes, {entry['bytes']} were written")
     except ValueError as error:
         return Found(path, step, False, str(error))
@@ -74,7 +82,7 @@ def verify(found: Found, copies: Locate = nowhere) -> None:
         if _is_copied(entry, copies):
             continue
         path = Path(found.path) / name
-        with files.explained("reading", path), path.open("rb") as file:
+        with durable_file.explained("reading", path), shared_file.open_regular(path) as file:
             size, digest = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
         if (size, digest) != (entry["bytes"], entry["sha256"]):
             raise CheckpointError(
@@ -127,12 +135,13 @@ def _decode(path: Path, entry: Mapping[str, Any], copies: Locate) -> dict[str, t
     if copy is not None:
         with contextlib.suppress(OSError, CheckpointError):
             return tensor_files.decode(copy, size, digest)
-    with files.explained("reading", path):
+    with durable_file.explained("reading", path):
         return tensor_files.decode(path, size, digest)
 
 
 def load_newest(directory: Path, position: int, log: Callable[[str], None] = print) -> tuple[Found, Any] | None:
-    """Return the newest checkpoint from which this position can be loaded, and its state; None if there is none.
+    """Return the newest checkpoint from which this position can be loaded, and its state; None if no save was ever
+    finished. Raises ``CheckpointError`` if none of those that were can be loaded.
 
     The ranks of a group must use the same checkpoint, but a rank reads only its own files: with several ranks use
     :func:`newest`, or agree on one that :func:`find` returns and :func:`load` it.
@@ -141,7 +150,8 @@ def load_newest(directory: Path, position: int, log: Callable[[str], None] = pri
 
 
 def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate = nowhere) -> Found | None:
-    """Return the newest checkpoint all of whose files are intact, or None. All files are read."""
+    """Return the newest checkpoint all of whose files are intact; None if no save was ever finished. All files are read.
+    Raises ``CheckpointError`` if checkpoints are there and none is intact."""
 
     def verified(found: Found) -> Found:
         verify(found, copies)
@@ -151,8 +161,8 @@ def newest(directory: Path, log: Callable[[str], None] = print, copies: Locate =
 
 
 def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], None]) -> Any:
-    """Return ``use`` of the newest checkpoint for which it does not raise. ``log`` gets the reason for each newer
-    one."""
+    """Return ``use`` of the newest checkpoint for which it does not raise; None if no save was ever finished. ``log`` gets
+    the reason for each newer one. Raises ``CheckpointError`` if some were finished and none can be used."""
     found, damaged = find(directory), dict[str, str]()
     while (choice := choose(found, damaged)).found:
         try:
@@ -163,7 +173,14 @@ def _first(directory: Path, use: Callable[[Found], Any], log: Callable[[str], No
             break
     for one, reason in choice.skipped:
         log(f"checkpoint {one.path} of step {one.step} is not used: {reason}")
-    return used if choice.found else None
+    if choice.found:
+        return used
+    if saved := [one for one, _ in choice.skipped if not one.unfinished]:
+        raise CheckpointError(
+            f"none of the {len(saved)} checkpoints in {directory} can be used, and a run that begins anew would lose what "
+            f"they hold: restore the files of {saved[0].path}, or move all step-* directories away to begin at step 0"
+        )
+    return None
 
 
 def _manifest(text: bytes, step: int) -> Mapping[str, Any]:
@@ -189,8 +206,8 @@ def _manifest(text: bytes, step: int) -> Mapping[str, Any]:
 
 
 def _skeleton(path: Path, entry: Mapping[str, Any]) -> Any:
-    with files.explained("reading", path):
-        text = path.read_bytes()
+    with durable_file.explained("reading", path), shared_file.open_regular(path) as file:
+        text = file.read()
     if (digest := hashlib.sha256(text).hexdigest()) != entry["sha256"]:
         raise CheckpointError(f"{path} is damaged: its sha256 is {digest}, {entry['sha256']} was written")
     return json.loads(text)

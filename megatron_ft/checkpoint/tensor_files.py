@@ -17,12 +17,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from megatron_ft.checkpoint.files import CHUNK_BYTES
 from megatron_ft.errors import CheckpointError
+from megatron_ft.utils import shared_file
+from megatron_ft.utils.durable_file import CHUNK_BYTES
 
 CODES = {
     torch.float64: "F64",
@@ -69,7 +70,8 @@ def decode(path: Path, bytes_: int, sha256: str) -> dict[str, torch.Tensor]:
 
     Raises ``OSError``, or ``CheckpointError`` with what is wrong with the file.
     """
-    with path.open("rb", buffering=0) as file:
+    with shared_file.open_regular(path) as buffered:
+        file = cast(io.FileIO, buffered.raw)
         digest = hashlib.sha256()
         length = int.from_bytes(_read(file, bytearray(8), digest, path), "little")
         if length > bytes_ - 8:

@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from megatron_ft.checkpoint import files, tensor_files
+from megatron_ft.checkpoint import tensor_files
 from megatron_ft.collectives import device_copies
 from megatron_ft.collectives.state_transfer import flatten
 from megatron_ft.core.lifecycle import checkpoint_policy
 from megatron_ft.errors import CheckpointError
+from megatron_ft.utils import durable_file, shared_file
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -92,12 +93,14 @@ def write_part(directory: Path, step: int, attempt: str, position: int, snapshot
     part, parts = snapshot.part, snapshot.parts
     place = None
     try:
-        with files.explained("writing a checkpoint to", directory):
-            place = files.make_directories(Path(directory), name, POSITION.format(position))
+        with durable_file.explained("writing a checkpoint to", directory):
+            place = durable_file.make_directories(Path(directory), name, POSITION.format(position))
             written = {PART.format(part + 1, parts): tensor_files.encode(snapshot.tensors)}
             if part == 0:
                 written[SKELETON] = iter([skeleton])
-            found = {f"{place.name}/{file}": files.write(place / file, pieces) for file, pieces in written.items()}
+            found = {
+                f"{place.name}/{file}": durable_file.write(place / file, pieces) for file, pieces in written.items()
+            }
     except CheckpointError:
         if place is None or place.is_dir() or not Path(directory).is_dir():
             raise
@@ -146,11 +149,11 @@ def complete(
         "files": dict(sorted(listed.items())),
         "meta": meta,
     }
-    with files.explained("completing the checkpoint", place):
+    with durable_file.explained("completing the checkpoint", place):
         # The process that created these directories syncs them, but perhaps after the others were done.
-        files.sync_directory(place)
-        files.sync_directory(directory)
-        files.write(place / MANIFEST, [sealed(body)])
+        durable_file.sync_directory(place)
+        durable_file.sync_directory(directory)
+        durable_file.write(place / MANIFEST, [sealed(body)])
     return place
 
 
@@ -195,11 +198,8 @@ def _check_seen(path: Path, size: int) -> None:
     """Raise ``CheckpointError`` unless this host sees the file. It is opened, because only that asks the server
     (NFS)."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            seen = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        with shared_file.open_regular(path) as file:
+            seen = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise CheckpointError(
             f"{path} was written, but this host cannot open it: {error.strerror}; checkpoint.directory must be on a file "

@@ -1,13 +1,12 @@
-"""Operations that consist of several on other communicators, one after the other, with copies or sums between them.
+"""Operations that consist of several on other communicators, one after the other, with sums between them.
 
 Such an operation is divided into pieces, in the same way at all members. A piece is a :class:`Chain`: a generator that
 takes its steps and yields while it has to wait. One thread moves all chains on; it lives while there are any.
 
-- **Lanes.** Peers match collectives by their order, and messages by their order for each peer and tag. Each such order is
-  a lane. A chain takes its steps by rising numbers, and takes a step only after the chain before it in the lane has
-  taken that step, or a later one; so each inner communicator, which has a step of its own, sees one order at all members.
-  If a chain ends before its last step, those behind it in the lane fail, too: peers would match them with the wrong ones.
-  Lanes do not wait for each other. A few chains of a lane are under way at a time, which bounds the memory.
+- **Order.** Peers match collectives by their order. A chain takes its steps by rising numbers, and takes a step only
+  after the chain before it has taken that step, or a later one; so each inner communicator, which has a step of its own,
+  sees one order at all members. If a chain ends before its last step, those behind it fail, too: peers would match them
+  with the wrong ones. A few chains are under way at a time, which bounds the memory.
 - **Abort.** No step is taken after it; what runs is left alone until it has ended. Memory that it may still touch is never
   used again.
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +28,7 @@ from megatron_ft.utils.log import first_line
 from megatron_ft.utils.vital_thread import VitalThread
 
 _AHEAD = 4
-"""The number of chains of a lane that are under way at a time."""
+"""The number of chains that are under way at a time."""
 _LOOK_S = 0.02
 
 Steps = Callable[["Chain", torch.Tensor], Generator[None]]
@@ -49,19 +48,19 @@ class ChainingCommunicator(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.members[inner._place], inner.members, inner.epoch, inner._timeout_s)
         self._inner = inner
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._line = _Line()
         self._lock = threading.Lock()
         self._mover: threading.Thread | None = None
 
     def connect(self) -> None:
         self._inner.connect()
 
-    def _chain(self, lane: Hashable, pieces: Sequence[torch.Tensor], steps: Steps) -> Work:
+    def _chain(self, pieces: Sequence[torch.Tensor], steps: Steps) -> Work:
         """Start an operation on ``pieces``, whose ``steps`` are the same for each."""
         work = ChainWork(self._over)
         work.chains = [Chain(self, work, piece, steps) for piece in pieces]
         with self._lock:
-            self._lanes.setdefault(lane, _Lane()).waiting.extend(work.chains)
+            self._line.waiting.extend(work.chains)
             if self._mover is None:
                 self._mover = VitalThread(self._move, "megatron_ft-chains")
                 self._mover.start()
@@ -76,14 +75,12 @@ class ChainingCommunicator(Communicator):
         pause, longest = PAUSES_S
         while True:
             with self._lock:
-                lanes = [lane for lane in self._lanes.values() if lane.take()]
-                if not lanes or self._over.aborted:
+                if not self._line.take() or self._over.aborted:
                     self._mover = None
-                    for chain in [chain for lane in self._lanes.values() for chain in lane.empty()]:
+                    for chain in self._line.empty():
                         chain.drop(Broken(ABORTED))
                     return
-            moved = [lane.move() for lane in lanes]
-            if any(moved):
+            if self._line.move():
                 pause = PAUSES_S[0]
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -96,7 +93,7 @@ class ChainingCommunicator(Communicator):
         return None  # the works keep all memory that may still be touched
 
 
-class _Lane:
+class _Line:
     """Chains in their order: those that wait, and those under way. ``failure``: why no step is taken any more."""
 
     def __init__(self) -> None:
@@ -156,7 +153,7 @@ class Chain:
     def move(self, before: Chain | None, failure: Broken | None) -> bool:
         """Go on as far as possible without waiting; True if the chain has ended. Raises ``Broken``.
 
-        ``before``: the one before it in the lane that is under way. ``failure``: why there is no next step in the lane.
+        ``before``: the one before it that is under way. ``failure``: why there is no next step.
         """
         self._before, self._failure = before, failure
         try:
@@ -178,10 +175,7 @@ class Chain:
         self._work.ended(why)
 
     def settled(self) -> bool:
-        try:
-            return self._over and self._still()
-        except RuntimeError:
-            return True  # the device has failed as a whole, and writes no more
+        return self._over and self._still()
 
     def step(self, number: int, start: Callable[[], Work]) -> Generator[None]:
         """Start an operation when it is its turn, and return when it has ended. Raises ``Broken``."""
@@ -197,16 +191,6 @@ class Chain:
         inner.wait()  # it has ended, so this returns or raises at once
         self._still = _always
         self._owner.refuse()
-
-    def until(self, ended: Callable[[], bool], by: float, late: str) -> Generator[None]:
-        """Return when ``ended`` was true before an abort began. Raises ``Broken`` with ``late`` at the time ``by``."""
-        self._still = ended
-        while not ended():
-            if time.monotonic() > by:
-                raise Broken("an operation timed out", late)
-            yield
-        self._owner.refuse()  # in this order: an abort that began before this look may have come before the end
-        self._still = _always
 
 
 class ChainWork(Work):

@@ -9,25 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import reconfigured_communicator
 from megatron_ft.collectives.base import Communicator
 from megatron_ft.collectives.cuda_nccl import CudaNccl
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
 from megatron_ft.collectives.nccl_communicator import MULTI_RANK_ENABLE, MULTI_RANK_NCCL, NcclCommunicator
-from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
-from megatron_ft.collectives.staged_communicator import StagedCommunicator
 from megatron_ft.collectives.two_level_communicator import TwoLevelCommunicator
 from megatron_ft.config.schema import AUTO, COMMUNICATORS
 from megatron_ft.errors import ConfigError
 
-KINDS = NCCL, GLOO, STAGED, RECONFIGURE = COMMUNICATORS
-"""The last two are taken only by word: they are not measured where they should be faster."""
+KINDS = NCCL, GLOO = COMMUNICATORS
 
 
 @dataclass(frozen=True)
@@ -53,16 +48,15 @@ class Offer:
         """
         cuda = device.type == "cuda"
         able = (NCCL, GLOO) if cuda and dist.is_nccl_available() else (GLOO,)
-        by_word = (STAGED,) * cuda + (RECONFIGURE,) * reconfigured_communicator.supported()
-        if setting not in (AUTO, *able, *by_word):
+        if setting not in (AUTO, *able):
             raise ConfigError(
                 f'fault_tolerance.communicator is "{setting}", and the gradients of this rank are on {device} with '
-                f"torch {torch.__version__}, which can use {' and '.join((*able, *by_word))}; set it to one of them or to "
+                f"torch {torch.__version__}, which can use {' and '.join(able)}; set it to one of them or to "
                 f'"{AUTO}", or move the model to a GPU before session.wrap'
             )
         alone = cuda and not (os.environ.get(MULTI_RANK_ENABLE) == "1" and torch.cuda.nccl.version() >= MULTI_RANK_NCCL)
         place = str(torch.cuda.get_device_properties(device).uuid) if alone else ""
-        return cls(able if setting == AUTO else (setting,), place, "" if cuda and setting != STAGED else host)
+        return cls(able if setting == AUTO else (setting,), place, "" if cuda else host)
 
     def to_json(self) -> list[Any]:
         return [list(self.kinds), self.place, self.host]
@@ -130,8 +124,6 @@ class Maker:
         """Return a communicator that is not connected. ``rendezvous`` returns the torch store of a name; no other
         communicator has this ``name``."""
         kind, same = choice.kind, (self.me, self.members, self.epoch, self.timeout_s)
-        if kind == RECONFIGURE:
-            return ReconfiguredCommunicator(_endpoints(self.me), rendezvous(name), *same, self.address)
         host: Communicator = GlooCommunicator(rendezvous(name), *same, self.address)
         if kind == NCCL:  # it knows itself which of its ranks share a host
             return with_nccl(host, self.device, name, rendezvous(f"{name}/{kind}"), *same)
@@ -141,14 +133,8 @@ class Maker:
                 rest = (self.epoch, self.timeout_s, self.address)
                 return GlooCommunicator(rendezvous(f"{name}/{step}"), self.me, members, *rest)
 
-            host = TwoLevelCommunicator(host, choice.hosts, part, rounded=self.rounded)
-        return StagedCommunicator(host) if kind == STAGED else host
-
-
-@lru_cache
-def _endpoints(me: int) -> Endpoints:
-    """Return the process groups of this process that go from view to view."""
-    return Endpoints(me)
+            return TwoLevelCommunicator(host, choice.hosts, part, rounded=self.rounded)
+        return host
 
 
 def with_nccl(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_ft.collectives import device_copies
@@ -21,6 +22,9 @@ from megatron_ft.types import GroupId
 
 _TAG = 1000
 """Tags tell messages between two members apart; state and buckets use different ones."""
+
+_EXACT_BYTES = 8
+"""The size of the largest numbers of numpy that Python's numbers hold exactly."""
 
 
 def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
@@ -38,7 +42,9 @@ def flatten(state: Any, devices: bool = True) -> tuple[Any, list[torch.Tensor]]:
         if isinstance(value, list | tuple):
             which = "list" if isinstance(value, list) else "tuple"
             return {which: [encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
-        if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= _EXACT_BYTES:
+            return {"numpy": [value.dtype.name, value.item()]}  # its arithmetic is not that of Python's numbers
+        if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)):
             return {"value": value}
         raise EngineError(
             f"state{path} is a {type(value).__name__}; a state may hold tensors, numbers, strings, lists and mappings"
@@ -55,6 +61,8 @@ def unflatten(skeleton: Any, take: Callable[[torch.dtype, list[int], str], torch
         return take(getattr(torch, dtype), shape, on)
     if kind == "map":
         return {key: unflatten(item, take) for key, item in body}
+    if kind == "numpy":
+        return np.dtype(body[0]).type(body[1])
     if kind == "value":
         return body
     items = [unflatten(item, take) for item in body]

@@ -82,7 +82,7 @@ class TwoLevelCommunicator(ChainingCommunicator):
 
     def _all_reduce(self, tensor: torch.Tensor) -> Work:
         flat = tensor.detach().view(-1)
-        return self._chain("sums", flat.split(max(1, PIECE // flat.element_size())), self._sum)
+        return self._chain(flat.split(max(1, PIECE // flat.element_size())), self._sum)
 
     def _sum(self, chain: Chain, piece: torch.Tensor) -> Generator[None]:
         parts, leader = self._parts, min(self._host)

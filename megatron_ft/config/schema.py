@@ -4,6 +4,9 @@ The section is typed, frozen, and validated once, before any process starts: :fu
 the value, the rule and the remedy, for an unknown key, a value of the wrong type or out of range, and settings that
 contradict each other. An explicit value always takes precedence over the environment. Keys outside the section belong
 to the engine: DeepSpeed gets them, and the torch-native engine names them in a warning.
+
+Keys that end with ``_s`` are in seconds, with ``_gb`` in 10^9 bytes, with ``_mb`` in MiB. The docstrings below the fields
+are what users read: ``python -m tools.settings`` writes docs/settings.md from them.
 """
 
 from __future__ import annotations
@@ -44,8 +47,10 @@ from megatron_ft.errors import ConfigError
 from megatron_ft.types import Microbatch, listed
 
 _MOST_VERIFIED = 16
-EMBEDDED, OWN_ETCD = "embedded", "etcd"
-"""Values of ``store`` beside "auto" and the address of an etcd (``store_address``)."""
+EMBEDDED = "embedded"
+"""Value of ``store`` beside the address of an etcd (``store_address``)."""
+STORE_WORDS = (EMBEDDED, AUTO, "etcd")
+"""The words that ``store`` may be or was: "auto" is the embedded store, and "etcd" is refused."""
 
 USED_ENGINE_KEYS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
@@ -62,6 +67,7 @@ ENGINE_KEYS = frozenset(
 
 
 def _model(name: str, value: Any) -> dict[str, Any]:
+    """Accept a JSON object, or the path of such a file, relative to the config."""
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"{name} is {value!r}; it must be a JSON object like Hugging Face's config.json, or the path of such a file"
@@ -70,6 +76,7 @@ def _model(name: str, value: Any) -> dict[str, Any]:
 
 
 def _domains_or_auto(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...] | Auto:
+    """Accept "auto" or a list with an entry for each group, all strings or all whole numbers."""
     if value == AUTO:
         return AUTO
     rule = f'it must be "{AUTO}" or a list with the failure domain (e.g. rack) of each group'
@@ -81,26 +88,29 @@ def _domains_or_auto(name: str, value: Any) -> tuple[str, ...] | tuple[int, ...]
     return tuple(value)
 
 
-def _store(name: str, value: Any) -> str:
+def store_setting(name: str, value: Any) -> str:
+    """Accept "embedded" ("auto" is the same), "etcd://HOST:PORT,..." or "etcds://HOST:PORT,..."."""
     text: str = STRING(name, value)
-    if text in (AUTO, EMBEDDED, OWN_ETCD):
-        return text
-    if "://" not in text:
+    if text in (AUTO, EMBEDDED):
+        return EMBEDDED
+    nodes = '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
+    if text == "etcd":
         raise ConfigError(
-            f'{name} is {value!r}; it must be "{AUTO}", "{EMBEDDED}", "{OWN_ETCD}" or '
-            f'"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
+            f'{name} is "etcd", but a run starts no etcd of its own any more; leave it out for the embedded store, which '
+            f"survives the same losses, or give {nodes}"
         )
+    if "://" not in text:
+        raise ConfigError(f'{name} is {value!r}; it must be "{EMBEDDED}" or {nodes}')
     try:
-        address = EtcdAddress.parse(value)
+        EtcdAddress.parse(value)
     except ValueError as error:
         shown = re.sub(r"password=[^&]*", "password=...", value)
         raise ConfigError(f"{name} is {shown!r}{error}") from None
-    if address.own:
-        raise ConfigError(f'{name} is {value!r}; for an etcd of the run\'s own give "{OWN_ETCD}"')
     return text
 
 
 def _microbatches(name: str, value: Any) -> tuple[str, ...]:
+    """Accept a list of microbatches STEP/SHARD.INDEX, such as ``["120/3.0"]``."""
     rule = (
         'it must be a list of microbatches STEP/SHARD.INDEX, such as ["120/3.0"], as the message of the run names them'
     )
@@ -113,6 +123,7 @@ def _microbatches(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _count_or_slack(name: str, value: Any) -> int | str:
+    """Accept "slack" or a whole number >= 0."""
     if value == verification.SLACK:
         return verification.SLACK
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -120,12 +131,23 @@ def _count_or_slack(name: str, value: Any) -> int | str:
     return value
 
 
-COMMUNICATORS = ("nccl", "gloo", "staged", "reconfigure")
+COMMUNICATORS = ("nccl", "gloo")
 """Communicators between groups, in the order of preference (``collectives.communicator_choice``)."""
+_GONE = ("staged", "reconfigure")
+"""Communicators that earlier versions had; both summed over gloo."""
+
+
+def _communicator(name: str, value: Any) -> str:
+    """Accept "auto", "nccl" or "gloo"."""
+    if value in _GONE:
+        raise ConfigError(f'{name} is "{value}", which is gone; use "gloo", which takes the same tensors, or "{AUTO}"')
+    text: str = one_of(AUTO, *COMMUNICATORS)(name, value)
+    return text
 
 
 def setting(default: Any, rule: Any) -> Any:
-    """A field of a section: ``rule`` takes its full name and a value from JSON, and returns the value in force."""
+    """A field of a section: ``rule`` takes its full name and a value from JSON, and returns the value in force. Its words,
+    or else its docstring, say in docs/settings.md which values it accepts (``tools/settings.py``)."""
     return field(default=default, metadata={"rule": rule})
 
 
@@ -133,50 +155,51 @@ def setting(default: Any, rule: Any) -> Any:
 class DetectorConfig:
     """Timeouts and thresholds after which a rank, a host or a group counts as failed.
 
-    The end of a process needs none of them: its agent notices at once. docs/timeouts.md lists what each of them ends.
+    The end of a process needs none of them: its agent notices at once. What follows each of them: docs/timeouts.md.
     """
 
     collective_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Seconds, > 0, or "auto". A collective operation between groups that takes longer ends the epoch, and a group whose
-    ranks wait for longer in a collective of its engine has failed. Auto: between groups half an hour; inside a group ten
-    times the longest wait or piece of work so far, at least a minute and at most half an hour."""
+    """Longest time of a collective operation. Between groups a longer one ends its epoch; a group whose ranks wait
+    longer in a collective of their engine is out. "auto": 1800 between groups; inside a group ten times the longest
+    wait or piece of work so far, at least 60 and at most 1800."""
     report_timeout_s: float = setting(60.0, POSITIVE)
-    """Seconds, > 0. At the end of an epoch, the next view leaves out a live group that has not reported in this time.
-    It must be longer than the group's longest microbatch, because a group reports between two microbatches."""
+    """A group that has not reported this long after the end of an epoch is left out of the next view. The limit is four
+    times the longest microbatch measured, if that is more: a group reports between two microbatches."""
 
     stopped_timeout_s: float = setting(0.5, POSITIVE)
-    """Seconds, > 0. A rank whose process is stopped (SIGSTOP) for longer has failed."""
+    """A rank whose process is stopped (SIGSTOP) for longer is out."""
     hang_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Seconds, > 0, or "auto". A rank that makes no progress for longer has failed. Auto: ten times the longest time
-    between two signs of progress so far, at least a minute."""
+    """A rank that works on one thing (a microbatch, an update, a call of the dataset) for longer is out. "auto": ten
+    times the longest so far, at least 60."""
 
     storage_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Seconds, > 0 and at most ``collective_timeout_s``, or "auto": the same as ``collective_timeout_s``. Limit that
-    replaces ``hang_timeout_s`` for a rank that is inside the dataset or in the kernel (state D) while ranks of other
-    groups are there, too: the file system does not answer."""
+    """Limit in place of ``hang_timeout_s`` for a rank inside the dataset or in the kernel (state D) while ranks of
+    other groups are there, too: the file system does not answer. "auto": ``collective_timeout_s``, the largest
+    value allowed."""
     outside_timeout_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Seconds, > 0 and at most ``collective_timeout_s``, or "auto": the same as ``collective_timeout_s``. A rank that
-    spends longer in the script's own code between two steps (evaluation, saving) has failed."""
+    """A rank that stays longer in the script's own code between two steps (evaluation, saving) is out. "auto":
+    ``collective_timeout_s``, the largest value allowed."""
     stall_notice_s: float = setting(10.0, POSITIVE)
-    """Seconds, > 0. When groups have waited this long for another group, the agent logs which groups wait, for which,
-    and where it is. It repeats the line whenever the time has doubled, and logs the end of the wait."""
+    """When groups have waited this long for another group, the log names that one and its place; again whenever the time has
+    doubled, and when the wait ends (docs/timeouts.md)."""
 
     heartbeat_timeout_s: float = setting(0.8, POSITIVE)
-    """Seconds, > 0. A host is cut off when none of its heartbeats has arrived for longer. The limit grows where
-    heartbeats have been seen to arrive late."""
+    """A host that is silent for longer counts as cut off. The limit grows where heartbeats arrive late."""
 
     straggler_factor: float = setting(
         1.5, Rule("0, or a number > 1", lambda value: is_number(value) and (value == 0 or value > 1), float)
     )
-    """Ratio > 1, or 0 to turn this off. A group whose time per microbatch exceeds this many times the median of the
-    other groups, in ``straggler_steps`` consecutive steps, gets fewer microbatches until it is as fast as the others
-    again."""
+    """A group this many times slower than the median of the other groups, in ``straggler_steps`` consecutive steps,
+    gets fewer microbatches until it is as fast as they are. 0: never, as always with other policies than
+    "stacked_quota"."""
     straggler_steps: int = setting(3, whole_number(1))
-    """Number of consecutive slow steps, >= 1, before a group gets fewer microbatches."""
+    """Number of consecutive slow steps after which a group counts as slow."""
 
     state_check_steps: int = setting(64, whole_number(0))
-    """Number of steps, >= 0, in which the parameters, buffers and optimizer state of all groups are compared once, a
-    part of them at a time. 0: they are compared only before a checkpoint and at the end of the run."""
+    """In this number of steps, all parameters, buffers and optimizer state of every group are compared once with the
+    other groups'. A minority leaves and comes back with the others' state; a tie stops the run. All of it is also
+    compared when a group enters, which groups that have just come back do not decide. 0: only then, at checkpoints and
+    at the end."""
 
     @property
     def longest_collective_s(self) -> float:
@@ -190,23 +213,22 @@ class RejoinConfig:
     """Whether lost groups are started again, and how many groups a run may have."""
 
     enabled: bool = setting(True, TRUE_OR_FALSE)
-    """true or false. The agents of a lost group's hosts start it again, and it enters the run at the beginning of a
-    step."""
+    """The agents of a lost group's hosts start it again, and it enters the run while the others train."""
     restarts_per_hour: int = setting(6, whole_number(1))
-    """Number of restarts of one group, >= 1, within an hour. A group that is lost once more is not started again,
-    unless a spare host takes it over."""
+    """Number of starts of one group in any hour, its first start not counted. A group that is lost once more is not
+    started again, unless a spare host takes it over."""
     max_groups: int | Auto = setting(AUTO, or_auto(whole_number(1)))
-    """Largest number of groups at the same time, >= the number at the start, when ``megatron-ft join`` adds hosts; or
-    "auto": twice the number at the start."""
+    """Largest number of groups when groups are added, not below the number at the start. "auto": twice the number at
+    the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """How much of the computation is verified. It needs ``reduction`` "exact"."""
+    """How much of the computation is verified (docs/exactness.md)."""
 
     microbatches_per_step: int | str = setting(0, _count_or_slack)
-    """Number of microbatches of a step, >= 0, that a second group computes, to compare their gradients; or "slack": those
-    that the policy's standby groups compute anyway."""
+    """Number of microbatches of each step that a second group computes, to find silent corruption. It needs
+    ``reduction`` "exact". "slack": those that standby groups compute anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,16 +237,15 @@ class CheckpointConfig:
     (docs/checkpoints.md)."""
 
     directory: str = setting("", STRING)
-    """Path of a directory on a file system that all hosts share, relative to where the launcher is started. "": no
-    checkpoints."""
+    """Directory in which the run is saved, on a file system that all hosts share; a relative path begins where the
+    launcher is started. The same command then goes on from the newest checkpoint. "": no checkpoints."""
     period_s: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Seconds between two checkpoints, > 0, or "auto": computed from the measured time of a save and the measured time
-    between ends of the job."""
+    """Time between two checkpoints. "auto": from the cost of a save and the measured lifetime of the job."""
     keep: int = setting(3, whole_number(1))
-    """Number of checkpoints to keep, >= 1. The oldest are deleted."""
+    """Number of newest checkpoints to keep."""
     memory_gb: float = setting(0.0, number(0))
-    """Memory of each host, in 10^9 bytes, >= 0, for copies of the newest checkpoints' files: the host's own and those
-    of another host. A start reads from these copies. They outlive the job, but not the host. 0: no copies."""
+    """Memory of each host for copies of the newest checkpoints, its own and those of another host. The next start reads
+    from there. Copies outlive the job, but not the host. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,81 +253,74 @@ class FaultToleranceConfig:
     """The section ``fault_tolerance``. The defaults suit most runs."""
 
     policy: str = setting(policies.STACKED_QUOTA, one_of(*policies.POLICIES))
-    """Which group computes and contributes what, and what follows a loss (docs/policies.md). ``stacked_quota``: groups
-    share the microbatches evenly, and slow groups get fewer; with the others ``straggler_factor`` is 0. ``spare``: SPARe's
-    stacks. ``recover``: ReCoVer's roles. Three to compare with: ``replication``, ``redundancy`` groups compute the
-    same; ``drop``, the batch becomes smaller; ``restart``, any loss ends the run, and the launcher starts it again from
-    the newest checkpoint, as it does after a wipe-out of ``spare`` and ``replication``."""
+    """Which group computes and contributes what, and what follows a loss (docs/policies.md)."""
     standby: str = setting("none", one_of("none", policies.SLACK))
-    """Copies that groups compute with ``policy`` "stacked_quota". ``slack``: a group that would wait for others in every
-    step computes microbatches of another group meanwhile. The other policies have standby work of their own."""
+    """Work beside a group's own. "slack": with ``policy`` "stacked_quota", a group that would wait for others computes
+    microbatches of another group meanwhile. The other policies have standby work of their own."""
     standby_memory_gb: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Largest memory of a rank for standby gradients, in 10^9 bytes, > 0, or "auto": no limit. Each contributor that a
-    group stands by for takes as much as the rank's gradients. A run that may need more ends before its first step."""
+    """Largest memory of a rank for standby gradients. Each contributor that a group stands by for takes as much as the
+    rank's gradients; a run that may need more ends before its first step. "auto": no limit."""
     redundancy: int | Auto = setting(AUTO, or_auto(whole_number(1)))
-    """Number of groups that host each shard, from 1 to the number of groups, or "auto": the number that
-    ``core.replication.placement`` recommends; with ``policy`` "replication" 2. After :func:`resolve` it is a number."""
+    """Number of groups that host (prefetch) each shard of the batch, at most the number of groups. "auto": SPARe's
+    floor(log2 N + 0.833), or the most that the placement allows; 2 with ``policy`` "replication"."""
     placement: str = setting("golomb", one_of("golomb", "consecutive", "full"))
-    """Which groups host which shards; groups prefetch the samples of the shards they host. ``golomb``: any two shards
-    share at most one host. ``consecutive``: neighbouring groups. ``full``: every group hosts every shard, and
-    prefetches only its own."""
+    """Which groups host which shards. "golomb": any two shards share at most one host. "consecutive": neighbouring
+    groups. "full": every group hosts every shard, and prefetches its own."""
     failure_domains: tuple[str, ...] | tuple[int, ...] | Auto = setting(AUTO, _domains_or_auto)
-    """List with the failure domain (rack, switch) of each group, all strings or all whole numbers, or "auto": unknown.
-    The hosts of a shard are spread over the domains. It needs ``placement`` "golomb"."""
-    store: str = setting(AUTO, _store)
-    """Control store, through which groups agree. ``embedded``: a process of the run on host 0; another host takes it
-    over when host 0 is lost, if all hosts share the run directory. ``etcd``: an etcd that the run starts on its first
-    three hosts, any of which may be lost. ``etcd://host:port,host:port,host:port``: an etcd that runs already, or
-    ``etcds://...?ca=FILE`` with TLS (docs/security.md). "auto": ``etcd`` where three hosts have the program, else
-    ``embedded`` (docs/hosts.md)."""
+    """Failure domain (rack, switch) of each group; the hosts of a shard are spread over the domains. It needs
+    ``placement`` "golomb". "auto": none known."""
+    store: str = setting(EMBEDDED, store_setting)
+    """Control store, through which groups agree. "embedded": a process of host 0's agent, started again when it dies,
+    which another host takes over when host 0 is lost, if all hosts share the run directory (docs/hosts.md). An address:
+    an etcd that is there, such as ``etcd://h1:2379,h2:2379,h3:2379``, or ``etcds://...?ca=FILE`` with TLS
+    (docs/security.md)."""
     store_patience_s: float = setting(60.0, POSITIVE)
-    """Seconds, > 0. A recovery waits this long for a control store that answers. Then the run ends with exit code 7,
-    and can be started again from its newest checkpoint."""
+    """A recovery that finds no control store for longer ends the run with exit code 7; the launcher starts it again
+    from the newest checkpoint."""
     min_groups: int = setting(1, whole_number(1))
-    """Smallest number of live groups, from 1 to the number at the start. With fewer the run stops."""
+    """The run stops when fewer groups are left. It is at most the number of groups at the start."""
     bucket_mb: float | Auto = setting(AUTO, or_auto(POSITIVE))
-    """Largest size of a gradient bucket in MiB of fp32, > 0, or "auto": an eighth of the gradients, between 1 and 25. A
-    bucket that was reduced before a failure is not reduced again."""
+    """Largest size of a gradient bucket, counted in fp32. A bucket that was reduced before a failure is not reduced
+    again. "auto": an eighth of the gradients, between 1 and 25."""
     reduction: str = setting("fast", one_of("fast", "exact"))
-    """The way in which gradients are summed. ``fast``: in fp32; a failure changes the order of the sum, and so its last
-    bits. ``exact``: without rounding, so that a run with failures ends in the same bits as one without; it takes 16
-    bytes of memory per parameter in place of 8 (docs/exactness.md)."""
+    """How gradients are summed. "fast": in fp32; a failure changes the order of the sum, and so its last bits. "exact":
+    without rounding, so that a run with failures ends in the same bits as one without; it takes 16 bytes of memory per
+    parameter in place of 8 (docs/exactness.md)."""
     exact_bits: int = setting(grid.MOST_BITS, whole_number(16, grid.MOST_BITS))
-    """Bits of a sum with ``reduction`` "exact", 16 to 51. With 30 or fewer an element of a bucket takes 4 bytes on the
-    network, else 8."""
+    """Bits of a sum with ``reduction`` "exact". With 30 or fewer an element takes 4 bytes on the network, else 8."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """The section ``verify``: microbatches that two groups compute, to find silent corruption (docs/exactness.md)."""
     reduce_dtype: str = setting("fp32", one_of("fp32", "bf16"))
-    """Type in which gradients are sent between groups: ``fp32``, or ``bf16``, which rounds them. Loss and count are
-    exact in both."""
-    communicator: str = setting(AUTO, one_of(AUTO, *COMMUNICATORS))
-    """The library that sums gradients between groups. ``nccl``: on the GPUs. ``gloo``: through the hosts' memory. "auto":
-    NCCL where the model is on GPUs and no two groups share one, else gloo. ``staged``: gloo, with copies of our own in
-    pinned memory. ``reconfigure``: gloo, whose process group changes its members (torch 2.14)."""
+    """Type in which gradients are sent between hosts. "bf16": half the bytes, added in fp32 and rounded at most three
+    times, but not with every communicator (docs/gpu.md#which-communicator). Loss and count are exact in both."""
+    communicator: str = setting(AUTO, _communicator)
+    """Library that sums gradients between groups: "nccl" on their GPUs, "gloo" in the hosts' memory. "auto": "nccl"
+    where the model is on GPUs and no two groups share one, else "gloo" (docs/gpu.md)."""
     loss_reduction: str = setting("microbatch", one_of("microbatch", "token"))
-    """The unit over which the loss and the gradient of a step are averaged. ``microbatch``: the loss function returns the
-    mean loss of a microbatch, and all microbatches have equal weight. ``token``: it returns the sum of the tokens'
-    losses and the number of these tokens, and all tokens of the step have equal weight."""
+    """What the loss of a step is a mean over. "microbatch": the loss function returns the mean loss of a microbatch,
+    and all microbatches of a step weigh the same. "token": it returns (sum of the losses, number of tokens), and all
+    tokens of a step weigh the same (docs/semantics.md)."""
     inner_shards: int = setting(1, whole_number(1))
-    """Number of ranks of a group among which the samples of each microbatch are divided, >= 1: FSDP's shards, the ranks of
-    DeepSpeed's ZeRO-2 and 3, Megatron's data-parallel ranks. A group has stages x slices x inner_shards ranks."""
+    """Number of ranks of a group among which the samples of each microbatch are divided: FSDP's shards, ZeRO-2 and 3,
+    Megatron's data-parallel ranks (docs/engines.md)."""
     inner_shards_divide: str = setting("samples", one_of("samples", "sequence"))
-    """What of a microbatch is divided among the inner_shards. ``samples``: the first axis of its tensors. ``sequence``: the
-    second axis; each rank has a part of every sequence, and the model's attention exchanges them (Ulysses)."""
+    """What of a microbatch the ``inner_shards`` divide. "samples": the first axis of its tensors. "sequence": the
+    second axis; each rank has a part of every sequence, and the model's attention exchanges them (Ulysses,
+    docs/engines.md)."""
     inner_shards_reduce: str = setting("each", one_of("each", "last"))
-    """When FSDP2 reduces gradients among the inner_shards. ``each``: with each microbatch. ``last``: with the last one of
-    those that the group has at a time; faster, and every rank holds the gradient of the whole model until then."""
+    """When FSDP2 sums gradients inside a group. "each": with each microbatch. "last": with the last one that the group
+    has at a time; faster, and every rank holds the gradient of the whole model until then (docs/engines.md)."""
     overlap: bool = setting(True, TRUE_OR_FALSE)
-    """true or false. A bucket is sent during the backward pass of a step's last microbatch. The results are the same
-    either way."""
+    """Buckets are sent during the last backward pass of a step. The results are the same either way."""
     nonfinite: str = setting("skip", one_of("skip", "recompute", "stop"))
-    """The treatment of a step whose gradient has an inf or nan. ``skip``: the step makes no update. ``recompute``: another
-    group first computes the microbatches it came from. ``stop``: the run ends."""
+    """What follows a gradient that is inf or nan. "skip": the update is left out and the group it came from is named.
+    "recompute": that group leaves first and others compute its part again. "stop": the run stops."""
     skip_microbatches: tuple[str, ...] = setting((), _microbatches)
-    """Microbatches ``"step/shard.index"`` that are left out: the gradient of their step is the mean over the others. For
-    samples that end the process that computes them; the message of a run that has stopped for such a microbatch names it."""
+    """Microbatches that are left out of their step, because their samples end every process that computes them: the
+    gradient is the mean over the others. A run that stops for such a microbatch names it."""
     seed: int = setting(0, whole_number(0))
-    """Seed, >= 0, of everything random that belongs to a microbatch: its samples and its dropout masks."""
+    """Seed of everything random that belongs to a microbatch: the order of the samples and dropout.
+    ``megatron_ft.init(seed=...)`` overrides it."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     """The section ``detector``: timeouts and thresholds."""
     rejoin: RejoinConfig = field(default_factory=RejoinConfig)
@@ -314,9 +328,8 @@ class FaultToleranceConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """The section ``checkpoint``."""
     model: Mapping[str, Any] = field(default_factory=dict, metadata={"rule": _model})
-    """Description of the model with the keys of Hugging Face's config.json, or the path of such a file, relative to the
-    config. It is checked against the ranks of a group before any process starts; the script gets it as
-    ``session.config.model``."""
+    """The model in the words of Hugging Face's config.json. It is checked against stages and slices before any process
+    starts; the script gets it as ``session.config.model``."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` for a value that its rule refuses, or for values that contradict each other."""
@@ -420,6 +433,10 @@ class RunConfig:
         section["verify"] = VerifyConfig(**section.get("verify", {}))
         section["failure_domains"] = _domains_or_auto("fault_tolerance.failure_domains", section["failure_domains"])
         section["skip_microbatches"] = tuple(section.get("skip_microbatches", ()))
+        if section.get("communicator") in _GONE:  # of older records
+            section["communicator"] = "gloo"
+        if section.get("store") in STORE_WORDS:  # older records have "auto", and "etcd", which no run starts any more
+            section["store"] = EMBEDDED
         return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
 
 
@@ -463,6 +480,23 @@ def _json(path: Path, what: str) -> dict[str, Any]:
     return raw
 
 
+def _refuse_quoted(value: Any, name: str = "") -> None:
+    """Raise ``ConfigError`` for "true" and "false" in quotes: a string that is not empty counts as true. The description
+    of the user's model is not this package's."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            where = f"{name}.{key}" if name else str(key)
+            if where != "fault_tolerance.model":
+                _refuse_quoted(inner, where)
+    elif isinstance(value, list | tuple):
+        for number_, inner in enumerate(value):
+            _refuse_quoted(inner, f"{name}[{number_}]")
+    elif isinstance(value, str) and value.lower() in ("true", "false"):
+        raise ConfigError(
+            f'{name} is the string "{value}", which would count as true; write {value.lower()} without quotes'
+        )
+
+
 def resolve(
     raw: Mapping[str, Any], *, groups: int, ranks_per_group: int | None = None, shards: int | None = None
 ) -> RunConfig:
@@ -486,6 +520,7 @@ def resolve(
     for key in raw:
         if key not in known | parallelism.REFUSED_KEYS:
             raise ConfigError(f"setting {key!r} is not known{nearest(key, known)}")
+    _refuse_quoted(raw)
     clipping = number(0)("gradient_clipping", raw.get("gradient_clipping", 0.0))  # 0 turns clipping off
     section = _section(FaultToleranceConfig, raw.get("fault_tolerance", {}), "fault_tolerance")
     section.check()
@@ -800,9 +835,3 @@ def _check(section: Any, where: str) -> None:
     for f in fields(section):
         value, name = getattr(section, f.name), f"{where}.{f.name}"
         _check(value, name) if is_dataclass(value) else f.metadata["rule"](name, value)
-
-
-def is_embedded(store: str) -> bool:
-    """Return whether the setting ``store`` starts the embedded control store, at least until the hosts have met
-    (auto)."""
-    return store in (AUTO, EMBEDDED)

@@ -15,9 +15,8 @@ from megatron_ft.config.validators import nearest
 
 PASSWORD_VARIABLE = "MEGATRON_FT_ETCD_PASSWORD"
 """Environment variable with the password of ``user``, where ``password_file`` is not given."""
-_SCHEMES = {"etcd": (False, False), "etcds": (True, False), "etcd+own": (False, True), "etcds+own": (True, True)}
-"""For each scheme: whether connections are encrypted, and whether the nodes belong to the run, which may replace
-them."""
+_SCHEMES = {"etcd": False, "etcds": True}
+"""For each scheme: whether connections are encrypted."""
 _RULE = '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" with all nodes of an etcd (etcds:// with TLS)'
 
 
@@ -34,7 +33,6 @@ class EtcdAddress:
     Attributes:
         endpoints: Host and port of each node.
         tls: Connections are encrypted. The other attributes need it.
-        own: The nodes belong to the run, which may replace them.
         ca: File with the certificates that must have signed those of the nodes. "": the system's.
         cert: File with this client's certificate. "": none.
         key: File with the certificate's key.
@@ -44,7 +42,6 @@ class EtcdAddress:
 
     endpoints: tuple[tuple[str, int], ...]
     tls: bool = False
-    own: bool = False
     ca: str = ""
     cert: str = ""
     key: str = ""
@@ -59,11 +56,11 @@ class EtcdAddress:
         nodes, question, query = rest.partition("?")
         if not is_etcd(text):
             raise ValueError(f"; it must be {_RULE}")
-        tls, own = _SCHEMES[scheme]
+        tls = _SCHEMES[scheme]
         endpoints = tuple(_endpoint(node) for node in nodes.split(","))
         if len(set(endpoints)) < len(endpoints):
             raise ValueError(f", which names a node twice; it must be {_RULE}")
-        address = cls(endpoints, tls, own, **_options(query))
+        address = cls(endpoints, tls, **_options(query))
         if question and not tls:
             raise ValueError(
                 ", whose options need TLS: without it a password could be read on the network; use etcds://"
@@ -75,7 +72,7 @@ class EtcdAddress:
         return address
 
     def __str__(self) -> str:
-        scheme = next(name for name, kind in _SCHEMES.items() if kind == (self.tls, self.own))
+        scheme = "etcds" if self.tls else "etcd"
         given = {name: getattr(self, name) for name in _OPTIONS if getattr(self, name)}
         return f"{scheme}://{self.nodes}" + (f"?{urlencode(given, safe='/')}" if given else "")
 

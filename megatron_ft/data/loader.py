@@ -1,7 +1,7 @@
 """The microbatches of a map-style dataset, as ``torch.utils.data.DataLoader`` users expect them, by microbatch id.
 
-A microbatch is a pure function of its id: shuffling follows ``data.order``, and a worker process seeds its random numbers
-(``random``, numpy, torch) by the microbatch, so that augmentations are the same whichever group computes it.
+A microbatch is a pure function of its id: shuffling follows ``data.order``, and a worker process seeds its generators
+(``data.generators``) as the prefetcher does in the rank, so that augmentations are the same whichever group computes it.
 
 Failures it assumes: a worker process dies (the rank then fails, and is started again as any other); the rank is killed (its
 workers die with it, so that no inherited socket stays open).
@@ -9,8 +9,9 @@ workers die with it, so that no inherited socket stays open).
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import random
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-import numpy as np
 import torch
-import torch.multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +30,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from megatron_ft.data.order import BatchSchedule, microbatch_seed, sample_indices
+from megatron_ft.data import generators
+from megatron_ft.data.order import BatchSchedule, data_seed, sample_indices
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.types import Microbatch
 from megatron_ft.utils import lifeline, process_name
@@ -77,15 +77,27 @@ class Loader:
         """0 if the dataset does not say how long its samples are."""
         self._collate = collate_fn or default_collate
         self._expected: list[Microbatch] = []
-        self._loading: dict[Microbatch, Future[Any]] = {}
+        self._loading: dict[Microbatch, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._workers, self._pool = num_workers, None
         if num_workers:
             # Forked now: later this process has connections that a fork would hold open.
-            context = torch.multiprocessing.get_context("fork")
-            own = (os.getpid(), context.Value("i", 0), dataset, self._collate, worker_init_fn)
-            self._pool = ProcessPoolExecutor(num_workers, context, _begin, own)
-            self._pool.submit(int).result()
+            context = multiprocessing.get_context("fork")
+            try:
+                own = (os.getpid(), context.Value("i", 0), dataset, self._collate, worker_init_fn)
+                self._pool = ProcessPoolExecutor(num_workers, context, _begin, own)
+                self._pool.submit(int).result()
+            except OSError as error:
+                raise DataError(
+                    f"session.loader: num_workers is {num_workers}, and no worker process can be started: {error}; their "
+                    f"semaphores are in /dev/shm: make it larger (docker run --shm-size 1g), or use num_workers=0"
+                ) from None
+
+    @property
+    def read_ahead(self) -> bool:
+        """See ``data.prefetch.Dataset``. A thread that waits for a worker disturbs nothing."""
+        plain = getattr(self._dataset, "read_ahead", False) and self._collate is default_collate
+        return self._pool is not None or plain
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -140,9 +152,9 @@ class Loader:
             if microbatch not in self._loading:
                 self._loading[microbatch] = self._submit(microbatch)
 
-    def _submit(self, microbatch: Microbatch) -> Future[Any]:
+    def _submit(self, microbatch: Microbatch) -> Future[bytes]:
         assert self._pool is not None
-        return self._pool.submit(_load, self.indices(microbatch), microbatch_seed(self._seed, microbatch))
+        return self._pool.submit(_load, self.indices(microbatch), data_seed(self._seed, microbatch))
 
     def __call__(self, microbatch: Microbatch) -> Any:
         """Return the batch of a microbatch. Raises what the dataset raises, and ``DataError`` if a worker has died."""
@@ -153,7 +165,7 @@ class Loader:
                 loading = self._loading.pop(microbatch, None) or self._submit(microbatch)
                 self._expected = [other for other in self._expected if other != microbatch]
                 self._load_ahead()
-            return loading.result()
+            return pickle.loads(loading.result())
         except BrokenProcessPool:
             raise DataError(
                 "session.loader: a worker process has died; if the kernel killed it for memory (dmesg says so), use fewer "
@@ -200,6 +212,7 @@ def of_dataloader(dataloader: Any, samples_per_microbatch: int) -> dict[str, Any
             f"session.prepare: the DataLoader has a {type(sampler).__name__}; microbatches are found by number, in the "
             f"dataset's order or shuffled. Give session.loader a dataset whose dataset[index] is in your order"
         )
+    _check_complete(sampler, dataloader.dataset)
     return {
         "dataset": dataloader.dataset,
         "shuffle": type(sampler) is RandomSampler or bool(getattr(sampler, "shuffle", False)),
@@ -207,6 +220,20 @@ def of_dataloader(dataloader: Any, samples_per_microbatch: int) -> dict[str, Any
         "num_workers": dataloader.num_workers,
         "worker_init_fn": dataloader.worker_init_fn,
     }
+
+
+def _check_complete(sampler: Any, dataset: Any) -> None:
+    """Raise ``ConfigError`` for a sampler of other numbers than those of all samples, each once."""
+    if not hasattr(dataset, "__len__"):
+        return
+    source: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler.data_source
+    drawn = sampler.num_samples if isinstance(sampler, RandomSampler) else len(source)
+    if not len(source) == drawn == len(dataset):
+        raise ConfigError(
+            f"session.prepare: the {type(sampler).__name__} of the DataLoader gives {drawn} of {len(source)} numbers, the "
+            f"dataset has {len(dataset)} samples, and an epoch has all of them; give a DataLoader of a "
+            f"torch.utils.data.Subset"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- in a worker process
@@ -236,8 +263,8 @@ def _begin(
         init(number)
 
 
-def _load(indices: Sequence[int], seed: int) -> Any:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    return _collate(_samples(_dataset, indices))
+def _load(indices: Sequence[int], seed: int) -> bytes:
+    """Return a pickled batch. torch would pass its tensors through files in /dev/shm, which containers keep small, and
+    through sockets whose paths a long TMPDIR makes too long."""
+    generators.seed(seed)
+    return pickle.dumps(_collate(_samples(_dataset, indices)), protocol=pickle.HIGHEST_PROTOCOL)

@@ -181,13 +181,34 @@ def sample_indices(
     return samples
 
 
+# The seeds of ``data.generators``. Each is the same in every group.
+
+
 def microbatch_seed(run_seed: int, microbatch: Microbatch) -> int:
-    """Return the seed of all random choices in the computation of ``microbatch``. It is the same in every group."""
-    digest = blake2b(f"{run_seed}/{microbatch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    """Return the seed of all random choices in the computation of ``microbatch``."""
+    return _seed(f"{run_seed}/{microbatch}")
+
+
+def data_seed(run_seed: int, microbatch: Microbatch) -> int:
+    """Return the seed of the random numbers that the dataset draws for ``microbatch``."""
+    return _seed(f"{run_seed}/data {microbatch}")
 
 
 def step_seed(run_seed: int, step: int) -> int:
-    """Return the seed of the random numbers that the optimizer draws in ``step``. It is the same in every group."""
-    digest = blake2b(f"{run_seed}/optimizer {step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    """Return the seed of the random numbers that the optimizer draws in ``step``."""
+    return _seed(f"{run_seed}/optimizer {step}")
+
+
+def script_seed(run_seed: int, step: int, after: str) -> int:
+    """Return the seed of the random numbers that a script draws between two calls of the session, while the next step is
+    ``step``. ``after``: the first of the two calls."""
+    return _seed(f"{run_seed}/script {step} {after}")
+
+
+def evaluation_seed(run_seed: int, name: str, sample: int) -> int:
+    """Return the seed of the random numbers for the batch of an evaluation that begins with number ``sample``."""
+    return _seed(f"{run_seed}/evaluation {name} {sample}")
+
+
+def _seed(purpose: str) -> int:
+    return int.from_bytes(blake2b(purpose.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,8 @@
 """Prefetching: loads a group's own share of a step, then the rest of the shards it hosts.
 
 The microbatches that a group takes over from a lost one are nearly always in its stack
-(``core.replication.placement``), and so in memory when the step is interrupted. One background thread loads them:
+(``core.replication.placement``), and so in memory when the step is interrupted. One background thread loads them, if the
+dataset may be read ahead (:data:`Dataset`):
 
 - The training thread loads a missing sample itself. It waits for at most one running call of the dataset, never for the
   queue.
@@ -17,7 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_ft.data import generators
 from megatron_ft.data.loader import Loader
+from megatron_ft.data.order import data_seed
+from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
 
 _log = logging.getLogger(__name__)
@@ -25,8 +29,10 @@ _log = logging.getLogger(__name__)
 Dataset = Callable[[Microbatch], Any]
 """A function from a microbatch id to the input of the engine's loss function. It must be a pure function of the id.
 
-A background thread calls it, too, one call at a time. If it uses a device it must name it, and if it needs random
-numbers it must have a generator of its own.
+It may draw from the global generators, which are seeded by the microbatch. Then it must be called in the training thread:
+the generators belong to the process, and a background thread would draw the numbers of the model's dropout. With an
+attribute ``read_ahead`` that is true, a dataset says that it does not draw, and a background thread calls it, too, one call
+at a time; it has to name the device that it uses, if any.
 """
 
 
@@ -37,18 +43,14 @@ class Prefetcher:
     at most one step's stack and the next step's own share.
 
     Args:
-        random_state: Returns a value that changes with each draw from the random numbers of training (dropout). A
-            dataset that draws from them would change the result of training if it ran beside the training thread. Its
-            first call, which the training thread makes, detects that; it is then never called in the background.
+        seed: seed of the run, for the numbers that a dataset draws.
         calling: Called before and after each call of the dataset, in the calling thread.
     """
 
-    def __init__(
-        self, random_state: Callable[[], Any] = lambda: None, calling: Callable[[], None] = lambda: None
-    ) -> None:
-        self._random_state, self._calling = random_state, calling
+    def __init__(self, seed: int = 0, calling: Callable[[], None] = lambda: None) -> None:
+        self._seed, self._calling = seed, calling
         self._dataset: Dataset | None = None
-        self._may_prefetch: bool | None = None
+        self._may_prefetch = False
         self._queue: deque[Microbatch] = deque()
         self._wanted: set[Microbatch] = set()
         self._held: dict[Microbatch, Any] = {}
@@ -76,7 +78,7 @@ class Prefetcher:
         order = dict.fromkeys((*own, *stack, *following))
         with self._changed:
             if not _same(dataset, self._dataset):
-                self._dataset, self._may_prefetch, self._held = dataset, None, {}
+                self._dataset, self._may_prefetch, self._held = dataset, False, {}
             self._held = {microbatch: sample for microbatch, sample in self._held.items() if microbatch in order}
             self._wanted = set(order)
             self._queue = deque(m for m in order if m not in self._held and m != self._loading)
@@ -105,7 +107,7 @@ class Prefetcher:
         """Begin step ``step`` without loading, because the step is too short for it. Loaded samples of it are kept."""
         with self._changed:
             if not _same(dataset, self._dataset):
-                self._dataset, self._may_prefetch, self._held = dataset, None, {}
+                self._dataset, self._may_prefetch, self._held = dataset, False, {}
             if self._held:
                 self._held = {
                     microbatch: sample for microbatch, sample in self._held.items() if microbatch.step >= step
@@ -160,19 +162,23 @@ class Prefetcher:
             self._changed.notify_all()
 
     def _call(self, microbatch: Microbatch) -> Any:
-        """Call the dataset in the training thread, while the background does not. The first call decides about
-        prefetching."""
+        """Call the dataset in the training thread, while the background does not. The first call checks what the dataset
+        says of itself, before the background begins."""
         assert self._dataset is not None, "a step has begun"
-        if self._may_prefetch is not None:
+        if self._may_prefetch:
             return self._load(self._dataset, microbatch)
-        before = self._random_state()
+        number = data_seed(self._seed, microbatch)
+        generators.seed(number)
         sample = self._load(self._dataset, microbatch)
-        self._may_prefetch = self._random_state() == before
-        if not self._may_prefetch:
-            self._complain(
-                "the dataset draws from the global random numbers, so it cannot be called beside training and nothing is "
-                "prefetched; give it a generator of its own"
-            )
+        owner = getattr(self._dataset, "__self__", self._dataset)  # of a bound method
+        if read_ahead := getattr(owner, "read_ahead", False):
+            if names := generators.drawn(number):
+                raise DataError(
+                    f"the dataset has read_ahead = {read_ahead!r} and draws from the global generator of "
+                    f"{' and '.join(names)} for microbatch {microbatch}: a dataset that draws is called in the training "
+                    f"thread only. Remove read_ahead, or let the dataset draw from a generator that it has made"
+                )
+            self._may_prefetch = True
         return sample
 
     def _load(self, dataset: Dataset, microbatch: Microbatch) -> Any:
@@ -224,7 +230,7 @@ class Prefetcher:
         if self._closed:
             return True
         room = len(self._held) < self._capacity
-        return bool(self._queue) and room and not self._asked and bool(self._may_prefetch)
+        return bool(self._queue) and room and not self._asked and self._may_prefetch
 
     def _complain(self, what: str) -> None:
         """Print the first complaint only: a dataset that fails for one sample often fails for all."""

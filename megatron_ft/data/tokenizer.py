@@ -11,18 +11,20 @@ Assumed failures: files that are missing, damaged or not of these kinds; tokeniz
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft.errors import DataError
-from megatron_ft.utils import atomic_file, extras
+from megatron_ft.utils import extras, lfs_pointer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -81,17 +83,25 @@ class Tokenizer(ABC):
             DataError: There is no tokenizer, it cannot be read, or it is not clear which token ends a document.
         """
         file = Path(path)
+        digest = None
         if file.is_dir():
-            meta = atomic_file.read_json(file / "meta.json")
-            eod_token = eod_token or (meta.get("eod_token") if isinstance(meta, dict) else None)
+            meta = _described(file / "meta.json")
+            if isinstance(meta, dict):
+                eod_token, digest = eod_token or meta.get("eod_token"), meta.get("tokenizer_sha256")
             file = next((file / name for name in FILES if (file / name).is_file()), file / MODEL_FILE)
+        lfs_pointer.refuse(file, DataError)
         try:
             content = file.read_bytes()
         except OSError as error:
             raise DataError(
                 f"{file}: there is no tokenizer ({error.strerror}): name a tokenizer.json or a sentencepiece .model"
-                + ("" if Path(path).suffix else f", or run `megatron-ft prepare --out {path}`")
+                + ("" if Path(path).suffix else f", or run `megatron-ft prepare --out {shlex.quote(str(path))}`")
             ) from error
+        if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(
+                f"{file}: is not the tokenizer that made the tokens beside it: copy the directory again, or run "
+                f"`megatron-ft prepare --out {shlex.quote(str(path))}`"
+            )
         if file.suffix == ".json":
             return _HuggingFace(content, str(file), eod_token)
         return _SentencePiece(content, str(file), eod_token)
@@ -241,6 +251,14 @@ def _left_out(text: str, places: Iterable[tuple[int, int]]) -> int:
 
 def _some(tokens: Collection[str]) -> str:
     return ", ".join(list(tokens)[:8]) + (f" and {len(tokens) - 8} more" if len(tokens) > 8 else "") or "none"
+
+
+def _described(path: Path) -> Any:
+    """Return what a prepared directory says of itself; None in another one. Its files may be links, as data often are."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _blocks(text: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def tokenize(
             the number of characters and words without a token, if there are any.
 
     Raises:
-        DataError: A worker has died, or the tokenizer cannot encode a text.
+        DataError: A worker has died, or the tokenizer cannot encode a text, or ends a document inside of one.
     """
     starts = range(0, len(documents), DOCUMENTS_PER_SPAN)
     count = min(workers, len(starts))
@@ -84,7 +84,13 @@ class _Encoder:
 
     def _tokens(self, text: str) -> np.ndarray:
         blocks = [np.array(block, dtype=self._dtype) for block in self._tokenizer.encode_blocks(text)]
-        return np.concatenate([*blocks, self._end])
+        tokens = np.concatenate([*blocks, self._end])
+        if (tokens[:-1] == self._end).any():
+            raise DataError(
+                f"the tokenizer gives a text the token that ends documents, {self._tokenizer.eod_token}: name another one "
+                "with --eod-token"
+            )
+        return tokens
 
 
 def _in_processes(encode: _Encoder, starts: range, count: int) -> Generator[Span]:

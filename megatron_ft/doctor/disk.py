@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 
 MAX_S = 30.0
 PREFIX = ".megatron_ft-doctor"
@@ -65,7 +65,7 @@ def _try_out(directory: Path, token: str | None, result: dict[str, Any]) -> None
 def _no_links(path: Path) -> str:
     """Return why no file can be made by a hard link, as claims of the control store are; "" if one can."""
     try:
-        made = [atomic_file.create(path, b"") for _ in range(2)]
+        made = [shared_file.create(path, b"") for _ in range(2)]
     except OSError as error:
         return error.strerror or str(error)
     finally:
@@ -77,7 +77,7 @@ def _no_links(path: Path) -> str:
 def _exists(path: Path) -> bool:
     """Opens the file, which asks the file server; listing the directory makes some file systems refresh their cache."""
     try:
-        path.open("rb").close()
+        shared_file.open_record(path).close()
         return True
     except OSError:
         with contextlib.suppress(OSError):
@@ -90,12 +90,12 @@ def _speed(path: Path) -> tuple[float, float]:
     content = os.urandom(_SIZE)
     try:
         begun = time.perf_counter()
-        with path.open("wb") as file:
+        with open(shared_file.open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         written = time.perf_counter()
-        with path.open("rb") as file:
+        with shared_file.open_record(path) as file:
             if hasattr(os, "posix_fadvise"):  # read from the disk, not from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             opened = time.perf_counter()

@@ -21,14 +21,13 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ft.agent.etcd import binary
 from megatron_ft.auth.handshake import Door
 from megatron_ft.auth.secret import Secret
-from megatron_ft.core.lifecycle import etcd_membership
 from megatron_ft.doctor import bandwidth, disk, local, meeting, outliers, versions
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, Report, listed, rate
 from megatron_ft.doctor.meeting import Channel, Meeting, Message
 from megatron_ft.types import given
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.terminal import printable
 
 SEND = "doctor sends"
@@ -72,7 +71,6 @@ def examine() -> Message:
     return {
         "findings": [asdict(finding) for finding in findings],
         "versions": versions.here(findings),
-        "etcd": binary.lacks(),
     }
 
 
@@ -296,7 +294,7 @@ def _present(report: Report, hub: Hub, where: Meeting, address: str) -> None:
 
 
 def _own(report: Report, said: Mapping[int, Message]) -> None:
-    """Local findings, versions and the control store."""
+    """Local findings and versions."""
     report.raw["own"] = {str(rank): answer for rank, answer in sorted(said.items())}
     _findings(report, {rank: answer["findings"] for rank, answer in said.items()})
     same = []
@@ -313,14 +311,6 @@ def _own(report: Report, said: Mapping[int, Message]) -> None:
             same.append(f"{name} {usual}")
     if same and len(said) > 1:
         report.ok("same", ", ".join(same))
-        able = {rank: etcd_membership.Able(answer["etcd"], "shared") for rank, answer in said.items()}
-        founders, reason = etcd_membership.founders(able)
-        if founders:
-            members = " ".join(report.names[rank] for rank in founders)
-            text = f"the run's own etcd on {members}; any one host may be lost at a time"
-        else:
-            text = f"embedded, on {report.names[min(said)]}; any host may be lost: another one takes the store over"
-        report.ok("store", f'"auto" is {text} ({reason})')
 
 
 def _findings(report: Report, said: Mapping[int, list[dict[str, Any]]]) -> None:
@@ -375,7 +365,7 @@ def _disks(report: Report, hub: Hub, where: Meeting) -> None:
     token = uuid.uuid4().hex
     mark = disk.marker(where.directory, token)
     try:
-        mark.write_text(token, encoding="utf-8")
+        shared_file.write(mark, token)
         said = hub.ask_all({"do": "disk", "token": token}, disk.MAX_S + disk.MAX_S / 2)
     except OSError as error:
         report.bad("disk", [0], f"{where.directory}: {error.strerror or error}", "give a directory that all can write")

@@ -20,7 +20,6 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ft.agent.etcd import binary
 from megatron_ft.collectives import nccl_watchdog
 from megatron_ft.doctor import disk, versions
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, OK, WARN, Finding, rate, table
@@ -100,7 +99,6 @@ def examine(begun: Callable[[str], None] = lambda name: None) -> list[Finding]:
         "libraries": _base,
         "engines": _engines,
         "optional libraries": _extras,
-        "etcd": _etcd,
         "Slurm": _slurm,
     }
     findings = []
@@ -287,19 +285,6 @@ def _apex() -> Finding:
     if trouble:
         return Finding("apex", BROKEN, f"it is not NVIDIA's, or lacks the CUDA extensions: {trouble}", remedy)
     return Finding("apex", OK, "NVIDIA's, with FusedAdam")
-
-
-def _etcd() -> list[Finding]:
-    """A run on several hosts can use this etcd for its own control store."""
-    use = (
-        'runs on three hosts or more use it for the control store ("store": "auto"); without it that store is embedded'
-    )
-    try:
-        return [Finding("etcd", OK, binary.find()[1])]
-    except binary.EtcdMissing as error:
-        return [Finding("etcd", MISSING, f"{error}; {use}", binary.INSTALL)]
-    except binary.EtcdUnusable as error:
-        return [Finding("etcd", BROKEN, f"{error}; {use}", error.remedy)]
 
 
 def _directory(directory: Path) -> list[Finding]:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import errno
 import json
+import os
 import re
 import socket
 import time
@@ -25,7 +26,7 @@ from megatron_ft.doctor.disk import PREFIX
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import hostfile
 from megatron_ft.types import given
-from megatron_ft.utils import atomic_file, net
+from megatron_ft.utils import net, shared_file
 
 MEET = "doctor meets"
 """Purpose of the key for connections to host 0."""
@@ -54,6 +55,7 @@ class Meeting:
         names: names of the hosts as far as they are known before the hosts connect.
         patience_s: time that hosts wait for each other.
         secret: authenticates the connections; None: from the file, or no protection with ``store``.
+        secret_by_file: host 0 passes a new secret by the file, also with ``store``.
         command: its name, for messages.
     """
 
@@ -67,11 +69,17 @@ class Meeting:
     names: tuple[str, ...] = ()
     patience_s: float = 60.0
     secret: Secret | None = field(default_factory=secrets.given)
+    secret_by_file: bool = False
     command: str = "doctor"
 
     @property
+    def uses_file(self) -> bool:
+        """True if host 0 writes ``file``."""
+        return self.store is None or self.secret_by_file
+
+    @property
     def file(self) -> Path:
-        """The file with the address of host 0; used without ``store`` only."""
+        """The file with the address of host 0 and the secret; it needs ``directory``."""
         assert self.directory is not None
         return self.directory / f"{PREFIX}.{re.sub(r'[^A-Za-z0-9_.-]', '_', self.job)}.json"
 
@@ -167,13 +175,15 @@ def with_secret(meeting: Meeting) -> Meeting:
     """Returns the meeting with a secret: a new one where the file can pass it to the other hosts."""
     if meeting.secret is not None:
         return meeting
-    return replace(meeting, secret=Secret.new() if meeting.store is None else _NO_SECRET)
+    return replace(meeting, secret=Secret.new() if meeting.uses_file else _NO_SECRET)
 
 
 def listen(meeting: Meeting) -> socket.socket:
     """Returns the socket at which host 0 listens. Raises ``LaunchError``."""
     host, port = meeting.store or (meeting.address or net.own_address(meeting.target), 0)
     own = meeting.address or _resolved(host, port)
+    if net.is_loopback(own) and not net.names_this_machine(host):
+        own = net.address_for(host, 0, meeting.target)
     try:
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         return socket.create_server((own, port), family=family, backlog=1024)
@@ -198,13 +208,13 @@ def _resolved(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def announced(meeting: Meeting, listener: socket.socket) -> Iterator[None]:
-    """Keeps the file with the address of host 0, where the hosts meet by a file."""
-    if meeting.store is not None:
+    """Keeps the file with the address of host 0, where the hosts use it."""
+    if not meeting.uses_file:
         yield
         return
     own, port = listener.getsockname()[:2]
     content = {"store": [own, port], "secret": given(meeting.secret).text}
-    atomic_file.write_json(meeting.file, content, indent=None, mode=0o600)
+    shared_file.write_json(meeting.file, content, indent=None, mode=0o600)
     try:
         yield
     finally:
@@ -228,7 +238,11 @@ def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel 
     deadline = time.monotonic() + meeting.patience_s
     while True:
         try:
-            where, secret = (meeting.store, meeting.secret or _NO_SECRET) if meeting.store else _read(meeting.file)
+            if meeting.uses_file:
+                where, secret = _read(meeting.file)
+                where = meeting.store or where
+            else:
+                where, secret = given(meeting.store), meeting.secret or _NO_SECRET
             try:
                 return _join(where, meeting, secret, hello)
             except OSError as error:
@@ -259,6 +273,7 @@ def _join(where: tuple[str, int], meeting: Meeting, secret: Secret, hello: Calla
 
 
 def _read(file: Path) -> tuple[tuple[str, int], Secret]:
-    content = json.loads(file.read_text(encoding="utf-8"))
+    with open(shared_file.open_file(file, os.O_RDONLY), "rb") as opened:  # it holds a secret
+        content = json.load(opened)
     host, port = content["store"]
     return (host, port), Secret(content["secret"])

@@ -15,6 +15,8 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from math import isfinite, nan, sqrt
 from typing import Any
@@ -22,11 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ft.data import generators
 from megatron_ft.data.order import step_seed
 from megatron_ft.engines import exact_rounding, tensor_checksum
 from megatron_ft.engines.buffers import Buffers
 from megatron_ft.engines.exact_rounding import ExactBucket, Rounding, square_norm
-from megatron_ft.engines.port import DIGEST, MODEL_CONFIG, OWN, TAIL, Miscount, Progress, Ready, StepResult, manual_seed
+from megatron_ft.engines.hyperparameters import Hyperparameters, Values
+from megatron_ft.engines.port import DIGEST, MODEL_CONFIG, OWN, TAIL, Miscount, Progress, Ready, StepResult
 from megatron_ft.errors import EngineError
 
 _CLIP_EPSILON = 1e-6
@@ -431,6 +435,9 @@ class Bucketed:
         for bucket in self._buckets:
             self._forget(bucket)
 
+    def check_gradient(self, sizes: Mapping[str, int]) -> None:
+        """Do nothing: a subclass that can compute the loss of a microbatch again overrides it."""
+
     def must_discard(self, microbatches: int) -> bool:
         return self._rounding is not None and self._rounding.judge(microbatches)
 
@@ -470,9 +477,9 @@ class Bucketed:
         loss, norm = (loss / divisor, norm / divisor / self._loss_scale()) if divisor else (nan, nan)
         self._buckets.average(max(divisor, 1), microbatches * self._divided, norm, self._clipping)
         progress("update")
-        result = StepResult(step, loss, microbatches, norm, tokens, self._learning_rate())
+        result = StepResult(step, loss, microbatches, norm, tokens)
         self.repeat(result)
-        return result
+        return replace(result, learning_rate=self._learning_rate())
 
     def _loss_scale(self) -> float:
         """Return the factor of all gradients of the step, which the optimizer takes out (fp16)."""
@@ -492,13 +499,16 @@ class Bucketed:
         changes = self._buckets.sum_riders[self._first_change :]
         return 0.0 if not len(changes) or bool(torch.isfinite(changes).all()) else nan
 
-    def repeat(self, result: StepResult) -> None:
-        if isfinite(result.gradient_norm):
-            self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches * self._divided)
-            manual_seed(step_seed(self._seed, result.step))  # an optimizer that draws draws the same in every group
-            self._optimize()
-        else:
-            self._skip()
+    def repeat(self, result: StepResult, values: Values | None = None) -> None:
+        with self.hyperparameters.step(values):
+            if isfinite(result.gradient_norm):
+                self._buffers.add(self._buckets.sum_riders[self._first_change :], result.microbatches * self._divided)
+                generators.seed(
+                    step_seed(self._seed, result.step)
+                )  # an optimizer that draws draws the same in every group
+                self._optimize()
+            else:
+                self._skip()
         if self._rounding is not None:
             self._rounding.advance(result.microbatches)
 
@@ -506,8 +516,17 @@ class Bucketed:
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer that updates the parameters."""
 
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return all optimizers that update the parameters, in the same order in every group."""
+        return (self._torch_optimizer(),)
+
+    @cached_property
+    def hyperparameters(self) -> Hyperparameters:
+        return Hyperparameters(self._torch_optimizers())
+
     def _learning_rate(self) -> float:
-        return float(self._torch_optimizer().param_groups[0].get("lr", 0.0))
+        made = self.hyperparameters.made
+        return float(made[0].get("lr", 0.0)) if made else 0.0
 
     @abstractmethod
     def _optimize(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ft.engines import tensor_checksum
@@ -51,6 +52,7 @@ class DTensorBucketed(JointBucketed):
         **settings: Any,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._begun = False
         self._whole = _parts(model, layout)
         _check_equal(model, layout)
         module_of = {parameter: number for number, module in enumerate(apart) for parameter in module.parameters()}
@@ -60,6 +62,12 @@ class DTensorBucketed(JointBucketed):
         # Autograd adds to a plain gradient in place, to a DTensor it may not.
         divided = any(isinstance(whole, DTensor) for whole in self._whole.values())
         self.takes_gradients = divided or self._rounding is not None
+
+    def begin_step(self, microbatches: int = 1) -> None:
+        super().begin_step(microbatches)
+        if not self._begun:  # a script may set factors after it has made the engine
+            self._begun = True
+            _check_divisors(self.model, self.layout.shards)
 
     def _aim(self, part: int) -> None:
         super()._aim(part)
@@ -171,6 +179,25 @@ def _parts(model: nn.Module, layout: Layout) -> dict[nn.Parameter, nn.Parameter]
             f"larger model"
         )
     return found
+
+
+def _check_divisors(model: nn.Module, shards: int) -> None:
+    """Raise ``EngineError`` if a module of FSDP2 divides the sum over the shards by another number than that of the
+    shards."""
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for divisor in (getattr(group, "gradient_divide_factor", None) for group in groups if group is not None):
+            if divisor not in (None, shards):
+                raise EngineError(
+                    f"the FSDP module {name or type(module).__name__!r} divides the sum of the gradients over the shards "
+                    f"by {divisor:g}, and not by inner_shards {shards}: its gradients are {shards / divisor:g} times as "
+                    f"large as those of the mean loss. Leave set_gradient_divide_factor out (in torchtitan: "
+                    f'disable_fsdp_gradient_division), and return the mean loss, or with loss_reduction "token" the sum '
+                    f"and the number of tokens"
+                )
 
 
 def _check_equal(model: nn.Module, layout: Layout) -> None:

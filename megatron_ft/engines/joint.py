@@ -9,7 +9,8 @@ Failures it assumes: any rank of the group may vanish; a collective inside the g
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -17,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_ft.data import generators
 from megatron_ft.engines import rounds
 from megatron_ft.engines.buckets import Bucketed
 from megatron_ft.engines.exact_rounding import square_norm
+from megatron_ft.engines.gradient_check import GradientCheck
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import Control, Listed, Ready, Work, manual_seed
+from megatron_ft.engines.port import Control, Listed, Ready, Work
 from megatron_ft.errors import EngineError
 
 
@@ -115,6 +118,8 @@ class OneByOne(JointBucketed):
     """The part that is the same in engines whose ranks all pass through one microbatch after the other, each with its
     share of the samples."""
 
+    _again: Callable[[], float]
+    """Computes this rank's part of the loss of the last microbatch again."""
     _at_a_time = 1
     """The number of microbatches that the ranks may agree on together."""
 
@@ -134,9 +139,12 @@ class OneByOne(JointBucketed):
     def _pass(self, work: Work, listed: Listed, last: bool) -> None:
         with work.span("forward", listed):
             self.add_to(listed.part)
+            batch = self._share(work.batch(listed.microbatch))
             # The slices of a shard drop from the same activations.
-            manual_seed((work.seed(listed.microbatch) + self.layout.shard) % 2**63)
-            loss, tokens = self._split_loss(self._lose(self._share(work.batch(listed.microbatch))))
+            seed = (work.seed(listed.microbatch) + self.layout.shard) % 2**63
+            self._again = partial(self._compute_loss, batch, seed)
+            generators.seed(seed)
+            loss, tokens = self._split_loss(self._lose(batch))
             self._count_loss(loss)
             self._count_tokens(tokens)
             self._take_changes()
@@ -147,6 +155,40 @@ class OneByOne(JointBucketed):
             self._buffers.restore()
         work.computed(listed)
         self._taken_with(ready)
+
+    def _compute_loss(self, batch: Any, seed: int) -> float:
+        """Return this rank's part of the loss of a microbatch, with the present parameters."""
+        self._on_moved()
+        generators.seed(seed)
+        with torch.no_grad():
+            loss, _ = self._split_loss(self._lose(batch))
+        self._buffers.restore()
+        self._on_moved()
+        value = float(loss) if self._per_token else float(loss) / self.layout.shards
+        return value if self.layout.slice == 0 else 0.0
+
+    def _on_moved(self) -> None:
+        """Forget what the model has gathered of its parameters, which have moved, or are about to."""
+
+    def check_gradient(self, sizes: Mapping[str, int]) -> None:
+        bucket = self._buckets[0]
+        if not self._movable or float(bucket.own.count) != 1:
+            return
+
+        def total(numbers: Sequence[float]) -> list[float]:
+            told = torch.tensor(numbers, dtype=torch.float64, device=bucket.local.device)
+            dist.all_reduce(told)
+            return told.tolist()
+
+        loss = float(bucket.own.loss) if self.layout.slice == 0 else 0.0
+        check = GradientCheck(list(self._buckets), self._counted, self._again, total)
+        check.check(loss, self._loss_scale(), sizes)
+
+    @property
+    def _movable(self) -> bool:
+        """True if the parameters of the buckets are the model's, and a forward pass without a backward pass costs no
+        more than that."""
+        return False
 
     @abstractmethod
     def _lose(self, batch: Any) -> Any:

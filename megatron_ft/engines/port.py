@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_ft.engines.exact_rounding import ExactBucket
+from megatron_ft.engines.hyperparameters import Hyperparameters, Values
 from megatron_ft.types import Bucket, Microbatch
 
 TAIL = 2
@@ -77,15 +78,6 @@ calling thread may be autograd's; the training thread waits for it."""
 OWN, DIGEST = 0, -1
 """The number of the local buffers among those that gradients are added to; others are numbers of standby parts. With
 ``DIGEST`` a microbatch is computed for its digest alone, and added to nothing."""
-
-
-def manual_seed(seed: int) -> None:
-    """Seed the random number generators of all devices.
-
-    Without an accelerator ``torch.manual_seed`` does the same, but formats three stack traces for missing backends,
-    which takes half the time of a small step.
-    """
-    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
 
 
 class Miscount(AssertionError):
@@ -172,6 +164,10 @@ class Engine(Gradients, Protocol):
     def slots(self) -> int:
         """The number of elements that bucket 0 has between its gradients and its tail."""
 
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Those of the optimizers."""
+
     def begin_step(self, microbatches: int = 1) -> None:
         """Clear the local buffers at the beginning of a step, or of another attempt of it.
 
@@ -212,6 +208,17 @@ class Engine(Gradients, Protocol):
         """With exact reduction, after the backward pass of each microbatch: add its gradient where :meth:`add_to` says.
         Return the digest of the gradient's bits at this rank if ``digest``, else 0."""
 
+    def check_gradient(self, sizes: Mapping[str, int]) -> None:
+        """In the first step of a process, after the first microbatch was collected: compare its gradient with the slope
+        of its loss, if the engine can. All ranks that compute together call it.
+
+        Args:
+            sizes: numbers by which a library might divide or multiply: name -> number.
+
+        Raises:
+            EngineError: the gradient is a multiple of that of the loss.
+        """
+
     def must_discard(self, microbatches: int) -> bool:
         """Return whether the reduced sums must not be used, because a gradient was too large for the grid; the same in
         all groups. Always False without exact reduction."""
@@ -233,9 +240,10 @@ class Engine(Gradients, Protocol):
             Miscount: a bucket does not hold exactly ``microbatches``.
         """
 
-    def repeat(self, result: StepResult) -> None:
+    def repeat(self, result: StepResult, values: Values | None = None) -> None:
         """Take the optimizer's step that another group took with ``result``. The reduced buffers must hold the values
-        that :meth:`update` left in them there."""
+        that :meth:`update` left in them there. ``values``: the hyperparameters with which it took the step; None: those that
+        are in place here."""
 
     def local_finite(self) -> bool:
         """Return True if this group's own gradients and losses of the step are finite, after a norm that is not."""

@@ -6,14 +6,17 @@ Failures it assumes: none.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_ft.data import generators
 from megatron_ft.engines.arrivals import Arrivals
 from megatron_ft.engines.buckets import Bucketed
-from megatron_ft.engines.port import Progress, Ready, manual_seed
+from megatron_ft.engines.gradient_check import GradientCheck
+from megatron_ft.engines.port import Progress, Ready
 from megatron_ft.types import Microbatch
 
 
@@ -22,6 +25,8 @@ class SingleRank(Bucketed):
     buckets."""
 
     _arrivals: Arrivals
+    _again: Callable[[], float]
+    """Computes the loss of the last microbatch again."""
 
     def compute(
         self,
@@ -32,7 +37,8 @@ class SingleRank(Bucketed):
         ready: Ready | None = None,
         keep: bool = False,
     ) -> None:
-        manual_seed(seed)
+        self._again = partial(self._compute_loss, batch, seed)
+        generators.seed(seed)
         progress("forward")
         loss, tokens = self._split_loss(self._lose(batch))
         self._buckets.count(loss)  # before backward: it may send a bucket
@@ -44,6 +50,20 @@ class SingleRank(Bucketed):
             self._go_back(loss)
         self._on_backward()
         self._buffers.restore()  # after backward: autograd may have kept them
+
+    def _compute_loss(self, batch: Any, seed: int) -> float:
+        generators.seed(seed)
+        # With a graph, as in the step: compiled models have one for it, and some losses are made of derivatives.
+        with torch.enable_grad():
+            loss, _ = self._split_loss(self._lose(batch))
+        self._buffers.restore()
+        return float(loss.detach())
+
+    def check_gradient(self, sizes: Mapping[str, int]) -> None:
+        bucket = self._buckets[0]
+        if float(bucket.own.count) == 1:
+            check = GradientCheck(list(self._buckets), set(self._parameters), self._again, list)
+            check.check(float(bucket.own.loss), self._loss_scale(), sizes)
 
     @abstractmethod
     def _lose(self, batch: Any) -> Any:

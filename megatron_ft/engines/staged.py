@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from megatron_ft.data import generators
 from megatron_ft.engines.joint import JointBucketed
-from megatron_ft.engines.port import Listed, Ready, Work, manual_seed
+from megatron_ft.engines.port import Listed, Ready, Work
 from megatron_ft.engines.tensor_checksum import BITS
 from megatron_ft.errors import EngineError
 
@@ -30,7 +31,7 @@ class Staged(JointBucketed):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, in_flight=True, **settings)
         self._work: Work
-        self._awaits_loss = False
+        self._awaits_loss, self._pass_seed = False, 0
         # By the index of a microbatch in the run:
         self._passed: dict[int, int]  # number of local stages that it has passed forward
         self._changes: dict[int, torch.Tensor]
@@ -52,16 +53,18 @@ class Staged(JointBucketed):
         with self._work.span("forward", listed):
             self.add_to(listed.part)
             # The slices of a stage drop from the same activations; stages and shards from different ones.
-            self._seed_pass(
-                (self._work.seed(listed.microbatch) + stage * self.layout.shards + self.layout.shard) % 2**63
-            )
+            self._pass_seed = (
+                self._work.seed(listed.microbatch) + stage * self.layout.shards + self.layout.shard
+            ) % 2**63
+            self._seed_pass()
             self._buffers.restore()
             self._awaits_loss = last
             yield
             self._on_forward(index)
 
-    def _seed_pass(self, seed: int) -> None:
-        manual_seed(seed)
+    def _seed_pass(self) -> None:
+        """Seed the generators for the present forward pass."""
+        generators.seed(self._pass_seed)
 
     def _on_forward(self, index: int) -> None:
         """Collect the changes of buffers, and count a microbatch that has passed all stages of this rank."""

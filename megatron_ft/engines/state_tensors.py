@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+SETTINGS = "optimizer settings"
+"""Begins the name of the tensor of an optimizer's numeric settings."""
+
 
 def named_state(
     module: nn.Module,
@@ -44,7 +47,7 @@ def named_state(
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"optimizer {key} of {of}", value
-        yield f"optimizer settings of parameter group {number}", _numbers(group)
+        yield f"{SETTINGS} of parameter group {number}", _numbers(group)
 
 
 def _numbers(group: dict[str, Any]) -> torch.Tensor:

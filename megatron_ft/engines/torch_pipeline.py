@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleLoopedBFS, ScheduleZBVZeroBubble
 
+from megatron_ft.data import generators
 from megatron_ft.engines import rounds
 from megatron_ft.engines.dtensors import DTensorBucketed
 from megatron_ft.engines.layout import Layout
-from megatron_ft.engines.port import STAGED, Control, Work
+from megatron_ft.engines.port import STAGED, Control, Listed, Work
 from megatron_ft.engines.staged import Staged
 from megatron_ft.errors import EngineError
 
@@ -149,13 +150,18 @@ class TorchPipeline(DTensorBucketed, Staged):
     def _compute(self, schedule: Any) -> None:
         inputs, targets = [], []
         if self.needs_samples:
-            batches = [self._split(self._share(self._work.batch(one.microbatch))) for one in self._listed]
+            batches = list(map(self._batch, self._listed))
             device = self._stages[0].device
             inputs = [torch.cat(column).to(device) for column in zip(*(args for args, _ in batches), strict=True)]
             targets = [target for _, target in batches]
         first, last = (any(getattr(stage, place) for stage in self._stages) for place in ("is_first", "is_last"))
         target = {"target": torch.cat(targets).to(self._stages[0].device)} if last else {}
         schedule.step(*(inputs if first else ()), **target, return_outputs=False)
+
+    def _batch(self, listed: Listed) -> tuple[tuple[Any, ...], Any]:
+        batch = self._share(self._work.batch(listed.microbatch))
+        generators.seed(self._work.seed(listed.microbatch))
+        return self._split(batch)
 
     # --- around torch's passes ----------------------------------------------------------------------------------------
 

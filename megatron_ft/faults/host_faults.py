@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from megatron_ft.errors import ConfigError
 from megatron_ft.faults.schedule import Fault
 from megatron_ft.types import given
+from megatron_ft.utils import shared_file
 
 DEFAULT_LIMIT_MB = 256.0
 _NAMESPACES = Path("/run/netns")
@@ -123,9 +125,9 @@ def _run(commands: Sequence[Command], tolerant: bool = False) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S)
         except subprocess.TimeoutExpired:
-            raise OSError(f"`{' '.join(command)}` has not ended within {_COMMAND_S:g} s") from None
+            raise OSError(f"`{shlex.join(command)}` has not ended within {_COMMAND_S:g} s") from None
         if done.returncode and not tolerant:
-            raise OSError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
+            raise OSError(f"`{shlex.join(command)}` failed: {' '.join(done.stderr.split())}")
 
 
 # --- file systems -----------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def _fill(directory: Path, key: str, limit: float) -> None:
     """Writes until the file system is full, in ever smaller pieces, so that not even a line fits."""
     if shutil.disk_usage(directory).free > limit:
         raise OSError(f"{directory} has more than limit_mb free by now, and is not filled")
-    descriptor = os.open(_filler(directory, key), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = shared_file.open_file(_filler(directory, key), shared_file.APPENDS)
     size, written = _CHUNK, 0
     try:
         while size and written <= limit:

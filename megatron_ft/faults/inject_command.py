@@ -15,7 +15,7 @@ from megatron_ft.faults import schedule as schedule_module
 from megatron_ft.faults.injector import DONE, Case, Injector
 from megatron_ft.faults.schedule import Schedule
 from megatron_ft.runlog.live_run import run_size
-from megatron_ft.utils import atomic_file, terminal
+from megatron_ft.utils import shared_file, terminal
 from megatron_ft.utils.tables import Column, FittedTable
 
 _POLL_S = 0.02
@@ -64,15 +64,15 @@ def _draw(options: argparse.Namespace, age_s: float, living: Collection[int]) ->
     It is saved in the run directory, so that the same command continues with the same faults after a crash.
     """
     kept = options.run_dir / injection_points.DIRECTORY / f"mix.{options.mix}.{options.seed}.{options.every_s:g}.json"
-    run_id = json.loads((options.run_dir / "config.json").read_text(encoding="utf-8")).get("run_id")
+    run_id = json.loads(shared_file.read_record(options.run_dir / "config.json")).get("run_id")
     with contextlib.suppress(OSError, ValueError, LookupError):
-        found = json.loads(kept.read_text(encoding="utf-8"))
+        found = json.loads(shared_file.read_record(kept))
         if found["run_id"] == run_id:
             drawn = Schedule.from_json(found["schedule"])
             _write(options, drawn)
             return drawn
     drawn = mix.draw(options.mix, options.seed, living, options.every_s, since_s=age_s)
-    atomic_file.write_json(kept, {"run_id": run_id, "schedule": drawn.to_json()})
+    shared_file.write_json(kept, {"run_id": run_id, "schedule": drawn.to_json()})
     _write(options, drawn)
     return drawn
 

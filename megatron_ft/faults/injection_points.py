@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_ft.errors import ConfigError
 from megatron_ft.runlog import history
 from megatron_ft.types import given
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.process_status import start_of
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ def post(run_dir: Path, group: int, position: int, process: tuple[int, int], ord
     Raises ``OSError``.
     """
     path = mailbox(run_dir, group, position)
-    path.parent.mkdir(exist_ok=True)
-    atomic_file.write_json(path, {"process": list(process), "orders": [asdict(order) for order in orders]})
+    shared_file.make_directory(path.parent)
+    shared_file.write_json(path, {"process": list(process), "orders": [asdict(order) for order in orders]})
 
 
 # --- the rank's side --------------------------------------------------------------------------------------------------
@@ -284,12 +284,8 @@ class InjectionPoints:
 
     def _read(self) -> list[FaultCommand]:
         try:
-            with open(given(self._mailbox), encoding="utf-8") as file:
-                # Write permission for the directory must not suffice to give orders to another user's run.
-                owner = os.fstat(file.fileno()).st_uid
-                if owner not in (0, os.geteuid(), os.stat(given(self._run_dir)).st_uid):
-                    raise ValueError(f"the file belongs to user {owner}, the rank to user {os.geteuid()}")
-                value = json.load(file)
+            # Write permission for the directory does not suffice to give orders to another user's run.
+            value = json.loads(shared_file.read_record(given(self._mailbox)))
             if tuple(value["process"]) != (os.getpid(), start_of(os.getpid())):
                 return []
             return [FaultCommand(**order) for order in value["orders"]]
@@ -331,7 +327,7 @@ class InjectionPoints:
         if order.fault:
             value = {"fault": order.fault, "process": [os.getpid(), start_of(os.getpid())]}
             try:
-                atomic_file.write_json(
+                shared_file.write_json(
                     reached_file(given(self._run_dir), self._group, self._position),
                     {**value, "at": f"{describe(order.point, bucket)}, step {step}"},
                 )

@@ -11,8 +11,8 @@ injected again.
 
 from __future__ import annotations
 
-import fcntl
 import json
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +29,7 @@ from megatron_ft.faults.schedule import IN_PROCESS, Fault, Schedule
 from megatron_ft.runlog import history
 from megatron_ft.runlog.live_run import Growing, uses_etcd
 from megatron_ft.types import given
+from megatron_ft.utils import shared_file
 
 _POLL_S = 0.002
 _FREEZES_WITHIN_S = 0.5
@@ -103,7 +104,7 @@ class Injector:
         with self._alone():
             self._await_start()
             if self._draw is not None:
-                self.cases = _cases(self._draw(time.time() - given(self._record.started), self._there()))
+                self.cases = _cases(self._draw(time.time() - given(self._record.known.started), self._there()))
             self._find_injected()
             try:
                 while not self._over() and (self._undos or any(case.state not in DONE for case in self.cases)):
@@ -113,38 +114,43 @@ class Injector:
                 self._tidy_up()
         return self.cases
 
+    @property
+    def _committed(self) -> int:
+        """The highest committed step, -1 before the first."""
+        last = self._record.known.last_step
+        return -1 if last is None else last
+
     # --- the run ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         directory = self._run_dir / injection_points.DIRECTORY
-        directory.mkdir(exist_ok=True)
-        with (directory / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LaunchError(f"another injector works on {self._run_dir}; wait for it, or end it") from None
+        shared_file.make_directory(directory)
+        with open(shared_file.open_to_lock(directory / "lock"), "rb") as file:
+            if shared_file.lock(file.fileno()) is False:
+                holders = shared_file.lock_holders(file.fileno()) or "its process is not on this host"
+                raise LaunchError(f"another injector works on {self._run_dir} ({holders}); wait for it, or end it")
             yield
 
     def _await_start(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
         while True:
-            self._record.read()
-            if self._record.over:
+            self._record.poll()
+            if self._record.known.over:
                 raise LaunchError(f"the run in {self._run_dir} is over, and no fault was injected; choose a live run")
             self._agent = process_lookup.agent(self._run_dir)
-            if self._record.started is not None and self._agent is not None:
+            if self._record.known.started is not None and self._agent is not None:
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"no live run in {self._run_dir} within {self._start_timeout_s:g} s; start it with "
-                    f"`megatron-ft launch --run-dir {self._run_dir}` on this host"
+                    f"`megatron-ft launch --run-dir {shlex.quote(str(self._run_dir))}` on this host"
                 )
             time.sleep(_POLL_S)
 
     def _there(self) -> Collection[int]:
         """Returns the living groups on this host; all groups while the run starts."""
-        if not self._record.begun:
+        if not self._record.known.begun:
             return range(self._groups)
         living = self._living_groups() or {rank.group for rank in process_lookup.ranks(self._run_dir)}
         return living or range(self._groups)
@@ -159,8 +165,8 @@ class Injector:
 
     def _over(self) -> bool:
         """Returns True at the end of the record, or when the agent is gone, with which the ranks end."""
-        self._record.read()
-        return self._record.over or (self._agent is not None and not self._agent.lives)
+        self._record.poll()
+        return self._record.known.over or (self._agent is not None and not self._agent.lives)
 
     # --- one turn -----------------------------------------------------------------------------------------------------
 
@@ -181,11 +187,11 @@ class Injector:
         if case.state == "armed":
             return True
         if fault.after_s is not None:
-            return now >= given(self._record.started) + fault.after_s
+            return now >= given(self._record.known.started) + fault.after_s
         if fault.wait_s is not None:
-            previous = self.cases[case.number - 2].ended_at if case.number > 1 else self._record.started
+            previous = self.cases[case.number - 2].ended_at if case.number > 1 else self._record.known.started
             return previous is not None and now >= previous + fault.wait_s
-        return fault.is_order or self._record.committed >= given(fault.step)
+        return fault.is_order or self._committed >= given(fault.step)
 
     def _nobody_left(self, case: Case) -> bool:
         """Returns True when the fault has no living target, now or for good; a group that is lost for good is a miss."""
@@ -194,7 +200,7 @@ class Injector:
         targets = case.fault.targets(self._ranks_per_group)
         if not targets or any(process_lookup.find(self._run_dir, *target) for target in targets):
             return False
-        if self._record.begun:
+        if self._record.known.begun:
             self._end(case, "missed", "none of its ranks was alive at its time")
         return True
 
@@ -219,11 +225,11 @@ class Injector:
         if case.state == "armed" and case.fault.kind not in IN_PROCESS and self._strike_if_held(case):
             return
         # The others can commit the step of a rank that has not reached its point, but not the next step.
-        if case.fault.step is not None and self._record.committed > case.fault.step:
+        if case.fault.step is not None and self._committed > case.fault.step:
             self._end(
                 case,
                 "missed",
-                f"step {self._record.committed} is committed, and the rank did not reach its point before",
+                f"step {self._committed} is committed, and the rank did not reach its point before",
             )
             self._post()
             for rank in case.armed.values():  # some ranks of a rack may wait there for one that never comes
@@ -280,7 +286,7 @@ class Injector:
     def _reached(self, rank: Rank) -> dict[str, Any]:
         try:
             path = injection_points.reached_file(self._run_dir, rank.group, rank.position)
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(shared_file.read_record(path))
         except (OSError, ValueError):
             return {}
 
@@ -336,11 +342,14 @@ class Injector:
 
     def _moment(self, fault: Fault) -> str:
         if fault.step is not None:
-            return f"after step {self._record.committed}"
-        return f"{time.time() - given(self._record.started):.3f} s after the start"
+            return f"after step {self._committed}"
+        return f"{time.time() - given(self._record.known.started):.3f} s after the start"
 
     def _note(self, case: Case, process: Process | None, where: str) -> None:
         rank = process if isinstance(process, Rank) else None
+        with_it: dict[str, Any] = {}
+        if case.fault.kind == "agent":  # its ranks end with it
+            with_it = {"groups": sorted({own.group for own in process_lookup.ranks(self._run_dir)})}
         history.append(
             self._run_dir,
             "inject",
@@ -352,6 +361,7 @@ class Injector:
             kind=case.fault.kind,
             fault=case.key,
             start=process.start if process else None,
+            **with_it,
         )
 
     def _too_few(self, case: Case) -> bool:
@@ -423,7 +433,7 @@ class Injector:
         for case in open_cases:
             for rank in case.armed.values():
                 self._release(rank, case)
-        self._record.read()
+        self._record.poll()
         for case in open_cases:
             lines = self._record.of(case.key)  # the order may have been carried out in the last moment
             if lines:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.process_status import lives, process_status, start_of
 
 
@@ -92,7 +93,7 @@ def agent(run_dir: Path) -> Process | None:
 def store(run_dir: Path, agent: Process) -> Process | None:
     """Returns the embedded control store, which the agent's keeper has started; None when this host has none."""
     try:
-        entry = json.loads((run_dir / "store.json").read_text(encoding="utf-8"))
+        entry = json.loads(shared_file.read_record(run_dir / "store.json"))
         found = Process(entry["pid"], start_of(entry["pid"]))
         keeper = process_status(found.pid).parent
         its_own = process_status(keeper).parent == agent.pid and start_of(agent.pid) == agent.start
@@ -103,7 +104,7 @@ def store(run_dir: Path, agent: Process) -> Process | None:
 
 def _listed(run_dir: Path) -> list[dict[str, Any]]:
     try:
-        return json.loads((run_dir / "ranks.json").read_text(encoding="utf-8"))
+        return json.loads(shared_file.read_record(run_dir / "ranks.json"))
     except (OSError, ValueError):
         return []
 

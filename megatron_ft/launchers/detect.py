@@ -1,8 +1,8 @@
-"""Detects from the environment which launcher runs this command on several hosts: Slurm, torchrun or an MPI.
+"""The place of this host among those on which another launcher, or a service, has started this command.
 
-Each of them starts one ``megatron-ft`` per host and sets variables with the number of hosts and the number of this one.
-None of them provides a port for a control store; host 0 takes a free one and writes it into the run directory, which
-all hosts share.
+Each of them starts one ``megatron-ft`` per host (``config.launch_environment`` has the table). Where one names host 0 and
+a free port there, the hosts meet at that port; elsewhere host 0 takes a free one and writes it into the run directory,
+which all hosts share.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_ft.config import launch_environment
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers.slurm import commands
+from megatron_ft.utils import hostlist
 
 FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables that torchrun sets for its own processes; they are removed before ranks are started."""
@@ -19,115 +21,63 @@ FOR_ITS_OWN_RANKS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_USE_AGENT_
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The values in the launcher's environment.
+    """The place of this host.
 
     Attributes:
-        what: description of the launcher for messages.
+        name: the launcher or service, for messages.
         hosts: number of hosts.
         host_rank: number of this host, from 0.
-        job: name that distinguishes this launch from earlier ones; the same on all hosts.
+        job: name that distinguishes this launch from earlier ones; the same on all hosts; "": unknown.
         target: an address in the network that the hosts share; the interface that leads there is used. None: unknown.
+        first: name or address of host 0; None: unknown.
+        port: a free port of host 0; 0: unknown.
+        in_pod: whether this is a pod of Kubernetes, where a name may get its address after its pods have begun.
     """
 
-    what: str
+    name: str
     hosts: int
     host_rank: int
-    job: str
+    job: str = ""
     target: str | None = None
+    first: str | None = None
+    port: int = 0
+    in_pod: bool = False
 
 
 def find(environ: Mapping[str, str]) -> Surroundings | None:
-    """Returns None without a launcher, or on a single host. Raises ``LaunchError`` for several processes per host."""
-    for look in (_torchrun, _slurm, _open_mpi, _mvapich, _hydra):  # torchrun may itself run inside one of the others
-        found = look(environ)
-        if found is not None:
-            return found if found.hosts > 1 else None
-    return None
+    """Returns None without a launcher, or on a single host.
 
-
-def _torchrun(environ: Mapping[str, str]) -> Surroundings | None:
-    if "TORCHELASTIC_RUN_ID" not in environ:
+    Raises ``LaunchError`` for several processes on a host, and for hosts that are not numbered.
+    """
+    found = launch_environment.find(environ)
+    if found is None:
         return None
-    _one_each("torchrun", environ, "LOCAL_WORLD_SIZE", "--nproc-per-node 1")
-    master, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    job = f"{environ['TORCHELASTIC_RUN_ID']}.{master}:{port}.{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    hosts, rank = _numbers("torchrun", environ, "GROUP_WORLD_SIZE", "GROUP_RANK")
-    return Surroundings(f"torchrun, run {environ['TORCHELASTIC_RUN_ID']}", hosts, rank, job, master)
-
-
-def _slurm(environ: Mapping[str, str]) -> Surroundings | None:
-    job = environ.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    if not environ.get("SLURM_STEP_ID", "").isdigit():
-        nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
-        if nodes == "1":
-            return None
+    if found.processes > 1:
         raise LaunchError(
-            f"this is the batch shell of Slurm job {job} with {nodes} nodes, not a step on each of them; put `srun "
-            f"--ntasks-per-node=1` before the command, or `supervise` before `launch` (slurm/README.md), or give --hosts 1"
+            f"{found.name} has started {found.processes} processes on this host; megatron-ft starts the ranks of a host "
+            f"itself: give {found.name} {found.remedy}, or give `megatron-ft launch` --hosts 1 to train on this host alone"
         )
-    step = environ["SLURM_STEP_ID"]
-    hosts, tasks, rank = _numbers("srun", environ, "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID")
-    if tasks != hosts:
+    if found.hosts is None or found.host_rank is None:
+        count = "several hosts, perhaps," if found.hosts is None else f"{found.hosts} hosts"
+        remedy = f"{found.remedy}; or give" if found.remedy else "give"
         raise LaunchError(
-            f"srun has started {tasks} tasks on {hosts} nodes; megatron-ft starts the ranks of a node itself: give srun "
-            f"--ntasks-per-node=1"
+            f"{found.name} has {count} for this job, and no variable says which of them this is: {remedy} --hosts H, "
+            f"--host-rank K and --store HOST:PORT on each host, or --hosts 1 to train on this host alone"
         )
-    name = f"{job}.{step}.{environ.get('SLURM_RESTART_COUNT', 0)}"
-    target = None if hosts == 1 else _other(environ.get("SLURM_STEP_NODELIST", ""), rank)
-    return Surroundings(f"Slurm, job {job}, step {step}", hosts, rank, name, target)
-
-
-def _open_mpi(environ: Mapping[str, str]) -> Surroundings | None:
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    _one_each("mpirun", environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "--map-by ppr:1:node")
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    return _mpi("Open MPI", environ, "OMPI_COMM_WORLD", job)
-
-
-def _mvapich(environ: Mapping[str, str]) -> Surroundings | None:
-    if "MV2_COMM_WORLD_SIZE" not in environ:
-        return None
-    _one_each("mpirun", environ, "MV2_COMM_WORLD_LOCAL_SIZE", "-ppn 1")
-    return _mpi("MVAPICH", environ, "MV2_COMM_WORLD", environ.get("PMI_ID", ""))
-
-
-def _hydra(environ: Mapping[str, str]) -> Surroundings | None:
-    """Detects the MPIs of MPICH and Intel, which do not number jobs."""
-    if not {"PMI_SIZE", "PMI_RANK"} <= environ.keys():
-        return None
-    _one_each("mpiexec", environ, "MPI_LOCALNRANKS", "-ppn 1")
-    return _mpi("an MPI with PMI", environ, "PMI", "")
-
-
-def _mpi(what: str, environ: Mapping[str, str], prefix: str, job: str) -> Surroundings:
-    hosts, rank = _numbers(what, environ, f"{prefix}_SIZE", f"{prefix}_RANK")
-    return Surroundings(what, hosts, rank, job)
-
-
-def _one_each(what: str, environ: Mapping[str, str], name: str, option: str) -> None:
-    each = environ.get(name, "1")
-    if each != "1":
-        raise LaunchError(
-            f"{what} has started {each} processes on this host; megatron-ft starts the ranks of a host itself: give "
-            f"{what} {option}"
-        )
-
-
-def _numbers(what: str, environ: Mapping[str, str], *names: str) -> list[int]:
-    found = {name: environ.get(name, "") for name in names}
-    for name, value in found.items():
-        if not value.isdigit():
-            raise LaunchError(
-                f"{what} has set {name} to {value!r}, which is not a number; give --hosts H and --host-rank K instead"
-            )
-    return [int(value) for value in found.values()]
+    in_slurm = found.name == launch_environment.SRUN
+    return Surroundings(
+        name=f"{found.name}, job {found.job}" if in_slurm else found.name,
+        hosts=found.hosts,
+        host_rank=found.host_rank,
+        job=found.job,
+        target=_other(environ.get("SLURM_STEP_NODELIST", ""), found.host_rank) if in_slurm else found.first,
+        first=found.first,
+        port=found.port,
+        in_pod="KUBERNETES_SERVICE_HOST" in environ,
+    )
 
 
 def _other(nodes: str, rank: int) -> str | None:
     """Returns the address of another node in the list."""
-    names = commands.node_names(nodes)
-    other = next((name for number, name in enumerate(names) if number != rank), None)
+    other = next((name for number, name in enumerate(hostlist.expand(nodes)) if number != rank), None)
     return None if other is None else commands.node_address(other)

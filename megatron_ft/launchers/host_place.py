@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from dataclasses import replace
 
-from megatron_ft.agent.etcd import binary
-from megatron_ft.config.schema import AUTO, EMBEDDED, OWN_ETCD, RunConfig, is_embedded
+from megatron_ft.config.schema import EMBEDDED, STORE_WORDS, RunConfig, store_setting
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import detect, hostfile
-from megatron_ft.utils import net
+from megatron_ft.types import given
+from megatron_ft.utils import net, wait_notice
 from megatron_ft.utils.console import say
+
+MEET_TIMEOUT_S = 300.0
+_NOTICE_S, _LOOK_S = 10.0, 1.0
 
 
 def with_store(options: argparse.Namespace, run: RunConfig) -> RunConfig:
-    """Moves ``--store auto|embedded|etcd|etcd://...`` into the configuration; otherwise ``--store`` is an address.
+    """Moves ``--store embedded|etcd://...`` into the configuration; otherwise ``--store`` is an address.
 
     Raises ``ConfigError``.
     """
-    if options.store not in (AUTO, EMBEDDED, OWN_ETCD) and not is_etcd(options.store or ""):
+    if options.store not in STORE_WORDS and not is_etcd(options.store or ""):
         return run
-    settings = replace(run.fault_tolerance, store=options.store)
-    settings.check()
+    settings = replace(run.fault_tolerance, store=store_setting("--store", options.store))
     options.store = None
     return replace(run, fault_tolerance=settings)
 
@@ -42,7 +45,7 @@ def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
     if options.host_rank is None:
         options.host_rank = hostfile.own_rank(path, found)
     if options.hosts > 1:
-        embedded = is_embedded(run.fault_tolerance.store)
+        embedded = run.fault_tolerance.store == EMBEDDED
         if embedded and not options.port:
             raise LaunchError(f"--port is missing; give a free port of {found[0].name} for the control store")
         options.store = net.joined(found[0].address or found[0].name, options.port) if embedded else None
@@ -52,19 +55,55 @@ def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
         options.target = other.address or other.name
 
 
-def from_surroundings(options: argparse.Namespace) -> None:
-    """Does nothing without a launcher. Raises ``LaunchError`` for several processes per host."""
+def from_surroundings(options: argparse.Namespace, embedded: bool = True) -> None:
+    """Does nothing without a launcher, and replaces no option that is given.
+
+    ``embedded``: whether the hosts meet at a port of host 0. Raises ``LaunchError`` where the hosts cannot be told apart.
+    """
     found = detect.find(os.environ)
     if found is None:
         return
-    say(f"host {found.host_rank} of {found.hosts} (found: {found.what})")
+    say(f"host {found.host_rank} of {found.hosts} (found: {found.name})")
     options.hosts, options.host_rank, options.target = found.hosts, found.host_rank, found.target
     options.job_id = options.job_id or found.job or None
+    port = options.port or found.port
+    if options.store is None and embedded and found.first is not None and port:
+        options.store = net.joined(_first(found, options.address), port)
     for name in detect.FOR_ITS_OWN_RANKS:
         os.environ.pop(name, None)
 
 
-def check_store(options: argparse.Namespace, run: RunConfig) -> None:
-    """Raises ``LaunchError`` when this host cannot run the configured control store."""
-    if run.fault_tolerance.store == OWN_ETCD:
-        binary.check(options.hosts or 1, options.host_rank or 0)
+def _first(found: detect.Surroundings, address: str | None) -> str:
+    """Returns the name of host 0, once it has an address."""
+    first = given(found.first)
+    if not found.in_pod:
+        return first
+    if found.host_rank == 0 and first == "localhost":  # what older training operators tell the first pod
+        return address or net.own_address(None)
+    line = f"host {found.host_rank} waits for the address of {first}, the name of host 0"
+    deadline = time.monotonic() + MEET_TIMEOUT_S
+    with wait_notice.notices(lambda: line, _NOTICE_S):
+        while not net.of(first) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+    return first
+
+
+def check_address(options: argparse.Namespace) -> None:
+    """Raises ``LaunchError`` where this host does not find host 0, or no address of its own for the other hosts: before
+    any process is started."""
+    if (options.hosts or 1) == 1 or options.address is not None:
+        return
+    where = None if options.store is None else net.split(options.store)
+    if where is not None:
+        net.address_for(where[0], options.host_rank, options.target)
+    elif options.host_rank == 0:
+        net.own_address(options.target)
+
+
+def check_rank(options: argparse.Namespace) -> None:
+    """Raises ``LaunchError`` for several hosts without the number of this one: each would be host 0."""
+    if (options.hosts or 1) > 1 and options.host_rank is None:
+        raise LaunchError(
+            f"--hosts is {options.hosts} and --host-rank is missing; give each host its own number, from 0 to "
+            f"{options.hosts - 1}"
+        )

@@ -1,30 +1,39 @@
-"""Hostfiles in the format of DeepSpeed's launcher and MPI: one line ``NAME slots=RANKS`` per host; ``#`` begins a comment.
+"""Hostfiles as the launchers of DeepSpeed, Open MPI and MPICH read them: one line for each host, ``#`` begins a comment.
 
-``slots`` may be omitted for all hosts, which then get equal numbers of ranks. ``USER@`` before the name and ``port=``
-are used by ssh; ``address=`` is the address for the other hosts, if it is not that of the name. All functions raise
-``LaunchError``.
+A line is ``NAME slots=RANKS`` or ``NAME:RANKS``; ``max_slots=`` is read over. ``NAME`` may be a list in Slurm's brackets,
+or an address, of IPv6 in brackets of its own where ``:RANKS`` follows. The number may be omitted for all hosts, which then
+get equal numbers of ranks. ``USER@`` before the name and ``port=`` are used by ssh; ``address=`` is the address for the
+other hosts, if it is not that of the name. All functions raise ``LaunchError``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import queue
 import re
 import socket
-from collections import Counter
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.types import given
-from megatron_ft.utils import net
+from megatron_ft.utils import hostlist, net
+from megatron_ft.utils.deadline import Call
 
 if TYPE_CHECKING:
     from megatron_ft.config.schema import RunConfig
 
-_LINE = "[USER@]NAME [slots=RANKS] [port=PORT] [address=ADDR]"
-_NAME = re.compile(r"(?:([\w.][\w.-]*)@)?([\w:.][\w:.%-]*)")
-"""A name must not begin with a hyphen: ssh would take it for an option."""
+_FORMS = "NAME slots=RANKS or NAME:RANKS; [USER@]NAME[,NAME...] [slots=RANKS] [port=PORT] [address=ADDR]"
+_NAME = re.compile(
+    r"(?:([\w.][\w.-]*)@)?(?:\[([\da-fA-F:.]*:[\da-fA-F:.]*(?:%[\w.-]+)?)\]|(\w\S*?))(?::(\d+))?", re.ASCII
+)
+"""User, IPv6 address in brackets or names, ranks. A name must not begin with a hyphen: ssh would take it for an option."""
+_PLAIN = re.compile(r"[\w.][\w.-]*", re.ASCII)
+_RESOLVE_S, _RESOLVERS = 1.0, 32
+"""Time in which the names of a hostfile are resolved, and the number of threads that do so."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +55,24 @@ class Host:
 def read(path: Path) -> list[Host]:
     """Returns the hosts in the order of the file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--hostfile {path} cannot be read: {error}") from None
-    hosts = []
+    hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        host = _entry(text)
-        if host is None:
-            raise LaunchError(
-                f"--hostfile {path}, line {number}: {text!r} is not an entry; write NAME slots=RANKS, or {_LINE}"
-            )
-        hosts.append(host)
+        if text:
+            try:
+                hosts += _entry(text)
+            except LaunchError as error:
+                raise LaunchError(f"--hostfile {path}, line {number}: {text!r} is not an entry: {error}") from None
     if not hosts:
         raise LaunchError(f"--hostfile {path} names no host; write a line NAME slots=RANKS for each host")
-    twice = [name for name, count in Counter(host.name for host in hosts).items() if count > 1]
-    if twice:
-        raise LaunchError(f"--hostfile {path} names {twice[0]} twice; write one line for each host, with all its slots")
+    same = _same(hosts)
+    if same is not None:
+        first, second, reason = same
+        twice = f"{first} twice" if first == second else f"{first} and {second}, which are one host ({reason})"
+        raise LaunchError(f"--hostfile {path} names {twice}; write one line for each host, with all its slots")
     without = [host.name for host in hosts if host.slots is None]
     if 0 < len(without) < len(hosts):
         raise LaunchError(
@@ -73,22 +81,103 @@ def read(path: Path) -> list[Host]:
     return hosts
 
 
-def _entry(text: str) -> Host | None:
-    """Returns None for an invalid line."""
-    name, *words = text.split()
-    found = _NAME.fullmatch(name)
-    pairs = [word.partition("=")[::2] for word in words]
-    said = dict(pairs)
-    numbers = {key: said.pop(key) for key in ("slots", "port") if key in said}
-    address = said.pop("address", None)
-    if found is None or said or len(pairs) != len(numbers) + (address is not None):
-        return None
-    if not all(re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) for number in numbers.values()):
-        return None
-    if int(numbers.get("port", 1)) > 65535 or (address is not None and not _is_numeric(address)):
-        return None
+def _entry(text: str) -> list[Host]:
+    """Returns the hosts of a line. Raises ``LaunchError`` with the reason for an invalid one."""
+    word, *words = text.split()
+    pairs = [other.partition("=")[::2] for other in words]
+    values = dict(pairs)
+    if unknown := [key for key, value in pairs if not value or key not in _KEYS]:
+        raise LaunchError(f"{unknown[0]!r} is none of {', '.join(f'{key}=' for key in _KEYS)}; write {_FORMS}")
+    if len(values) != len(pairs):
+        raise LaunchError("it has a setting twice")
+    user, names, ranks = _names(word)
+    numbers = {key: values[key] for key in ("slots", "max_slots", "max-slots", "port") if key in values}
+    if ranks is not None:
+        if "slots" in numbers:
+            raise LaunchError(
+                f":{ranks} after a name is the number of its ranks, and slots={numbers['slots']} is, too; "
+                f"write port={ranks} for the port of sshd"
+            )
+        numbers["slots"] = ranks
+    for key, number in numbers.items():
+        if not re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) or (key == "port" and int(number) > 65535):
+            raise LaunchError(f"{key} is {number}, and must be a number from 1 on, a port up to 65535")
+    address = values.get("address")
+    if address is not None and (len(names) > 1 or not _is_numeric(address)):
+        raise LaunchError(f"address={address} must be the IP address of one host")
     slots, port = (int(numbers[key]) if key in numbers else None for key in ("slots", "port"))
-    return Host(found[2], slots, found[1] or "", port, address)
+    return [Host(name, slots, user, port, address) for name in names]
+
+
+_KEYS = ("slots", "max_slots", "max-slots", "port", "address")
+
+
+def _names(word: str) -> tuple[str, list[str], str | None]:
+    """Returns the user ("" for none), the names, and the number after a colon."""
+    user, _, rest = word.rpartition("@")
+    if _is_numeric(rest):
+        return _login(user, word), [rest], None
+    found = _NAME.fullmatch(word)
+    if found is None:
+        raise LaunchError(f"{word!r} is not the name or the address of a host; write {_FORMS}")
+    if found[2] is not None:
+        if not _is_numeric(found[2]):
+            raise LaunchError(f"{found[2]!r} is not an address of IPv6")
+        return found[1] or "", [found[2]], found[4]
+    names = hostlist.expand(found[3])
+    if odd := [name for name in names if not _PLAIN.fullmatch(name)]:
+        raise LaunchError(f"{odd[0]!r} is not the name or the address of a host; write {_FORMS}")
+    return found[1] or "", names, found[4]
+
+
+def _login(user: str, word: str) -> str:
+    if "@" in word and not _PLAIN.fullmatch(user):
+        raise LaunchError(f"{user!r} is not the name of a user")
+    return user
+
+
+def _same(hosts: list[Host]) -> tuple[str, str, str] | None:
+    """Returns two names of one host, with their address or how they are compared; None if all hosts differ.
+
+    Hosts with different ports of sshd may be containers of one machine.
+    """
+    seen: dict[tuple[str, int | None], str] = {}
+    addresses = _resolved([host.name for host in hosts])
+    bare = {host.name.lower() for host in hosts if not _is_numeric(host.name) and "." not in host.name}
+    for host in hosts:
+        name = host.name.lower()
+        keys = [name, *addresses[host.name]]
+        if not _is_numeric(name) and (short := name.partition(".")[0]) in bare:
+            keys.append(short)  # a name without and with its domain
+        for key in keys:
+            if (other := seen.get((key, host.port))) is not None:
+                return (
+                    other,
+                    host.name,
+                    key if key in addresses[host.name] else "names in upper or lower case, with or without domain",
+                )
+        seen |= {(key, host.port): host.name for key in keys}
+    return None
+
+
+def _resolved(names: list[str]) -> dict[str, list[str]]:
+    """Returns the addresses of each name, but none of loopback. Names that are not resolved in time have none here."""
+    words = queue.SimpleQueue[str]()
+    for name in dict.fromkeys(names):
+        words.put(name)
+    found: dict[str, list[str]] = {name: [] for name in names}
+
+    def resolve() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name = words.get_nowait()
+                found[name] = [address for address in net.of(name) if not net.is_loopback(address)]
+
+    calls = [Call("megatron_ft-resolve", resolve) for _ in range(min(len(found), _RESOLVERS))]
+    deadline = time.monotonic() + _RESOLVE_S
+    for call in calls:
+        call.within(deadline - time.monotonic())
+    return dict(found)
 
 
 def _is_numeric(address: str) -> bool:
@@ -139,10 +228,13 @@ def check(path: Path, hosts: list[Host], run: RunConfig, spares: int = 0) -> Non
 
 def own_rank(path: Path, hosts: list[Host]) -> int:
     """Returns the number of this machine in the file."""
-    names = {socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
-    found = [rank for rank, host in enumerate(hosts) if host.name in names] or [
-        rank for rank, host in enumerate(hosts) if net.own(host.name) is not None
-    ]
+    name = socket.gethostname().lower()
+    names, short = {name, name.partition(".")[0], socket.getfqdn().lower()}, name.partition(".")[0]
+    found = (
+        [rank for rank, host in enumerate(hosts) if host.name.lower() in names]
+        or [rank for rank, host in enumerate(hosts) if net.own(host.name) is not None]
+        or [rank for rank, host in enumerate(hosts) if host.name.lower().partition(".")[0] == short]
+    )
     if len(found) != 1:
         raise LaunchError(
             f"--hostfile {path} has {'no entry' if not found else 'several entries'} for this host, {socket.gethostname()}; "

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ft.config import parallelism
+from megatron_ft.config import launch_environment, parallelism
 from megatron_ft.config import schema as config_module
 from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers import detect
@@ -54,7 +54,12 @@ def _found(launcher: str, env: Mapping[str, str], local: str, hosts: str, host: 
     needed = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", local, hosts, host)
     if missing := [name for name in needed if name not in env]:
         raise LaunchError(f"{launcher} has not set {', '.join(missing)}; use an unmodified {launcher}")
-    return Found(
+    numbers = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", local, hosts, host)
+    if wrong := next((name for name in numbers if not (env[name].isascii() and env[name].isdigit())), None):
+        raise LaunchError(
+            f"{launcher} has set {wrong} to {env[wrong]!r}, which is not a number; use an unmodified {launcher}"
+        )
+    found = Found(
         launcher=launcher,
         ranks=int(env["WORLD_SIZE"]),
         local=int(env[local]),
@@ -64,6 +69,24 @@ def _found(launcher: str, env: Mapping[str, str], local: str, hosts: str, host: 
         address=env["MASTER_ADDR"],
         port=int(env["MASTER_PORT"]) + above,
     )
+    if found.ranks != found.hosts * found.local:
+        raise LaunchError(
+            f"{launcher} starts {found.ranks} ranks on {found.hosts} hosts, {found.local} of them on this one; start the "
+            f"same number on each host"
+        )
+    outer = launch_environment.find({name: value for name, value in env.items() if name not in _OF_LAUNCHERS})
+    if found.hosts == 1 and outer is not None and outer.hosts != 1:
+        hosts_of_job = "several hosts, perhaps," if outer.hosts is None else f"{outer.hosts} hosts"
+        raise LaunchError(
+            f"{launcher} was started for this host alone, and {outer.name} has {hosts_of_job} for this job: each would "
+            f"train the whole job alone. Start {launcher} for all hosts; to train on this host alone, use "
+            f"`megatron-ft launch --hosts 1`"
+        )
+    return found
+
+
+_OF_LAUNCHERS = ("CROSS_RANK", "LOCAL_SIZE", "TORCHELASTIC_RUN_ID", "WORLD_SIZE", "NODE_RANK")
+"""Variables by which :mod:`megatron_ft.config.launch_environment` would find deepspeed or torchrun itself."""
 
 
 def command(found: Found, options: argparse.Namespace) -> list[str]:

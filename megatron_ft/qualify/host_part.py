@@ -22,7 +22,7 @@ from typing import Any
 from megatron_ft.agent.process_keeper import ended_with
 from megatron_ft.doctor.meeting import Channel, Message
 from megatron_ft.faults import injection_points, process_lookup
-from megatron_ft.utils import lifeline
+from megatron_ft.utils import lifeline, shared_file
 from megatron_ft.utils.process_status import process_status
 
 MEMBER = [sys.executable, "-m", "megatron_ft.qualify.member_process"]
@@ -132,9 +132,9 @@ class HostPart:
         """Begin to inject a fault into a rank of this host; return when the rank knows."""
         directory = Path(run_dir)
         schedule = directory.with_suffix(f".fault.{fault['step']}.json")
-        schedule.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
+        shared_file.write_json(schedule, {"faults": [fault]})
         self._injector_says = schedule.with_suffix(".log")
-        with self._injector_says.open("w") as says:
+        with shared_file.append_to(self._injector_says) as says:
             # It knows the groups of this host only, and there may be one; others live, as one fault follows the other.
             words = ["inject", run_dir, str(schedule), "--min-survivors", "0"]
             self._injector = _command(words, {}, says.fileno(), subprocess.STDOUT)

@@ -38,7 +38,7 @@ from megatron_ft.qualify.outcomes import CHECKS, KINDS, CheckFailed, Found, NotH
 from megatron_ft.qualify.team import Hosts, Team
 from megatron_ft.qualify.training_checks import TrainingChecks
 from megatron_ft.types import given
-from megatron_ft.utils import atomic_file, terminal
+from megatron_ft.utils import shared_file, terminal
 
 _FACTS_S = 200.0
 _END_S = 60.0
@@ -64,11 +64,14 @@ def run(options: argparse.Namespace, where: Meeting | None) -> int:
         raise LaunchError(f"--directory {options.directory} is not a directory on this host; give one that is there")
     for number in (signal.SIGTERM, signal.SIGHUP):  # what was started is ended below
         signal.signal(number, signal.default_int_handler)
+    if where is not None:
+        # Hosts start whatever host 0 orders, so none takes an order without a secret.
+        where = replace(where, command="qualify", secret_by_file=where.secret is None)
     if where is not None and where.rank != 0:
-        code, line = _attend(replace(where, command="qualify"))
+        code, line = _attend(where)
         print(terminal.printable(f"host {where.rank}: {line}"), file=sys.stderr, flush=True)
         return code
-    with _hub(replace(where or ONE, command="qualify")) as (hub, job), _directory(options.directory, job) as directory:
+    with _hub(where or ONE) as (hub, job), _directory(options.directory, job) as directory:
         lead = _Lead(options, Hosts(hub), directory, job)
         with Console(stderr=True).status("starting") as status:  # on a terminal only
             lead.qualify(lambda words: status.update(words))
@@ -88,7 +91,7 @@ def _show(to: str | None, lead: _Lead) -> None:
         print(document)
         return
     if to is not None:
-        atomic_file.write(Path(to), f"{document}\n")
+        shared_file.write(Path(to), f"{document}\n", mode=0o666)
     console = terminal.console(markup=False, highlight=False)
     groups = len(lead.seats)
     lead.found.table(f"megatron-ft qualify, {groups} groups").show(console)
@@ -117,7 +120,7 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
     where = meeting.with_secret(where)
     listener = meeting.listen(where)
     address, port = listener.getsockname()[:2]
-    itself = replace(where, rank=0, store=(address, port), address=where.address or address)
+    itself = replace(where, rank=0, store=(address, port), secret_by_file=False, address=where.address or address)
     hub = Hub(listener, where, given(where.secret))
     own = threading.Thread(target=_attend, args=(itself,), name="megatron_ft-qualify-own", daemon=True)
     try:

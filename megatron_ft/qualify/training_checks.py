@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.burnin import verdict
-from megatron_ft.burnin.strikes import Strike, Victim
-from megatron_ft.burnin.verdict import Case
 from megatron_ft.doctor.meeting import Message
 from megatron_ft.qualify.outcomes import CheckFailed, Found, Measured, NotHere, Qualification
 from megatron_ft.qualify.team import Hosts
-from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog import history, invariants, verdict
 
 SCRIPT = Path(__file__).with_name("builtin_training.py")
 STEPS = 240
@@ -93,14 +90,13 @@ class TrainingChecks:
         faults = draw(self.groups, self.seed)
         ended = self._train("faults", faults)
         lines, lost = self._lines("faults"), verdict.lost(self._lines("faults"))
-        cases = []
-        for number, fault in enumerate(faults, 1):
-            strike = Strike(number, fault["kind"], 0.0, 0.0, fault["point"])
-            # Whether it has come back is a check of its own.
-            cases.append(
-                Case(strike, Victim("its host", (fault["group"],)), why=lost.get(fault["group"], ""), back_s=0.0)
-            )
-        _kept(ended, verdict.judge(self.directory / "faults", 0, cases))
+        # Whether it has come back is a check of its own.
+        unnoticed = [
+            f"the {fault['kind']} of group {fault['group']} was not noticed: no view names it as lost"
+            for fault in faults
+            if fault["kind"] == "stop" and fault["group"] not in lost
+        ]
+        _kept(ended, verdict.judge(self.directory / "faults") + unnoticed)
         detected = [line["detected_s"] for line in lines if line["event"] == "fault" and "detected_s" in line]
         stalls = [line["stall_s"] for line in lines if line["event"] == "recovery" and line["patched"]]
         numbers = [Measured("longest detection", max(detected, default=0.0), "s")]
@@ -111,7 +107,7 @@ class TrainingChecks:
 
     def _rejoin(self) -> Found:
         lines = self._lines("faults")
-        if not verdict.whole(lines, self.groups):
+        if verdict.absent(lines):
             live = next(line["live"] for line in reversed(lines) if line["event"] == "view")
             raise CheckFailed(f"only groups {live} of {self.groups} are members at the end; see {self.directory}")
         away: dict[str, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from megatron_ft.report.progress import Event, Progress, log_of
-from megatron_ft.runlog import history
-from megatron_ft.utils import terminal
+from megatron_ft.report.progress import Event, Progress
+from megatron_ft.runlog import history, run_directory
+from megatron_ft.utils import shared_file, terminal
 
 _POLL_S = 0.1
 _LINE_EVERY_S = 60.0
@@ -61,6 +62,7 @@ def shown(groups: int, run_dir: Path, ranks_per_group: int = 1, tee: str = NONE)
                         view.show_outputs()
                     else:
                         view.update(event)
+                view.show_outputs(last=True)
         except OSError:
             return  # a terminal that goes away must not end the run
 
@@ -78,31 +80,36 @@ class Outputs:
 
     def __init__(self, run_dir: Path, ranks_per_group: int, tee: str) -> None:
         self._run_dir, self._tee = run_dir, tee
-        self._own = None if tee in (NONE, ALL) else log_of(run_dir, *divmod(int(tee), ranks_per_group))
+        self._own = None if tee in (NONE, ALL) else run_directory.log(run_dir, *divmod(int(tee), ranks_per_group))
         self._read: dict[Path, tuple[int, bytes]] = {}
 
     def shows(self, log: Path) -> bool:
         """Return whether the lines of this log are shown as they come."""
         return self._tee == ALL or log == self._own
 
-    def new(self) -> Iterator[str]:
-        """Yield the lines that are complete now and were not at the last look; with all ranks, after a name of the rank."""
+    def new(self, last: bool = False) -> Iterator[str]:
+        """Yield the lines that are complete now and were not at the last look; with all ranks, after a name of the rank.
+
+        ``last``: the ranks have ended, and a last line without a newline is complete, too.
+        """
         if self._tee == NONE:
             return
         logs = sorted((self._run_dir / "logs").glob("g*.p*.log")) if self._own is None else [self._own]
         for log in logs:
-            for line in self._lines(log):
+            for line in self._lines(log, last):
                 yield line if self._own is not None else f"[{log.stem}] {line}"
 
-    def _lines(self, log: Path) -> list[str]:
+    def _lines(self, log: Path, last: bool) -> list[str]:
         at, rest = self._read.get(log, (0, b""))
         try:
-            with log.open("rb") as file:
+            with shared_file.open_record(log) as file:
                 file.seek(at)
                 read = file.read()
         except OSError:
             return []
         *lines, rest_now = (rest + read).split(b"\n")
+        if last and rest_now:
+            lines, rest_now = [*lines, rest_now], b""
         self._read[log] = at + len(read), rest_now
         return [line.decode("utf-8", errors="replace") for line in lines]
 
@@ -122,6 +129,7 @@ class ProgressView:
         self._run_dir, self._outputs = run_dir, outputs
         self._next_line = 0.0
         self._ends: set[tuple[str, ...]] = set()
+        self._writer: int | None = None
         self._bar: Bar | None = None
         if self._console.is_terminal:
             self._bar = Bar(BarColumn(bar_width=20), TextColumn("{task.fields[line]}"), console=self._console)
@@ -142,30 +150,44 @@ class ProgressView:
         told = progress.take(event)
         if event["event"] == "start" and self._run_dir is not None:
             self._say(f"run directory {self._run_dir}, with the output of each rank in logs/")
-            self._say(f"watch: megatron-ft status {self._run_dir}; stop: megatron-ft stop {self._run_dir}")
+            quoted = shlex.quote(str(self._run_dir))
+            self._say(f"watch: megatron-ft status {quoted}; stop: megatron-ft stop {quoted}")
         if told:
             self._say(told)
+        if event["event"] == "view":
+            self._say_writer(min(event["live"], default=None))
         if event["event"] == "fault" and event["code"]:
             self._show_end(event)
         if self._bar is not None:
-            self._bar.update(self._task, completed=progress.step, total=progress.total, line=progress.line())
+            self._bar.update(
+                self._task, completed=progress.state.done, total=progress.state.total, line=progress.line()
+            )
         elif event["event"] == "step" and event.get("t", 0.0) >= self._next_line:
             self._next_line = event.get("t", 0.0) + _LINE_EVERY_S
             self._say(progress.line())
 
-    def show_outputs(self) -> None:
-        """Show what the ranks have written since the last call."""
+    def show_outputs(self, last: bool = False) -> None:
+        """Show what the ranks have written since the last call; ``last``: they have ended."""
         if self._outputs is not None:
-            for line in self._outputs.new():
+            for line in self._outputs.new(last):
                 self._say(line)
+
+    def _say_writer(self, writer: int | None) -> None:
+        """Say where the output of ``session.is_writer`` is from now on, when another group is the writer."""
+        before, self._writer = self._writer, writer
+        if writer is None or before in (None, writer) or self._run_dir is None or self._outputs is None:
+            return
+        log = run_directory.log(self._run_dir, writer, 0)
+        shown = "is shown here" if self._outputs.shows(log) else f"is in {log}"
+        self._say(f"group {writer} is the writer now (session.is_writer): its output {shown}")
 
     def _show_end(self, event: Event) -> None:
         """Show the last lines of a rank that ended by itself, unless they are shown anyway, or are those of another."""
         if self._run_dir is None:
             return
-        log = log_of(self._run_dir, event["group"], event["position"])
+        log = run_directory.log(self._run_dir, event["group"], event["position"])
         with contextlib.suppress(OSError):
-            lines = tuple(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+            lines = tuple(shared_file.read_record(log).decode(errors="replace").splitlines()[-_LAST_LINES:])
             if lines in self._ends:
                 return
             self._ends.add(lines)

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron_ft.runlog.run_record import LEAVES, RunRecord
+from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.runlog.run_state import LEAVES
 from megatron_ft.types import GroupId
 
 _Start = tuple[GroupId, int]

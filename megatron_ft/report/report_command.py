@@ -1,4 +1,4 @@
-"""The command ``megatron-ft report``: prints tables and Slurm's description of the job, and draws pictures."""
+"""The command ``megatron-ft report``: prints tables and Slurm's description of the job, and draws pictures; or a verdict."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from collections.abc import Callable
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.report import run_plots, run_summary, run_tables
+from megatron_ft.runlog import verdict
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import terminal
 
 
 def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
-    """Print and draw the report of a run; with ``--json`` print its facts only. Returns the exit code.
+    """Print and draw the report of a run; with ``--json`` print its facts only, with ``--check`` the verdict. Returns the
+    exit code.
 
     ``described`` returns Slurm's description of a job. Raises ``LaunchError`` or ``RecordError``.
     """
     record = RunRecord.load(options.run_dir)
     reference = RunRecord.load(options.reference) if options.reference else None
+    if options.check:
+        return _check(options, record)
     jobs = run_tables.slurm_jobs(record)
     if options.slurm and not jobs:
         raise LaunchError(
@@ -45,3 +49,15 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
         plot(path)
         console.print(f"picture: {path}", soft_wrap=True)
     return 0
+
+
+def _check(options: argparse.Namespace, record: RunRecord) -> int:
+    found = verdict.judge(options.run_dir, options.reference)
+    rejoins = record.config.get("fault_tolerance", {}).get("rejoin", {}).get("enabled", True)
+    if rejoins and (absent := verdict.absent(record.lines.others)):
+        found.append(f"groups {' '.join(map(str, absent))} were not members again at the end")
+    for message in found:
+        print(terminal.printable(f"NOT KEPT: {message}"))
+    words = "every promise was kept" if not found else f"{len(found)} promises were not kept"
+    print(f"check: {verdict.faults(record.lines.others)} injected faults, {words}")
+    return 1 if found else 0

@@ -7,6 +7,7 @@ import textwrap
 from array import array
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import matplotlib
 
@@ -43,6 +44,8 @@ STATES = {
     "left": ("#DDDDDD", "left in order"),
 }
 """The colour and the name of what a rank or a group does."""
+_UNSAID: dict[str, Any] = {"facecolor": "white", "edgecolor": "#BBBBBB", "hatch": "////"}
+"""What a rank did between its last line and its death."""
 _ZOOMS = 4
 _LEGEND_COLUMNS = 6
 _MOST_ROWS = 48
@@ -142,14 +145,19 @@ def timeline_plot(record: RunRecord, path: Path) -> None:
     seen = {"dead", *(stage.state for found in absent.values() for stage in found)}
     for row, rank in enumerate(rows):  # a rank's file is read once, for all panels
         columns = _Columns(zero, end)
+        recorded = dict.fromkeys((stage.start for stage in absent.get(rank[0], ()) if stage.state == "dead"), zero)
         close: list[dict[str, list[tuple[float, float]]]] = [{} for _ in zooms]
         for span in record.spans(rank):
             columns.add(span)
+            recorded = {died: max(last, span.end) if span.end <= died else last for died, last in recorded.items()}
             for (start, stop, _), bars in zip(zooms, close, strict=True):
                 if span.end >= start and span.start <= stop:
                     bars.setdefault(span.phase, []).append((span.start - zero, span.end - span.start))
         seen |= columns.seconds.keys()
         columns.draw(axes[0][0], row, zero)
+        unsaid = [(last - zero, died - last) for died, last in recorded.items()]
+        for panel in axes:
+            panel[0].broken_barh(unsaid, (row - 0.4, 0.8), linewidth=0, **_UNSAID)
         for panel, bars in zip(axes[1:], close, strict=True):
             for phase, own in bars.items():
                 panel[0].broken_barh(own, (row - 0.4, 0.8), color=STATES[phase][0], linewidth=0)
@@ -158,7 +166,7 @@ def timeline_plot(record: RunRecord, path: Path) -> None:
         panel[0].set_title(title, loc="left", fontsize=9)
     axes[-1][0].set_xlabel("seconds since the first step began")
     handles = [Patch(color=colour, label=name) for phase, (colour, name) in STATES.items() if phase in seen]
-    # The timeline lacks what a rank did between its last line and its death.
+    handles.append(Patch(label="alive, its record lost with it", **_UNSAID))
     handles.append(Patch(facecolor="white", edgecolor="#BBBBBB", label="no record"))
     across = min(len(handles), _LEGEND_COLUMNS)
     figure.legend(handles=handles, loc="upper center", ncols=across, frameon=False, fontsize=9)
@@ -228,7 +236,7 @@ def _interruptions(record: RunRecord) -> list[tuple[float, float, str]]:
         recovery = given(failures[0].recovery)
         first = min(died(record, failure.fault) for failure in failures)
         over = committed.get(recovery["step"], recovery["t"])  # a running step is not committed yet
-        title = f"{_lost(failures)} in step {recovery['step']}: stall {recovery['stall_s']:.3f} s"
+        title = f"{_lost(failures)} in step {recovery['step']}: the others wait {recovery['stall_s']:.3f} s"
         found.append((first - _BEFORE * normal_s, max(first, over, recovery["t"]) + 0.4 * normal_s, title))
     return found
 

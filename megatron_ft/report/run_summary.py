@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from megatron_ft.runlog.run_record import LEAVES, RunRecord
+from megatron_ft.runlog import run_state
+from megatron_ft.runlog.run_record import RunRecord
+from megatron_ft.utils import directory_lock
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -22,11 +24,11 @@ def summary(record: RunRecord) -> dict[str, Any]:
     numbers, durations = record.steps.numbers, sorted(record.steps.durations)
     tokens = sum(record.steps.tokens)
     saved = record.events("checkpoint")
-    ended, code = _ended(record)
+    state = run_state.of(record.lines.others, record.groups)
     return {
         "run_id": next((line.get("run_id") for line in record.events("start")), None),
-        "ended": ended,
-        "exit_code": code,
+        "ended": _ended(record, state),
+        "exit_code": state.exit_code,
         "groups_at_start": record.groups,
         "groups_at_end": len(record.steps[-1]["live"]) if numbers else record.groups,
         "steps": len(record.losses),
@@ -42,9 +44,9 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "tokens": tokens or None,
         "tokens_per_s": tokens / wall_s if tokens and wall_s else None,
         "losses": len(record.faults),
-        "leaves": sum(why.startswith(LEAVES) for view in record.views for why in view["lost"].values()),
-        "joins": sum(map(len, _entries(record)[0])),
-        "returns": sum(map(len, _entries(record)[1])),
+        "leaves": state.leaves,
+        "joins": state.joins,
+        "returns": state.returns,
         "checkpoints": {
             "saved": len(saved),
             "failed": len(record.events("checkpoint_failed")),
@@ -130,30 +132,15 @@ def _times(record: RunRecord) -> tuple[dict[str, float], float]:
     return times, short_s
 
 
-def _ended(record: RunRecord) -> tuple[str, int | None]:
-    """Return in words how the last start of the run has ended, and the exit code; None if it is not over."""
-    said, code = "it is not over, or was killed", None
-    for line in record.lines.others:
-        if line["event"] == "start":
-            said, code = "it is not over, or was killed", None
-        elif line["event"] == "end":
-            said, code = f"all {line['step'] + 1} steps are done", 0
-        elif line["event"] == "not_saved":
-            said = f"{said}; {line['reason']}"
-        elif line["event"] == "stop":
-            said, code = f"stopped: {line['reason']}", line["exit_code"]
-    return said, code
-
-
-def _entries(record: RunRecord) -> tuple[list[set[int]], list[set[int]]]:
-    """Return by view the groups that joined for the first time, and those that came back."""
-    ever, joins, returns = set(range(record.groups)), [], []
-    for view in record.views:
-        new = set(view["joined"])
-        joins.append(new - ever)
-        returns.append(new & ever)
-        ever |= new
-    return joins, returns
+def _ended(record: RunRecord, state: run_state.RunState) -> str:
+    """Return in words how the last start of the run has ended."""
+    line = state.closing
+    if line is None:
+        states = {True: "it is not over", False: "it was killed", None: "it is not over, or was killed"}
+        said = states[directory_lock.lives(record.run_dir, directory_lock.RUN)]
+    else:
+        said = f"all {line['step'] + 1} steps are done" if line["event"] == "end" else f"stopped: {line['reason']}"
+    return "; ".join([said, *state.not_saved])
 
 
 def _percentile(ordered: list[float], share: float) -> float:

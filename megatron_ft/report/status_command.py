@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from rich.text import Text
 from megatron_ft.errors import LaunchError
 from megatron_ft.report.progress import Event, Progress
 from megatron_ft.runlog import history, run_directory
-from megatron_ft.utils import terminal
+from megatron_ft.utils import directory_lock, shared_file, steady_clock, terminal
 
 _EVENTS = 10
 _LOOK_S = 1.0
+_QUIET_S, _QUIET_STEPS = 60.0, 10.0
+"""A record without a line for longer than this time, and than this number of steps takes, is called old."""
 
 
 class Status:
@@ -27,7 +30,7 @@ class Status:
 
     def __init__(self, run_dir: Path) -> None:
         try:
-            self._config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+            self._config = json.loads(shared_file.read_record(run_dir / "config.json"))
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"{run_dir} is not the directory of a run: config.json cannot be read ({error})"
@@ -35,32 +38,57 @@ class Status:
         self._run_dir, self._tail = run_dir, history.Tail(run_dir)
         self._progress = Progress(self._config["groups"])
         self._events: deque[str] = deque(maxlen=_EVENTS)
-        self._end = ""
 
     def look(self) -> bool:
-        """Read what is new in the record. Return whether the run goes on."""
+        """Read what is new in the record. Return whether the run goes on, as far as is known."""
+        lives = (
+            self._lives() is not False
+        )  # before the record is read: its last line is written before the lock is free
         for event in self._tail.new():
             told = self._progress.take(event)
             if event["event"] == "stop":
-                told = self._end = f"ended with exit code {event['exit_code']}: {event['reason']}"
-            elif event["event"] == "end":
-                self._end = "all steps are done"
-            elif event["event"] in ("start", "resume"):
-                self._end = ""  # the run goes on from a checkpoint
+                told = self._end()
             if told:
                 self._events.append(f"{_time(event)}  {told}")
-        return not self._end
+        return not self._progress.state.over and lives
 
     def lines(self) -> list[str]:
-        ranks: list[dict[str, Any]] = run_directory.read(self._run_dir / "ranks.json")
-        hosts = len({rank["host"] for rank in ranks})
-        state = self._end or f"{len(ranks)} ranks live on {hosts} {'host' if hosts == 1 else 'hosts'}"
+        lives = self._lives() is not False
         return [
-            f"run {self._config['run_id']} in {self._run_dir}: {state}",
-            self._progress.line(),
-            f"{self._progress.failures} failures" + (", the last events:" if self._events else ""),
+            f"run {self._config['run_id']} in {self._run_dir}: {self._end() or self._state(lives)}",
+            self._progress.line(lives),
+            f"{self._progress.state.failures} failures" + (", the last events:" if self._events else ""),
             *self._events,
         ]
+
+    def _end(self) -> str:
+        """Return how the run has ended; "" while it goes on, also from a checkpoint."""
+        line = self._progress.state.closing
+        if line is None:
+            return ""
+        return (
+            f"ended with exit code {line['exit_code']}: {line['reason']}"
+            if line["event"] == "stop"
+            else "all steps are done"
+        )
+
+    def _state(self, lives: bool) -> str:
+        """Return what is known of a run without a last line: its lock, its processes on this host, the age of its lines."""
+        ranks: list[dict[str, Any]] = run_directory.living(self._run_dir)
+        age_s = max(0.0, steady_clock.now() - self._progress.state.now)
+        aged = f"the last line of its record is {timedelta(seconds=round(age_s))} old"
+        if not lives:
+            left = f"; ranks of it live on: pids {' '.join(str(rank['pid']) for rank in ranks)}" if ranks else ""
+            return f"it was killed, for no process holds its lock; {aged}{left}"
+        hosts = len({rank["host"] for rank in ranks})
+        state = f"{len(ranks)} ranks live on {hosts} {'host' if hosts == 1 else 'hosts'}"
+        if age_s <= max(_QUIET_S, _QUIET_STEPS * (self._progress.state.step_s or 0.0)):
+            return state
+        known = "a process holds its lock" if self._lives() else "this host cannot see whether it lives"
+        return f"{state if ranks else 'no rank is listed'}, but {aged}; {known}"
+
+    def _lives(self) -> bool | None:
+        return directory_lock.lives(self._run_dir, directory_lock.RUN)
 
 
 def _time(event: Event) -> str:

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from megatron_ft.errors import ConfigError, FTError
 from megatron_ft.report.follow import follow
-from megatron_ft.utils import extras, process_name
+from megatron_ft.runlog.run_state import RunState
+from megatron_ft.utils import extras, lifeline, process_name
 
 
 class Tracker(Protocol):
@@ -104,6 +105,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--track", required=True)
     options = parser.parse_args()
+    lifeline.ignore_save_signals()
     process_name.take(f"tracker {options.track} {options.run_dir}", "ft-tracker")
     names = options.track.split(",")
     try:
@@ -118,15 +120,15 @@ def main() -> int:
 def run(run_dir: Path, names: Iterable[str]) -> None:
     """Feed the trackers until the run or its agent has ended. A tracker that fails is dropped with a line on stderr."""
     agent = os.getppid()
-    over, failures = threading.Event(), 0
+    over, state = threading.Event(), RunState()
     trackers: dict[str, Tracker] = {}
     for name in names:
         _guarded(name, trackers, lambda name=name: trackers.update({name: _TRACKERS[name](run_dir)}))
     for event in follow(run_dir, lambda: over.is_set() or os.getppid() != agent):
         if event["event"] in ("end", "stop"):
             over.set()
-        failures += event["event"] == "fault"
-        found = scalars(event, failures)
+        state.take(event)
+        found = scalars(event, state.failures)
         for name, one in list(trackers.items()) if found else []:
             _guarded(name, trackers, lambda one=one, found=found: one.log(*found))
     for name, one in list(trackers.items()):

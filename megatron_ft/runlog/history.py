@@ -17,12 +17,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.types import groups_of, spans
+from megatron_ft.types import given, groups_of, spans
+from megatron_ft.utils import shared_file, steady_clock
 
 _log = logging.getLogger(__name__)
 
@@ -52,14 +53,12 @@ _TAIL_BYTES = 2**20
 _CHUNK_BYTES = 2**20
 _FEW_GROUPS = 16
 _NUMBERED = ("view", "step")
+_HEADS = ("begin", "view")
+"""The events whose newest line says how long a run is and who takes part."""
 _HELD, _HELD_S = 1024, 5.0
 """Lines and seconds to wait for a view or a step that another file must have."""
 _RECALLED = 65536
 """Lines of several files of which a reader recognises copies: those of the longest time that writers may be apart."""
-_STARTS, _VIEWS, _INJECTED = 8, 16, 4096
-"""Entries that a summary keeps: starts of a group, views in which no step is committed yet, and injected faults."""
-_HARMLESS = ("slow", "nan", "bitflip")
-"""Injected faults that end no process: a later death has another cause."""
 
 
 class Tail:
@@ -110,10 +109,13 @@ class _Part:
 
     def new(self) -> Iterator[dict[str, Any]]:
         try:
-            with self._path.open("rb") as file:
+            with shared_file.open_record(self._path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
                     self._inode, self._offset, self._rest = inode, 0, b""
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:  # it was shortened from outside; its writer adds what is missing at its end
+                    self._offset, self._rest = size, b""
                 file.seek(self._offset)
                 while data := file.read(_CHUNK_BYTES):
                     self._offset += len(data)
@@ -197,95 +199,9 @@ def _number(line: Mapping[str, Any]) -> tuple[int, bool, int]:
     return line.get("epoch", 0), line["event"] == "step", line.get("step", 0)
 
 
-class Summary:
-    """The facts of a run's history that an agent needs, however long that is. Its lines are fed to :meth:`take`.
-
-    Attributes:
-        empty: True before the first line.
-        begun: training has begun; ``ended``, ``stopped``: there is an ``end`` or ``stop`` line.
-        end: the ``end`` line.
-        last_step: the highest committed step, None before the first.
-        saved: the newest step from which a later start can go on, None without one.
-        over: True if the last of the lines that start, end or stop a run is one of the latter two.
-        live: groups of the newest view.
-    """
-
-    def __init__(self) -> None:
-        self.empty, self.begun, self.ended, self.stopped, self.over = True, False, False, False, False
-        self.end: Mapping[str, Any] | None = None
-        self.last_step: int | None = None
-        self.saved: int | None = None
-        self.live: Sequence[int] = ()
-        self._injected: dict[int, float] = {}
-        self._seats: dict[int, tuple[Sequence[int], Mapping[str, int]]] = {}
-        self._committed: dict[int, set[int]] = {}
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Take in the next line of the record."""
-        self.empty = False
-        match line["event"]:
-            case "step":
-                self.last_step = line["step"] if self.last_step is None else max(self.last_step, line["step"])
-                live, starts = self._seats.pop(line["epoch"], ((), {}))  # the first step of its epoch is enough
-                for group in live:
-                    own = self._committed.setdefault(group, set())
-                    own.add(starts.get(str(group), 0))
-                    if len(own) > _STARTS:
-                        own.discard(min(own))
-            case "view":
-                self.live = line["live"]
-                self._seats = {epoch: seats for epoch, seats in self._seats.items() if epoch > line["epoch"] - _VIEWS}
-                self._seats[line["epoch"]] = line["live"], line.get("incarnations", {})
-            case "begin":
-                self.begun = True
-            case "start":
-                self.over = False
-            case "end":
-                self.ended, self.over, self.end = True, True, line
-            case "stop":
-                self.stopped = self.over = True
-            case "checkpoint" | "resume":
-                self.saved = line["step"]
-            case "inject" if line.get("pid") is not None and line.get("kind") not in _HARMLESS:
-                self._injected.pop(line["pid"], None)
-                self._injected[line["pid"]] = line["t"]
-                if len(self._injected) > _INJECTED:
-                    del self._injected[next(iter(self._injected))]
-
-    def injected(self, pid: int) -> float | None:
-        """Return the time of the last injected fault that can end process ``pid``; None if there was none."""
-        return self._injected.get(pid)
-
-    def has_committed(self, group: int, incarnation: int) -> bool:
-        """Return True if that start of the group has taken part in a step; for old starts, if any later one has."""
-        own = self._committed.get(group, ())
-        return incarnation in own or len(own) == _STARTS and incarnation < min(own)
-
-
-def summary(run_dir: Path) -> Summary:
-    """Return the summary of a whole record, for a run that does not grow or is read once."""
-    found = Summary()
-    for line in lines(run_dir):
-        found.take(line)
-    return found
-
-
-class Watched:
-    """The summary of a growing record. Each :meth:`look` reads the lines added since the last one."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._tail, self.known = Tail(run_dir), Summary()
-
-    def poll(self) -> Summary:
-        """Take in the added lines. Raises ``OSError``; ``known`` then has the lines read before the error."""
-        for line in self._tail.each():
-            self.known.take(line)
-        return self.known
-
-
 def files(run_dir: Path) -> list[Path]:
     """Return the files of a run's record; :data:`FILE` comes first, even if it does not exist."""
-    return [run_dir / FILE, *sorted(run_dir.glob(_OTHERS))]
+    return [run_dir / FILE, *sorted(filter(shared_file.is_record, run_dir.glob(_OTHERS)))]
 
 
 def write_as(host: int) -> None:
@@ -309,7 +225,7 @@ def _other_hosts_write(run_dir: Path) -> bool:
     """Whether the run has several hosts, or one that is not this one."""
     here = socket.gethostname()
     try:
-        config = json.loads((run_dir / "config.json").read_bytes())
+        config = json.loads(shared_file.read_record(run_dir / "config.json"))
         return config.get("hosts", 1) > 1 or config.get("host", here) != here or len(files(run_dir)) > 1
     except (OSError, ValueError, AttributeError, TypeError):
         return False
@@ -317,15 +233,8 @@ def _other_hosts_write(run_dir: Path) -> bool:
 
 def append(run_dir: Path, event: str, **fields: Any) -> None:
     """Append one line, for an event that a single process owns (agent, injector)."""
-    fd = _open(own_file(run_dir))
-    try:
-        _write(fd, _encoded({"t": round(time.time(), 6), "event": event, **fields}))
-    finally:
-        os.close(fd)
-
-
-def _open(path: str | Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with shared_file.append_to(own_file(run_dir)) as file:
+        _write(file.fileno(), _encoded({"t": round(steady_clock.now(), 6), "event": event, **fields}))
 
 
 def _write(fd: int, line: bytes) -> tuple[int, int]:
@@ -379,7 +288,8 @@ class History:
     """One group's access to the shared history.
 
     A history that cannot be written (disk full, file system gone) never stops training: the lines are kept and
-    tried again with the next one.
+    tried again with the next one. When the file is removed or shortened from outside, the writer adds the newest lines,
+    and those that a record cannot be read without, again.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -387,15 +297,17 @@ class History:
         self._fd: int | None = None  # kept: on a busy file system, opening a file takes longer than all else here
         self._writer = False
         self._remembered: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._heads: dict[str, dict[str, Any]] = {}
         self._pending: list[dict[str, Any]] = []
         self._own: list[dict[str, Any]] = []
         self._present: deque[tuple[str, Any]] = deque(maxlen=8 * _REMEMBERED)
         self._seen_bytes = 0
         self._warned = False
+        self._lacks = False
 
     def note(self, event: str, **fields: Any) -> None:
         """Write an event that only this group knows, whichever group is the writer."""
-        self._own.append({"t": round(time.time(), 6), "event": event, **fields})
+        self._own.append({"t": round(steady_clock.now(), 6), "event": event, **fields})
         self._flush()
 
     def record(self, event: str, *, later: bool = False, **fields: Any) -> None:
@@ -403,8 +315,12 @@ class History:
 
         ``later``: write it with the next event, or at :meth:`write`.
         """
-        line = {"t": round(time.time(), 6), "event": event, **fields}
-        (self._pending if self._writer else self._remembered).append(line)
+        line = {"t": round(steady_clock.now(), 6), "event": event, **fields}
+        self._remembered.append(line)
+        if event in _HEADS:
+            self._heads[event] = line
+        if self._writer:
+            self._pending.append(line)
         if not later:
             self.write()
 
@@ -424,7 +340,7 @@ class History:
     def set_writer(self, writer: bool) -> None:
         """Set whether this group is the lowest living one. A new writer adds the lines its predecessor left out."""
         if writer and not self._writer:
-            self._pending = list(self._remembered)
+            self._recall()
             self._flush()
         self._writer = writer
 
@@ -448,7 +364,7 @@ class History:
         except OSError as error:
             self._close()  # after an outage of the file system the old descriptor may be invalid
             if not self._warned:
-                _log.warning(f"history not written, training goes on: {error}")
+                _log.warning(f"{self._path} not written, training goes on: {error.strerror or error}")
             self._warned = True
 
     def _close(self) -> None:
@@ -468,11 +384,28 @@ class History:
     def _size(self) -> int:
         """Return the size of the file, which is open after the call."""
         status = None if self._fd is None else os.fstat(self._fd)
-        if status is None or status.st_nlink == 0:  # the file was removed
+        if status is None or status.st_nlink == 0:  # not open yet, or the file was removed
+            self._lacks = self._lacks or status is not None
             self._close()
-            self._fd = _open(self._path)
-            self._seen_bytes, status = 0, os.fstat(self._fd)
+            self._fd = shared_file.open_file(self._path, shared_file.APPENDS)
+            status, before, self._seen_bytes = os.fstat(self._fd), self._seen_bytes, 0
+        else:
+            before = self._seen_bytes
+        if self._lacks or status.st_size < before:
+            self._lacks, self._seen_bytes = False, 0
+            self._present.clear()
+            if self._writer:
+                self._recall(heads=status.st_size <= _TAIL_BYTES)  # all of the file is read: they are not repeated
+                return _write(given(self._fd), b"")[
+                    1
+                ]  # only the newline may be gone: that line is whole, and is not repeated
         return status.st_size
+
+    def _recall(self, heads: bool = False) -> None:
+        """Make all remembered lines pending; those that are found in the file are left out when they are written."""
+        known = {id(line) for line in self._pending}
+        lines = {id(line): line for line in (*(self._heads.values() if heads else ()), *self._remembered)}
+        self._pending = [*(line for key, line in lines.items() if key not in known), *self._pending]
 
     def _poll(self, size: int) -> None:
         """Take in the lines added since the last look, by this and other processes; nearly always few or none."""

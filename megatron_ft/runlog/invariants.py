@@ -1,8 +1,8 @@
-"""Check any run's history for the invariants that hold whatever dies: for tests, examples, burn-in and simulation."""
+"""Check any run's history for the invariants that hold whatever dies: for tests, ``report --check`` and simulation."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,6 +113,10 @@ def _check_bits(lines: Lines, reference: Lines) -> list[str]:
 # --------------------------------------------
 
 _COUNTER_BITS = 8
+DIFFERS = "its state differs"
+"""The reason for which a group stops whose state is not the right one, or when it is not known which is."""
+WRONG = "wrong "
+"""Begins the model of a simulated group that is not what the steps of its run make."""
 
 
 def contribution(microbatch: Microbatch, shards: int, most: int) -> int:
@@ -138,7 +142,7 @@ def complete_sum(step: int, shards: int, per_shard: int, most: int) -> int:
 def check_commits(lines: Lines) -> list[str]:
     """Return the violations of a history with ``adopt``, ``commit`` and ``state`` lines, in words."""
     checks = [_once_each, _one_gradient, _one_speed, _one_view_an_epoch, _right_view, _in_step, _good_stops, _an_end]
-    checks += [_whole_checkpoints, _shrunk, _no_step_after_a_wipe_out]
+    checks += [_whole_checkpoints, _shrunk, _no_step_after_a_wipe_out, _right_groups_stay, _wrong_groups_stay_out]
     return [violation for check in checks for violation in check(lines)]
 
 
@@ -189,6 +193,8 @@ def _one_gradient(lines: Lines) -> list[str]:
     # Where the batch shrinks, a step that is made again under another view is another one.
     shrinks = bool(lines[0].get("shrinks"))
     for line in _of(lines, "commit") if shrinks else _of(lines, "commit", "state"):
+        if line["params"].startswith(WRONG):
+            continue
         after = line["step"] + (line["event"] == "commit")
         epoch = line["epoch"] if shrinks else 0
         if after:
@@ -206,6 +212,8 @@ def _whole_checkpoints(lines: Lines) -> list[str]:
         attempts.setdefault(line["attempt"], []).append(line)
     found = []
     for attempt, parts in attempts.items():
+        if any(line["params"].startswith(WRONG) for line in parts):
+            continue  # its writers' checksums differ, and no checkpoint is made of them
         if len({(line["step"], line["epoch"], line["params"]) for line in parts}) > 1:
             found.append(f"checkpoint {attempt} has parts of different states: {parts}")
         found += [
@@ -267,8 +275,8 @@ def _in_step(lines: Lines) -> list[str]:
     for line in _of(lines, "enter", "commit", "state", "dead", "stop"):
         me = (line["group"], line["incarnation"])
         if line["event"] == "enter":
-            if line["view"]["step"] == 0:  # all groups have the initial model
-                at[me] = 0
+            if line["view"]["step"] == 0 or not line["view"]["epoch"]:  # all have the initial model, or the checkpoint
+                at[me] = line["view"]["step"]
         elif line["event"] in ("dead", "stop"):
             gone.add(me)
         elif line["event"] == "state":
@@ -290,7 +298,7 @@ def _good_stops(lines: Lines) -> list[str]:
     found = []
     for line in _of(lines, "stop"):
         view = views.get(line["epoch"] + 1)
-        if view is None or not view.seats(line["group"], line["incarnation"]):
+        if view is None or not view.seats(line["group"], line["incarnation"]) or line["reason"] == DIFFERS:
             continue
         if len(view.live) >= lines[0]["min_groups"] and line["synced"] and not wiped_out(lines[0], view):
             found.append(f"{_who(line)} stops although it has a seat: {line['reason']}")
@@ -324,10 +332,60 @@ def _no_step_after_a_wipe_out(lines: Lines) -> list[str]:
     ]
 
 
+def _right_groups_stay(lines: Lines) -> list[str]:
+    """No group with the right state leaves because others hold another one; a tie ends all of them."""
+    left = (line for line in _of(lines, "differs") if not line["tied"] and not line["params"].startswith(WRONG))
+    return [f"{_who(line)} leaves in step {line['step']} although its state is right" for line in left]
+
+
+def _wrong_groups_stay_out(lines: Lines) -> list[str]:
+    """A group that enters with another state does not commit that step beside a living group with the right one. If no such
+    group lives any more, no state is left to compare with."""
+    gone = {(line["group"], line["incarnation"]): line["t"] for line in _of(lines, "dead", "stop") if "t" in line}
+    entered = {(line["group"], line["incarnation"]): line["view"]["step"] for line in _of(lines, "enter")}
+    taken = {(line["group"], line["incarnation"], line["step"]): line["params"] for line in _of(lines, "state")}
+    right = defaultdict[int, set[tuple[int, int]]](set)
+    for line in _of(lines, "commit"):
+        if not line["params"].startswith(WRONG):
+            right[line["step"]].add((line["group"], line["incarnation"]))
+    found = []
+    for line in _of(lines, "commit"):
+        seat, step = (line["group"], line["incarnation"]), line["step"]
+        enters = line["incarnation"] and entered.get(seat) == step and taken.get((*seat, step), "").startswith(WRONG)
+        if enters and any(gone.get(other, line["t"]) >= line["t"] for other in right[step]):
+            found.append(f"{_who(line)} enters in step {step} with another state")
+    return found
+
+
 def check_nobody_left_out(lines: Lines) -> list[str]:
     """No view leaves out a living group that has the model; for histories without a reason to do so."""
     left_out = [line for line in _of(lines, "stop") if line["synced"] and "outside view" in line["reason"]]
     return [f"{_who(line)} lives and is left out: {line['reason']}" for line in left_out]
+
+
+def check_last_states(lines: Lines, resumed: Lines) -> list[str]:
+    """Return the violations of what groups on their way back save when no member is left (``kept``), and of the job that
+    goes on from it (``resumed``)."""
+    found = []
+    for line in _of(lines, "kept"):
+        parts = {part["rank"] for part in _of(lines, "part") if part["attempt"] == line["attempt"]}
+        lacking = sorted(set(range(line["ranks"])) - parts)
+        if lacking:
+            found.append(
+                f"{_who(line)} publishes the state of step {line['step']} without a part of the ranks {lacking}"
+            )
+        later = [one for one in _of(lines, "commit") if one["epoch"] > line["epoch"] and one["t"] > line["t"]]
+        found += [f"{_who(line)} saves the last state, and {_who(one)} commits step {one['step']}" for one in later[:1]]
+    if resumed:
+        begin, end = resumed[0], resumed[-1]
+        newest = max(line["step"] for line in _of(lines, "kept"))
+        first = min((line["step"] for line in _of(resumed, "commit")), default=begin["steps"])
+        if first != newest or end["reason"] != "finished":
+            found.append(f"the job goes on from step {first}, {newest} is saved, and ends: {end['reason']}")
+        found += check_commits(resumed)
+        if not begin.get("shrinks"):
+            found += _one_gradient([begin, *lines, *resumed])
+    return found
 
 
 def check_deaths(lines: Lines) -> list[str]:

@@ -122,6 +122,9 @@ def check_nobody_ends(lines: Lines) -> list[str]:
     ended = [
         line
         for line in lines
-        if line["event"] == "stop" and line["synced"] and "min_groups" not in line["reason"] and not line["wiped_out"]
+        if line["event"] == "stop"
+        and line["synced"]
+        and "min_groups" not in line["reason"]
+        and ("outside view" in line["reason"] or not line["wiped_out"])
     ]
     return [f"group {line['group']} (start {line['incarnation']}) lives and ends: {line['reason']}" for line in ended]

@@ -7,48 +7,34 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_ft.config.schema import OWN_ETCD
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
-from megatron_ft.runlog import history
+from megatron_ft.runlog import run_state
+from megatron_ft.utils import shared_file
 
 
-class Growing:
-    """The parts of the history that the injector needs; :meth:`read` takes in added lines."""
+class Growing(run_state.Watched):
+    """The state of a live run, with the lines of the faults that were ordered."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._tail = history.Tail(run_dir)
-        self.started: float | None = None
-        self.begun = self.over = False
-        self.committed = -1
-        self._injected: dict[str, list[dict[str, Any]]] = {}
+        super().__init__(run_dir)
+        self._ordered: dict[str, list[dict[str, Any]]] = {}
 
     def of(self, key: str) -> list[dict[str, Any]]:
         """Return the lines of one fault."""
-        return self._injected.get(key, [])
+        return self._ordered.get(key, [])
 
-    def read(self) -> None:
-        """Take in the whole lines that were added."""
-        for line in self._tail.each():
-            match line["event"]:
-                case "start":
-                    self.started, self.over = self.started or line["t"], False
-                case "begin":
-                    self.begun = True
-                case "step":
-                    self.committed = max(self.committed, line["step"])
-                case "end" | "stop":
-                    self.over = True
-                case "inject" if "fault" in line:
-                    self._injected.setdefault(line["fault"], []).append(line)
+    def take(self, line: dict[str, Any]) -> None:
+        super().take(line)
+        if line["event"] == "inject" and "fault" in line:
+            self._ordered.setdefault(line["fault"], []).append(line)
 
 
 def uses_etcd(run_dir: Path) -> bool:
     """Return True if the run's control store is etcd, not one process of its host 0."""
     try:
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        setting = config["fault_tolerance"]["store"]
-        return setting == OWN_ETCD or is_etcd(setting)
+        config = json.loads(shared_file.read_record(run_dir / "config.json"))
+        return is_etcd(config["fault_tolerance"]["store"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -56,7 +42,7 @@ def uses_etcd(run_dir: Path) -> bool:
 def run_size(run_dir: Path) -> tuple[int, int]:
     """Return a run's number of groups and of ranks in each. Raises ``LaunchError`` if the directory has no run."""
     try:
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(shared_file.read_record(run_dir / "config.json"))
         return config["groups"], config["ranks_per_group"]
     except (OSError, ValueError, KeyError, TypeError):
         raise LaunchError(

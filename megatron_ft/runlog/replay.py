@@ -22,9 +22,9 @@ from megatron_ft.core.detection import stragglers
 from megatron_ft.core.protocol import machine as recovery
 from megatron_ft.core.protocol import membership, messages
 from megatron_ft.core.protocol.machine import GroupState
-from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.protocol.takeovers import TakenOver
 from megatron_ft.runlog.protocol_trace import Line, Record
-from megatron_ft.types import GroupId, Microbatch, Report, View, listed
+from megatron_ft.types import GroupId, Report, View, listed
 
 _SILENT = "no report within"
 """The reason of a group that was given up, for which core needs no verdict but time."""
@@ -119,7 +119,7 @@ class _Machine:
     """One group's protocol state, and the possible states of its account of interruptions
     (``worker.recovery_metrics``).
 
-    ``counted`` are the taken-over microbatches of this step that its recovery lines have named. It is a set of
+    ``counted`` is what the recovery lines of this step have counted. It is a set of
     possibilities, because a report does not tell whether a group was just about to reduce. ``recoveries`` are the lines
     it would write for the present view (none when it has only just joined). ``resumed``: whether it went on; None when
     the record does not tell.
@@ -128,7 +128,7 @@ class _Machine:
     state: GroupState
     past: _Past
     committed: Callable[[GroupState, int], None]
-    counted: set[frozenset[Microbatch]] = field(default_factory=lambda: {frozenset()})
+    counted: set[TakenOver] = field(default_factory=lambda: {TakenOver()})
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     resumed: bool | None = False
 
@@ -144,8 +144,8 @@ class _Machine:
             if event is None:
                 return  # the group has to stop
             at, action = self.past.after(at, event)
-        counted = self.counted if at.step == self.state.step else {frozenset()}
-        self.recoveries = [_account(at, view, before) for before in counted]
+        counted = self.counted if at.step == self.state.step else {TakenOver()}
+        self.recoveries = [before.line(at) for before in counted]
 
     def advance(self, arrived: Callable[[GroupState], bool], have: Callable[[GroupState], Collection | None]) -> bool:
         """Carry out core's orders until the group has arrived; return False if it does not arrive."""
@@ -156,12 +156,12 @@ class _Machine:
                 return False
             if not self.resumed and _resumes(self.state, action):
                 self.resumed = True
-                self.counted = {before | _taken_over(self.state) for before in self.counted}
+                self.counted = {before.after(self.state) for before in self.counted}
             before = self.state
             self.state, action = self.past.after(before, event)
             if self.state.step != before.step:
                 self.committed(before, before.step)
-                self.counted = {frozenset()}
+                self.counted = {TakenOver()}
         return True
 
     def stand(self, report: Report) -> None:
@@ -192,7 +192,7 @@ class _Machine:
     def settle(self, wrote: bool | None) -> None:
         """Decide whether the group went on: the writer's line shows it, for other groups it stays open."""
         if self.resumed is None and wrote is not False:
-            went_on = {before | _taken_over(self.state) for before in self.counted}
+            went_on = {before.after(self.state) for before in self.counted}
             self.counted = went_on if wrote else self.counted | went_on
 
     def feed(self, events: Iterable[messages.Event]) -> list[messages.Action]:
@@ -239,29 +239,6 @@ def _resumes(state: GroupState, action: messages.Action) -> bool:
     """Return True where the session writes its recovery line: an interrupted step goes on."""
     own_update = isinstance(action, messages.Update) and state.next_plan_origin is None
     return own_update or isinstance(action, messages.Reduce | messages.Finish)
-
-
-def _taken_over(state: GroupState) -> frozenset[Microbatch]:
-    return state.plan.patched | state.plan.standing_in if state.unfinished else frozenset()
-
-
-def _account(state: GroupState, view: View, counted: frozenset[Microbatch]) -> dict[str, Any]:
-    """Return the fields of a recovery line for the state in which the step goes on."""
-    all_new = _taken_over(state) - counted
-    new = all_new & state.plan.patched
-    taken = {group: new.intersection(own) for group, own in state.plan.assignment.items()}
-    return {
-        "step": state.step,
-        "epoch": view.epoch,
-        "patched": len(new),
-        "patched_by": {str(group): len(share) for group, share in taken.items() if share},
-        "unhosted": sum(len(assignment.fetched(share, group, state.job.placement)) for group, share in taken.items()),
-        "buckets_kept": len(state.final),
-        "buckets_redone": len(state.unfinished),
-        "state_from": view.source,
-        "promoted": len(all_new - new),
-        "plan": dict(state.plan.facts),
-    }
 
 
 # --- all groups -------------------------------------------------------------------------------------------------------

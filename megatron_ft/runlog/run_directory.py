@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.rank_env import CLAIMS
-from megatron_ft.errors import WIPED_OUT, InvariantBroken, LaunchError, StoreError, WipedOut
-from megatron_ft.runlog import history
-from megatron_ft.types import Exit, given
-from megatron_ft.utils import atomic_file, process_status
+from megatron_ft.errors import LaunchError
+from megatron_ft.runlog import history, run_state
+from megatron_ft.types import Exit
+from megatron_ft.utils import process_status, shared_file
 
 RANKS = "ranks"
 """The directory in which each host writes its own list; all of them also update ``ranks.json``."""
 STORE = "store.json"
-ETCD = "etcd"
-"""The place where the hosts of a run with an etcd of its own find each other, and report its members."""
 CLOSING = "closing"
 """The event by which an agent reports every few seconds that scripts still run after the last step."""
 PROGRESS = ("view", "step")
@@ -34,8 +32,8 @@ NOTHING, UNFINISHED, ANY = "nothing", "unfinished", "any"
 _END_S = 2.0
 """Seconds in which the processes of a run whose agent was killed have to end."""
 _ALL = (
-    *("config.json", "ranks.json", STORE, CLAIMS, ETCD, RANKS, "history.jsonl", "timeline", "logs", "faults"),
-    *("tensorboard", "wandb"),
+    *("config.json", "ranks.json", STORE, CLAIMS, RANKS, "history.jsonl", "timeline", "logs", "faults"),
+    *("tensorboard", "wandb", "etcd"),  # "etcd": of runs of earlier versions
 )
 
 
@@ -51,16 +49,15 @@ def prepare(path: Path, overwrite: bool, aside: str = NOTHING, private: bool = F
     if overwrite:
         _await_end(path)
         for name in (*_ALL, *(part.name for part in history.files(path))):
-            if (path / name).is_dir():
+            if (path / name).is_dir() and not (path / name).is_symlink():
                 shutil.rmtree(path / name)
             else:
                 (path / name).unlink(missing_ok=True)
-    recorded = history.summary(path)
+    recorded = run_state.read(path)
     if not recorded.empty and aside != NOTHING and (aside == ANY or not recorded.ended):
         _put_aside(path)
-        recorded = history.Summary()
-    if recorded.ended:
-        assert recorded.end is not None
+        recorded = run_state.RunState()
+    if recorded.end is not None:
         raise LaunchError(
             f"--run-dir {path} already holds a finished run (last step {recorded.end['step']}); choose another directory, "
             f"or pass --overwrite to delete that run"
@@ -71,15 +68,19 @@ def prepare(path: Path, overwrite: bool, aside: str = NOTHING, private: bool = F
             f"(fault_tolerance.checkpoint.directory). Choose another directory, or pass --overwrite to delete that run"
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if private:
-            path.chmod(0o700)
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        (path / "timeline").mkdir(exist_ok=True)
-        (path / RANKS).mkdir(exist_ok=True)
+        make(path, private)
     except OSError as error:
         raise LaunchError(f"--run-dir {path} cannot be created: {error.strerror}; choose another directory") from None
     return path.resolve()
+
+
+def make(path: Path, private: bool) -> None:
+    """Make the directories of a record. Raises ``OSError``."""
+    path.mkdir(parents=True, exist_ok=True)
+    if private:
+        path.chmod(0o700)
+    for name in ("logs", "timeline", RANKS):
+        shared_file.make_directory(path / name)
 
 
 def _await_end(path: Path) -> None:
@@ -97,7 +98,7 @@ def _await_end(path: Path) -> None:
 def _put_aside(path: Path) -> None:
     """Move the record of an earlier start aside, complete. Raises ``LaunchError`` while that run lives."""
     _await_end(path)
-    (path / EARLIER).mkdir(exist_ok=True)
+    shared_file.make_directory(path / EARLIER)
     number = 1 + max((int(place.name) for place in (path / EARLIER).iterdir() if place.name.isdigit()), default=0)
     room = path / EARLIER / f"{number:04d}"
     room.mkdir()
@@ -111,6 +112,12 @@ def starts_of(path: Path) -> list[Path]:
     return [*sorted((path / EARLIER).glob("*")), path]
 
 
+def living(path: Path) -> list[dict[str, Any]]:
+    """Return the listed ranks that live, or that are on another host."""
+    here = socket.gethostname()
+    return [r for r in read(path / "ranks.json") if r["host"].partition("(")[0] != here or _lives(r)]
+
+
 def _lives(rank: dict[str, Any]) -> bool:
     """Return True if a rank of this host is alive and not a zombie."""
     if rank["host"].partition("(")[0] != socket.gethostname():  # the address is appended where hosts have the same name
@@ -121,7 +128,7 @@ def _lives(rank: dict[str, Any]) -> bool:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a file of ranks; none while it is being replaced."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(shared_file.read_record(path))
     except FileNotFoundError:
         return []  # the file is being replaced
 
@@ -129,7 +136,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def write_config(run_dir: Path, config: Mapping[str, Any]) -> None:
     """Replace ``config.json``. Only its owner may write to it, whatever the umask: ``join`` runs the command in it. Raises
     ``OSError``."""
-    atomic_file.write_json(run_dir / "config.json", config, mode=0o644)
+    shared_file.write_json(run_dir / "config.json", config, mode=0o644)
 
 
 def write_ranks(run_dir: Path, living: list[dict[str, Any]], host: int) -> None:
@@ -138,10 +145,10 @@ def write_ranks(run_dir: Path, living: list[dict[str, Any]], host: int) -> None:
     Agents write at the same time. An agent that finds the parts changed since it read them writes the whole list again,
     so the last agent to write has seen all parts.
     """
-    atomic_file.write_json(run_dir / RANKS / f"{host}.json", living)
+    shared_file.write_json(run_dir / RANKS / f"{host}.json", living)
     written, listed = None, _listed(run_dir)
     while listed != written:
-        atomic_file.write_json(run_dir / "ranks.json", listed)
+        shared_file.write_json(run_dir / "ranks.json", listed)
         written, listed = listed, _listed(run_dir)
 
 
@@ -149,55 +156,9 @@ def _listed(run_dir: Path) -> list[dict[str, Any]]:
     return [rank for path in sorted((run_dir / RANKS).glob("*.json")) for rank in read(path)]
 
 
-def why(
-    last_step: int | None, signalled: signal.Signals | None, ended: Sequence[tuple[Path, Exit]], idle: bool
-) -> tuple[int, str]:
-    """Return exit code and reason of a run that did not reach its end.
-
-    ``ended``: log and exit of each rank of this host, in order; ``idle``: the host had no rank to run."""
-    where = _where(last_step)
-    if signalled is not None:
-        return 128 + signalled, f"stopped by {signalled.name} {where}"
-    if not ended and idle:
-        return WIPED_OUT, f"no group is left {where}; this host had nothing to do"
-    if not ended:
-        return 1, f"the agent failed {where}"
-    broken, wiped_out, storeless = (
-        [(log, death) for log, death in ended if death.code == kind.exit_code]
-        for kind in (InvariantBroken, WipedOut, StoreError)
-    )
-    if last_step is None:
-        storeless = []  # there may never have been a store at that address
-    # Ranks that stopped as a consequence have other exit codes.
-    log, death = (broken or wiped_out or storeless or ended)[-1]
-    if broken or wiped_out:
-        return given(death.code), f"{death.detail} [all groups, {where}; output in {log}]"
-    same = {other.detail for _, other in ended}
-    # Without a control store all groups are lost at once, and the run can be started again.
-    code = WIPED_OUT if death.signal or storeless else death.code or 1
-    if len(same) == 1 and death.detail:
-        return code, f"{death.detail} [all groups, {where}; output in {log}]"
-    if death.code == 0:
-        return 1, f"the script ended by itself {where}, before its session.steps() did; output in {log}"
-    return code, f"no group is left {where}; the last was group {death.group}: {death}; output in {log}"
-
-
-def why_given_up(last_step: int | None, log: Path, reason: str) -> tuple[int, str]:
-    """Return exit code and reason of a run whose agents gave up the last groups. The run can be started again."""
-    return (
-        WIPED_OUT,
-        f"no group is left {_where(last_step)}: all were given up, one because it {reason}; output in {log}",
-    )
-
-
-def _where(last_step: int | None) -> str:
-    return "before the first step" if last_step is None else f"after step {last_step}"
-
-
-def outcome(line: Mapping[str, Any], before: int | None) -> int | None:
-    """Return a run's exit code after that line of its record, None while it goes on; ``before``: the code before it."""
-    stated = line.get("exit_code")
-    return {"start": None, "end": 0, "stop": stated, "not_saved": stated}.get(line["event"], before)
+def log(run_dir: Path, group: int, position: int) -> Path:
+    """Return the file with the output of that rank, of all its group's starts."""
+    return run_dir / "logs" / f"g{group}.p{position}.log"
 
 
 def what_is_not_saved(end: Mapping[str, Any]) -> str:
@@ -228,12 +189,12 @@ def what_failed_after(end: Mapping[str, Any], ended: Sequence[tuple[Path, Exit, 
 def launch_of(run_dir: Path) -> str:
     """Return the ``--job-id`` of the launch recorded there; "" if there is none."""
     try:
-        return str(json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get("job", ""))
+        return str(json.loads(shared_file.read_record(run_dir / "config.json")).get("job", ""))
     except (OSError, ValueError):
         return ""
 
 
-def what_is_saved(recorded: history.Summary) -> str:
+def what_is_saved(recorded: run_state.RunState) -> str:
     """Return the point from which a later start goes on, for a run with checkpoints."""
     if recorded.saved is None:
         return "; no checkpoint is complete, a later start begins anew"

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from megatron_ft.errors import LaunchError
 from megatron_ft.runlog import history, invariants
+from megatron_ft.runlog.run_state import LEAVES
 from megatron_ft.types import CUT_OFF
+from megatron_ft.utils import shared_file
 
 _TAIL_BYTES = 65_536
 """Bytes; longer than some steps of a timeline."""
@@ -104,10 +106,6 @@ class Lines(Sequence[dict[str, Any]]):
         return self.steps[place] if place >= 0 else self.others[-1 - place]
 
 
-LEAVES = "leaves after step"
-"""The reason in views of a group that has left in order (``core.protocol.signals``)."""
-
-
 @dataclass(frozen=True)
 class Failure:
     """One lost group: its fault, the recovery that followed and the recorded time of the step's commit.
@@ -187,7 +185,7 @@ class RunRecord:
     def config(self) -> dict[str, Any]:
         """The configuration in force; empty if the file is missing."""
         try:
-            return json.loads((self.run_dir / "config.json").read_text(encoding="utf-8"))
+            return json.loads(shared_file.read_record(self.run_dir / "config.json"))
         except (FileNotFoundError, ValueError):
             return {}  # only history.jsonl is required
 
@@ -269,16 +267,16 @@ class RunRecord:
 
     def spans(self, rank: tuple[int, int]) -> Iterator[Span]:
         """Yield the spans of a rank of :attr:`timelines` in order, one line of its file at a time."""
-        with suppress(FileNotFoundError), self.timelines[rank].open(encoding="utf-8", errors="replace") as file:
+        with suppress(FileNotFoundError), shared_file.open_record(self.timelines[rank]) as file:
             for line in file:
-                yield from _spans(line)
+                yield from _spans(line.decode(errors="replace"))
 
     def extent(self, rank: tuple[int, int]) -> tuple[float, float] | None:
         """Return begin of a rank's first and end of its last span, from both ends of its file; None without spans."""
         first = next(self.spans(rank), None)
         if first is None:
             return None
-        with self.timelines[rank].open("rb") as file:
+        with shared_file.open_record(self.timelines[rank]) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             tail = file.read().decode(errors="replace").splitlines()
         ends = [span.end for line in tail for span in _spans(line)]

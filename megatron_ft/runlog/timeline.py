@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from megatron_ft.utils import shared_file, steady_clock
 
 
 class Span:
@@ -18,10 +19,10 @@ class Span:
         self._phase, self._add = phase, add
 
     def __enter__(self) -> None:
-        self._start = time.time()
+        self._start = steady_clock.now()
 
     def __exit__(self, *raised: object) -> None:
-        self._add(self._phase, round(self._start, 6), round(time.time(), 6))
+        self._add(self._phase, round(self._start, 6), round(steady_clock.now(), 6))
 
 
 class Timeline:
@@ -56,7 +57,7 @@ class Timeline:
         self._assigned = []
         try:
             if self._fd is None:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._fd = shared_file.open_file(self._path, shared_file.APPENDS)
                 if os.fstat(self._fd).st_size:  # an older start of the group may have died within a line
                     lines = "\n" + lines
             os.write(self._fd, lines.encode())

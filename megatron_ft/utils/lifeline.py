@@ -1,4 +1,4 @@
-"""Settings of prctl(2): a process that ends with its parent, one that adopts orphans, and a process's name."""
+"""What ties a process to its parent, one that adopts orphans, and a process's name: settings of prctl(2), and signals."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ import os
 import signal
 from typing import Any
 
+SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""The signals by which a cluster manager asks a launcher to save and stop. Some send them to every process of a job."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def end_with(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent ends.
+    """Make this process a part of its parent's: the kernel sends it a signal when its parent ends, and it ignores
+    :data:`SAVE_SIGNALS`, which are for the launcher.
 
     ``parent`` is the pid of the process that started this one, if known. The process ends at once when that has already
     ended.
     """
+    ignore_save_signals()
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def ignore_save_signals() -> None:
+    """Ignore :data:`SAVE_SIGNALS`, here and in every program that this process starts."""
+    for number in SAVE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def adopt_orphans() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
+from pathlib import Path
 
 from megatron_ft.errors import LaunchError
 
@@ -24,28 +28,112 @@ def joined(host: str, port: int) -> str:
 def local_address(store_host: str) -> str:
     """Return the address from which this host reaches ``store_host``. Nothing is sent. Raises ``LaunchError``."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return probe.getsockname()[0]
+        return _towards(store_host)
     except OSError as error:
         raise LaunchError(
-            f"--store: there is no route to {store_host} from this host ({error}); check the address"
+            f"--store: there is no route to {store_host} from this host ({error}); check the address, or give --store "
+            f"HOST:PORT"
         ) from None
+
+
+def _towards(host: str) -> str:
+    """Return the address from which this host reaches ``host``. Nothing is sent. Raises ``OSError``."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 def own_address(target: str | None) -> str:
-    """Return the address from which this host reaches ``target``, or without one the address of its name."""
+    """Return the address by which other hosts reach this one: the one from which it reaches ``target``.
+
+    Without a target it is that of this host's name, or the one on the way to the rest of the network: some systems give
+    a host's own name a loopback address, by which no other host reaches it. A machine that has only loopback addresses
+    gets one of these. Raises ``LaunchError`` where there is no such address, or a choice.
+    """
     if target is not None:
-        return local_address(target)
+        try:
+            return _towards(target)
+        except OSError as error:
+            raise LaunchError(
+                f"there is no route to {target}, another host, from this host ({error}); give --address, the address by "
+                f"which the other hosts reach this host"
+            ) from None
     name = socket.gethostname()
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError as error:
+    found = own(name)
+    if found is not None:
+        return found
+    for somewhere in _FAR:
+        with contextlib.suppress(OSError):
+            if not is_loopback(found := _towards(somewhere)):
+                return found
+    there = interface_addresses()
+    if len(there) > 1:
         raise LaunchError(
-            f"this host's name {name} has no address ({error}); give --address, the address by which the other hosts reach "
-            f"this host"
-        ) from None
+            f"this host's name {name} resolves to {', '.join(of(name)) or 'no address'}, and the host has "
+            f"{', '.join(there)}; give --address, the address by which the other hosts reach this host"
+        )
+    return there[0] if there else loopback()
+
+
+_FAR = ("198.51.100.1", "2001:db8::1")
+"""Addresses that are assigned to no host: the way to them is that to the rest of the network."""
+
+
+def loopback() -> str:
+    """Return the address by which this machine reaches itself. Raises ``LaunchError`` if its loopback is down."""
+    found = next(filter(binds, ("127.0.0.1", "::1")), None)
+    if found is None:
+        raise LaunchError(
+            "this machine has neither 127.0.0.1 nor ::1; run `ip link set lo up`, or give --address, another address of it"
+        )
+    return found
+
+
+def interface_addresses() -> list[str]:
+    """Return the addresses of this host's interfaces that other hosts can reach: those of IPv4, or else of IPv6."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # no address of IPv4
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    if not (found := [address for address in found if not is_loopback(address)]):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in _INET6.read_text(encoding="ascii").splitlines()]
+            found = [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if row[3] == _GLOBAL]
+    return list(dict.fromkeys(found))
+
+
+_SIOCGIFADDR = 0x8915
+_INET6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
+"""The table of IPv6 addresses, and the scope of those that other hosts can reach without the name of an interface."""
+
+
+def address_for(store_host: str, rank: int, target: str | None = None) -> str:
+    """Return the address of this host, number ``rank``, for the other hosts of a run that meets at ``store_host``.
+
+    Host 0 listens there. Where its own name stands for a loopback address, as in ``127.0.1.1 NAME`` of ``/etc/hosts``,
+    it listens at the address of :func:`own_address`. Raises ``LaunchError`` on another host whose ``store_host`` is an
+    address of loopback, unless it was written as one: then all hosts are on this machine.
+    """
+    found = local_address(store_host)
+    if not is_loopback(found) or names_this_machine(store_host):
+        return found
+    if rank:
+        raise LaunchError(
+            f"--store: this host resolves {store_host}, the name of host 0, to {', '.join(of(store_host))}, which is this "
+            f"host itself; correct its /etc/hosts, or give --store with the address of host 0"
+        )
+    return own_address(target)
+
+
+def names_this_machine(host: str) -> bool:
+    """Return whether ``host`` was written as an address of loopback: all hosts of the run are to be on this machine."""
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host == "localhost"
 
 
 def of(name: str) -> list[str]:

@@ -21,9 +21,9 @@ def take(role: str, short: str) -> None:
     try:
         from setproctitle import setproctitle
 
-        setproctitle(PREFIX + role)
-    except ImportError:
-        pass
+        setproctitle(PREFIX + os.fsencode(role).decode(errors="replace"))
+    except Exception:
+        pass  # a title is cosmetic, whatever the library meets
     finally:
         if before is None:
             del os.environ[_KEEP_ENVIRONMENT]

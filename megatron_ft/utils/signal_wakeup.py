@@ -6,15 +6,15 @@ import os
 import signal
 from collections.abc import Sequence
 
-from megatron_ft.utils import file_descriptors
+from megatron_ft.utils import file_descriptors, lifeline
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals on which a launcher ends its run in order.
+    """Return the signals on which a launcher ends its run in order, those that ask it to save included.
 
     SIGHUP, the end of the terminal, is one of them unless it is ignored, as ``nohup`` starts its command.
     """
-    ends = (signal.SIGTERM, signal.SIGINT)
+    ends = (signal.SIGTERM, signal.SIGINT, *lifeline.SAVE_SIGNALS)
     return ends if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*ends, signal.SIGHUP)
 
 

@@ -14,13 +14,16 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 _IP = (socket.AF_INET, socket.AF_INET6)
 _SIOCGIFADDR = 0x8915
-_SO_ATTACH_FILTER = 26
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
+_NETWORK_HEADER = -0x100000
+"""The instructions of the kernel's packet filter, and the offset at which it sees the header of IP."""
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
 """A filter of one instruction for the kernel, "return 0": no byte of any packet passes."""
 Sockets = Mapping[int, int]
@@ -63,6 +66,37 @@ def accept_no_more(fd: int) -> None:
         program = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
             duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def accept_only(udp: socket.socket, sources: Collection[tuple[str, int]] | None) -> None:
+    """Make the kernel drop every datagram for this socket but those of these addresses and ports (None: pass all).
+
+    A datagram that is dropped takes no space in the socket's buffer. Only Linux can do this; elsewhere nothing changes.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):
+        if sources is None:
+            udp.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            return
+        instructions = [step for source in sorted(sources) for step in _passes(udp.family, *source)]
+        code = b"".join(struct.pack("HBBI", *step) for step in [*instructions, (_RETURN, 0, 0, 0)])
+        buffer = ctypes.create_string_buffer(code, len(code))
+        program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+        udp.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _passes(family: int, address: str, port: int) -> list[tuple[int, int, int, int]]:
+    """Return instructions that pass a datagram from there, and leave others to the instructions behind them."""
+    words = struct.unpack(f"!{len(raw := socket.inet_pton(family, address.partition('%')[0])) // 4}I", raw)
+    first = _NETWORK_HEADER + (12 if family == socket.AF_INET else 8)
+    wanted = [(_LOAD_WORD, first + 4 * number, word) for number, word in enumerate(words)]
+    wanted.append((_LOAD_HALF, 0, port))  # the header of UDP begins with the source's port
+    steps: list[tuple[int, int, int, int]] = []
+    for number, (load, offset, value) in enumerate(wanted):
+        behind = 2 * (len(wanted) - number - 1) + 1  # to the instruction behind the last one of this source
+        steps += [(load, 0, 0, offset & 0xFFFFFFFF), (_JUMP_EQUAL, 0, behind, value)]
+    return [*steps, (_RETURN, 0, 0, 0xFFFFFFFF)]
 
 
 def connected_to(address: tuple[str, int]) -> Sockets:

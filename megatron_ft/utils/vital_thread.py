@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ft.errors import FTError
+from megatron_ft.utils import shared_file
 
 ERROR_VARIABLE = "MEGATRON_FT_ERROR_FILE"
 """The environment variable with the path of that file. Only ranks have it; their agent reads the file."""
@@ -78,4 +79,4 @@ def leave_error(message: str, microbatch: str | None = None, path: Path | None =
     if path is not None:
         said = json.dumps({"message": " ".join(message.split()), "microbatch": microbatch})
         with contextlib.suppress(OSError):
-            path.write_text(said, encoding="utf-8")
+            shared_file.write(path, said)

@@ -1,8 +1,10 @@
-"""The settings that all ranks have to agree on before they train together: the data, its division, and its order.
+"""The settings that all ranks have to agree on before they train together: the number of steps, the data, its division,
+and its order.
 
 The first rank publishes its values on the control store, every other rank compares its own with these. Ranks compare
 before their first step, when their group comes back, and when a run goes on from a checkpoint, with the checkpoint as
-well. If one differs when a run begins, no step is made. A group that comes back is refused, and the others go on.
+well (a job that goes on may have another number of steps than the job before it). If one differs when a run begins, no
+step is made. A group that comes back is refused, and the others go on.
 
 Failures it assumes: the control store may be away for a while, or come back empty; it is asked until it answers.
 """
@@ -28,9 +30,10 @@ REFUSED = "identity/refused"
 """The key on the control store of the reason why no step was made."""
 
 
-def of_run(config: RunConfig) -> Identity:
-    """Return the values that the settings determine."""
+def of_run(config: RunConfig, steps: int) -> Identity:
+    """Return the values that the settings and the script's number of ``steps`` determine."""
     return {
+        "number of steps (session.steps)": steps,
         "seed": config.fault_tolerance.seed,
         "samples per microbatch": config.samples_per_microbatch,
         "microbatches per shard": config.microbatches_per_group,
@@ -107,6 +110,11 @@ class Identities:
         if found is not None:
             self._refuse(*found, f"{standing['who']} trains", "give all hosts the same data, script and config")
         self.agreed |= mine
+
+    def of_run(self) -> dict[str, Any]:
+        """Return the values that the ranks of the run have agreed on; this rank may not have compared all of them yet."""
+        standing = (self._agreement.get(f"identity/{what}") for what in ("run", "data"))
+        return {name: value for one in standing if one for name, value in one["identity"].items()} | self.agreed
 
     def _refuse(self, name: str, mine: Any, theirs: Any, who: str, remedy: str) -> NoReturn:
         why = f"{name} is {_shown(mine)} for {self._who}, but {who} with {_shown(theirs)}; {remedy}"

@@ -21,6 +21,7 @@ from megatron_ft.config import parallelism
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import AUTO
 from megatron_ft.coordination.client import CoordinationClient
+from megatron_ft.engines import loss_scaling
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.port import Engine
 from megatron_ft.engines.torch_native import LossFn, TorchNativeEngine
@@ -64,6 +65,7 @@ class EngineMaker:
         """Return the settings that all engines have (``engines.buckets.Bucketed``); ``shared``: the ranks of a group sum
         their gradients."""
         settings = self._config.fault_tolerance
+        loss_scaling.refuse()
         return {
             "bucket_mb": None if settings.bucket_mb == AUTO else settings.bucket_mb,
             "gradient_clipping": self._config.gradient_clipping,

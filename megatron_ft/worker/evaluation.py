@@ -17,6 +17,8 @@ from torch.utils.data import default_collate
 
 from megatron_ft.coordination.client import CoordinationClient
 from megatron_ft.core.scheduling.evaluation_division import Division, collects, next_chunk
+from megatron_ft.data import generators
+from megatron_ft.data.order import evaluation_seed
 from megatron_ft.errors import DataError
 from megatron_ft.types import GroupId
 
@@ -46,6 +48,7 @@ class Evaluation:
         batch: number of samples in a batch.
         collate: samples -> batch; None: torch's ``default_collate``.
         name: name of the evaluation, for messages.
+        seed: seed of the run, for the numbers that samples, ``collate`` and ``fn`` draw.
         key: its prefix on the control store; no other evaluation of the run has it.
     """
 
@@ -56,11 +59,12 @@ class Evaluation:
         batch: int,
         collate: Callable[[list[Any]], Any] | None,
         name: str,
+        seed: int,
         key: str,
     ) -> None:
         self._fn, self._dataset, self._batch = fn, dataset, batch
         self._collate: Callable[[list[Any]], Any] = collate or default_collate
-        self._name, self._key = name, key
+        self._name, self._seed, self._key = name, seed, key
         self._samples = len(dataset)
         if not self._samples:
             raise DataError(f"session.evaluate: the dataset of {name!r} has no samples")
@@ -70,6 +74,7 @@ class Evaluation:
         sums: Sums = {}
         with torch.no_grad():
             for samples in batches:
+                generators.seed(evaluation_seed(self._seed, self._name, samples.start))
                 found = self._fn(self._collate([self._dataset[index] for index in samples]))
                 if not isinstance(found, Mapping):
                     raise DataError(

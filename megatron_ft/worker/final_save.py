@@ -1,4 +1,5 @@
-"""Write the final model after the last step, in one group at a time (``core.lifecycle.final_save_policy``).
+"""Write a file once for all groups, such as the best model so far or the final one, in one group at a time
+(``core.lifecycle.final_save_policy``).
 
 Failures it assumes: the writer dies, freezes or is cut off at any moment; its disk is full; it wakes up when another
 group has taken over. Partial data has a temporary name, and is never read.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-import os
+import secrets
 import shutil
 import threading
 import time
@@ -29,11 +30,16 @@ does no harm, but it wastes time."""
 
 
 class FinalSave:
-    """The part of one rank. ``own``: the name of its group's start; ``may_write``: the rank may be the writer."""
+    """The part of one rank. ``own``: the name of its group's start; ``may_write``: the rank may be the writer;
+    ``number``: that of the save among those with this path, ascending: (committed steps, number among those at that
+    step)."""
 
-    def __init__(self, agreement: CoordinationClient, path: Path, own: str, may_write: bool) -> None:
-        self._agreement, self._path = agreement, path
-        self._keys = f"final/{path}"
+    def __init__(
+        self, agreement: CoordinationClient, path: Path, own: str, may_write: bool, number: tuple[int, int] = (0, 0)
+    ) -> None:
+        self._agreement, self._path, self._save = agreement, path, list(number)
+        self._saved = f"final/{path}/saved"
+        self._keys = f"final/{path}/{number[0]}.{number[1]}"
         self._waiter = Waiter(own, _LEASE_S, time.monotonic(), may_write)
         self._number, self._owner = -1, ""
         self._error: Exception | None = None
@@ -57,7 +63,9 @@ class FinalSave:
                 time.sleep(_LOOK_EVERY_S)  # the policy ends this loop: it gives up two leases after the last claim
 
     def _is_saved(self) -> bool:
-        return self._agreement.get(f"{self._keys}/saved") is not None
+        """Return whether this save, or a later one, is complete: a writer that was frozen must not replace a later file."""
+        newest = self._agreement.get(self._saved)
+        return newest is not None and newest >= self._save
 
     def _newest(self) -> Claim | None:
         while (owner := self._agreement.get(f"{self._keys}/claim/{self._number + 1}")) is not None:
@@ -68,7 +76,7 @@ class FinalSave:
         return Claim(self._number, self._owner, beats, self._agreement.get(f"{self._keys}/failed/{self._number}") or "")
 
     def _write(self, write: Callable[[Path], object]) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.{self._waiter.own}-{os.getpid()}.tmp")
+        temporary = self._path.with_name(f".{self._path.name}.{self._waiter.own}-{secrets.token_hex(8)}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._shown():
@@ -79,11 +87,17 @@ class FinalSave:
             self._error = error
             self._agreement.put(f"{self._keys}/failed/{self._number}", f"{type(error).__name__}: {error}")
         else:
-            self._agreement.settle(f"{self._keys}/saved", self._waiter.own)
+            if not self._is_saved():
+                self._agreement.put(self._saved, self._save)
             for left in self._path.parent.glob(glob.escape(f".{self._path.name}.") + "*.tmp"):
                 _remove(left)  # of writers that are lost
         finally:
             _remove(temporary)
+
+    def clean(self) -> None:
+        """Delete what the store still has of this save, once all groups have made another step."""
+        kinds = ("claim", "beats", "failed")
+        self._agreement.delete([f"{self._keys}/{kind}/{n}" for n in range(self._number + 1) for kind in kinds])
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:

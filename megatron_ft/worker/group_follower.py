@@ -34,12 +34,10 @@ class GroupFollower:
         self.step = step
         self._rank = rank
         self._dataset: Dataset | None = None
-        self._total = 0
         self._said_leaving = False
 
     def enter(self, total: int, comes_back: bool, origin: restore.Origin | None = None) -> None:
         """Wait for the first step, or in a group that comes back for its seat."""
-        self._total = total
         while comes_back and not isinstance(self._obey(orders.Fingerprint), orders.Enter):
             continue
 
@@ -81,15 +79,8 @@ class GroupFollower:
         rank.progress.enter("waiting")
         order = orders.named(*given(rank.inner).next_order())
         if isinstance(order, refuse):
-            if rank.evaluation is not None:
-                raise ConfigError(
-                    f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate"
-                )
-            does = "goes on at" if isinstance(order, orders.Begin) else "is done before"
-            raise ConfigError(
-                f"rank 0 of this group {does} step {self.step}, rank {rank.position} was told that the run has "
-                f"{self._total} steps; all ranks must pass the same number to session.steps"
-            )
+            # Ranks with another number of steps were refused before the first step (``worker.data_identity``).
+            raise ConfigError(f"rank {rank.position} of this group evaluates; all ranks have to call session.evaluate")
         match order:
             case orders.Begin():
                 order = replace(order, dataset=self._dataset)

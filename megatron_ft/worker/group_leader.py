@@ -43,6 +43,7 @@ from megatron_ft.worker.orders import Needs
 from megatron_ft.worker.rank_executor import Discard, RankExecutor
 from megatron_ft.worker.recovery_metrics import RecoveryMetrics
 from megatron_ft.worker.rejoin.joiner import ASTRAY, INTERRUPTED, RejoinCoordinator
+from megatron_ft.worker.rejoin.last_save import LastSave
 from megatron_ft.worker.step_record import StepRecord
 from megatron_ft.worker.step_timer import StepTimer
 
@@ -73,7 +74,7 @@ class GroupLeader:
         self._points, self._progress, self._timeline = rank.points, rank.progress, rank.timeline
         self._timer = StepTimer(rank.size)
         self._record = StepRecord(history, rank.group, first_view)
-        self._recovery_metrics = RecoveryMetrics(history, rank.group, placement)
+        self._recovery_metrics = RecoveryMetrics(history, rank.group)
         self._checkpoints = CheckpointCoordinator(rank, self._executor, config, agreement, history)
         self._verdicts: queue.SimpleQueue[signals.Verdict] = queue.SimpleQueue()
         self._stirred = threading.Event()
@@ -83,6 +84,8 @@ class GroupLeader:
         self._state: machine.GroupState  # from :meth:`enter` on
         self._next: machine.Action = machine.Finish(0)
         self._leaving, self._said_leaving, self._lingers = "", False, False
+        self._last_save: LastSave | None = None  # of a group that comes back
+        self._astray_since: float | None = None
         self._warm = 0.0
         if first_view is not None:
             agreement.adopted(first_view)
@@ -125,7 +128,9 @@ class GroupLeader:
         self._warm = time.monotonic()
         self._progress.enter("waiting")
         self._points.reach("warm", 0)
-        view = RejoinCoordinator(self._rank.following, self._executor, self._hear_before).seat()
+        self._last_save = LastSave(self._executor, self._rank.following.env, job.steps)
+        poll, save = self._hear_before, self._last_save.save
+        view = RejoinCoordinator(self._rank.following, self._executor, poll, save).seat()
         self._agreement.adopted(view)
         self._first_view = self._record.view = view
         self._begin_with(view, job)
@@ -182,6 +187,8 @@ class GroupLeader:
 
     def evaluate(self, lost: Callable[[View], Collection[GroupId]]) -> Sums:
         """Take part in the rank's evaluation. ``lost`` returns the members of a view that are known to be lost."""
+        with self._until_fenced():
+            self._share_model()
         view = self._state.view
         carry_out = lambda batches: self._executor.carry_out(  # noqa: E731
             orders.Evaluate([(one.start, one.stop) for one in batches])
@@ -194,6 +201,14 @@ class GroupLeader:
             total = evaluation.share(self._agreement, self.group, view.live, lambda: lost(view), mine)
         self._executor.carry_out(orders.EndEvaluation(total))
         return total
+
+    def _share_model(self) -> None:
+        """Before the first step: give all groups the same model now, and not within the step. If a group is lost
+        meanwhile, the groups without it get it within the step."""
+        self._rank.progress.enter("waiting")
+        while self._state.needs_transfer and isinstance(self._next, machine.Connect | machine.Transfer):
+            self._drain_verdicts()
+            self._perform(self._next)
 
     def finish(self) -> None:
         """Stay reachable until every live group is done; the lowest of them completes the run record."""
@@ -209,7 +224,7 @@ class GroupLeader:
             self._stop(str(error), halted=False)
 
     def _finish(self) -> None:
-        self._progress.enter("waiting")
+        self._progress.enter("ended")
         self._agreement.done(self._incarnation, self._executor.carry_out(orders.Fingerprint()))
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.longest_collective_s
@@ -219,6 +234,7 @@ class GroupLeader:
             self._drain_verdicts()
             if not isinstance(self._next, machine.Finish):
                 self._perform(self._next)
+                self._progress.enter("ended")
                 deadline = time.monotonic() + patience_s
                 continue
             self._recovery_metrics.resumed(self._state)
@@ -255,7 +271,7 @@ class GroupLeader:
         if done is None:
             return False
         states = {group: how["state"] for group, how in done.items()}
-        self._rank.guard.accuse("after the last step", self._state.step, self._state.view.incarnations, states)
+        self._rank.guard.accuse("after the last step", self._state.step, self._state.view, states)
         if len(set(states.values())) > 1:
             return False  # the verdict arrives with the notice
         for group, value in done.items():
@@ -366,7 +382,8 @@ class GroupLeader:
             case machine.Reduce(step=step, buckets=buckets):
                 self._recovery_metrics.resumed(self._state)
                 reduced = lambda bucket: self._feed(machine.Reduced(bucket))  # noqa: E731
-                order = orders.Reduce(step, buckets, self._promoted(), self._digests(), reduced)
+                batches = self._rank.batches.chosen(self._state.plan, self._state.view)
+                order = orders.Reduce(step, buckets, self._promoted(), self._digests(), batches, reduced)
                 self._attempt(lambda: self._executor.carry_out(order))
                 self._timer.collected(self._rank.collected)
             case machine.Update(step=step):
@@ -398,8 +415,10 @@ class GroupLeader:
             kind = InvariantBroken
         elif self._said_leaving:
             kind, reason = GroupLeft, f"group {self.group} has left: {self._leaving}"
-        elif self._state.following:
+        elif self._state.following and not self._state.wiped_out:
             kind = StartOver
+        if kind is WipedOut and self._state.following:  # what its donors have sent is the newest state that is left
+            reason += given(self._last_save).save()
         self._executor.carry_out(orders.Stop(reason, kind.__name__))
         raise kind(reason)
 
@@ -510,7 +529,10 @@ class GroupLeader:
         speeds, measured = self._state.speeds, self._rank.measured()
         before = speeds.slow
         self._record.measure(measured, speeds, self._state.job.straggler_factor)
-        done = self._executor.carry_out(orders.Update(step, self._state.microbatches, self._state.checks))
+        state = self._state
+        compares = self._rank.batches.sent()
+        order = orders.Update(step, state.microbatches, state.checks, machine.discardable(state), compares)
+        done = self._executor.carry_out(order)
         if isinstance(done, Discard):
             self._discard(step, done)
             return
@@ -560,7 +582,10 @@ class GroupLeader:
             if answer == INTERRUPTED:
                 return
             if answer == ASTRAY:
-                self._feed(machine.CatchUpFailed(following.astray))
+                if self._awaits_verdict():
+                    self._pause(_FAR_S)
+                else:
+                    self._feed(machine.CatchUpFailed(following.astray))
                 return
         if following.stands > step:
             self._feed(machine.CatchUpFailed(f"it has made step {step}, which is made again"))
@@ -575,6 +600,16 @@ class GroupLeader:
         who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
         self._feed(machine.CaughtUp(Speeds.from_json(carried["speeds"])))
+
+    def _awaits_verdict(self) -> bool:
+        """Return whether the notice that a donor is lost may be on its way. The view after it decides whether the group has
+        to start over, or all members are lost and it holds the newest state."""
+        following, now = self._rank.following, time.monotonic()
+        if not all(self._state.view.seats(*donor) for donor in following.donors.items()):
+            return False
+        if self._astray_since is None:
+            self._astray_since = now if not following.donors_live() else float("-inf")
+        return now - self._astray_since < self._config.fault_tolerance.detector.heartbeat_timeout_s
 
     def _await_view(self, epoch: int, missing: tuple[int, ...]) -> None:
         if not self._poll_is_due(epoch):

@@ -40,6 +40,7 @@ class NonFinite:
         self._policy, self._group, self._history, self._agreement = policy, group, history, agreement
         self._in_a_row = self._own_in_a_row = 0
         self._kept: int | None = None
+        self._named: int | None = None
 
     def computed(self, microbatch: Microbatch, engine: Engine, may_leave: bool) -> None:
         """Check after a microbatch. Raises ``RunStopped`` if this group leaves for it; ``may_leave``: others remain."""
@@ -68,10 +69,14 @@ class NonFinite:
         return self._own_in_a_row >= SUSPECT_AFTER
 
     def name(self, step: int, engine: Engine) -> None:
-        """Record that the gradient was this rank's, if it was."""
+        """Record that the gradient was this rank's, if it was. The engine must still have the gradient: what clears it
+        before the step's end calls this first."""
+        if step == self._named:
+            return
         if engine.local_finite():
             self._own_in_a_row = 0
             return
+        self._named = step
         self._own_in_a_row += 1
         self._history.note("nonfinite", group=self._group, step=step, policy=self._policy)
 

@@ -189,35 +189,42 @@ class Transfer(Order[None]):
 @dataclass(frozen=True)
 class Reduce(Order[None]):
     """Reduce buckets, with the standby ``parts`` that the group contributes; ``digests``: the microbatches whose digests it
-    sends; ``done`` is called with each final bucket."""
+    sends; ``batches``: those whose batches are compared, if any; ``done`` is called with each final bucket."""
 
     between_groups = True
     step: int
     buckets: Sequence[Bucket]
     parts: Sequence[int] = ()
     digests: Sequence[Microbatch] = ()
+    batches: Sequence[Microbatch] = ()
     done: Callable[[Bucket], None] = leaders(lambda bucket: None)
 
     def run(self, rank: RankExecutor) -> None:
+        rank.batches.say(self.batches)
         rank.reduce(self.step, self.buckets, self.parts, self.digests, self.done)
 
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Reduce:
-        return cls(**{**raw, "digests": [Microbatch(*one) for one in raw["digests"]]})
+        listed = {key: [Microbatch(*one) for one in raw[key]] for key in ("digests", "batches")}
+        return cls(**{**raw, **listed})
 
 
 @dataclass(frozen=True)
 class Update(Order["StepResult | Discard"]):
     """Update, only after every bucket is final at all ranks: no peer may need the old parameters any more. Returns why the
-    sums were discarded instead, if they were. ``checks``: microbatches whose digests are compared, with their groups."""
+    sums were discarded instead, if they were. ``checks``: microbatches whose digests are compared, with their groups;
+    ``contributors``: groups that have computed a part of the step in which they enter; ``batches``: whether some ranks
+    have sent digests of batches."""
 
     step: int
     microbatches: int
     checks: Sequence[Check] = ()
+    contributors: tuple[int, ...] = ()
+    batches: bool = False
 
     def run(self, rank: RankExecutor) -> StepResult | Discard:
         rank.progress.enter("working")
-        return rank.update(self.step, self.microbatches, self.checks)
+        return rank.update(self.step, self.microbatches, self.checks, self.contributors, self.batches)
 
     def wire(self) -> dict[str, Any]:
         return {**super().wire(), "checks": [[one.microbatch, one.groups] for one in self.checks]}
@@ -225,7 +232,7 @@ class Update(Order["StepResult | Discard"]):
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Update:
         checks = [Check(Microbatch(*microbatch), tuple(groups)) for microbatch, groups in raw["checks"]]
-        return cls(raw["step"], raw["microbatches"], checks)
+        return cls(**{**raw, "checks": checks, "contributors": tuple(raw["contributors"])})
 
 
 @dataclass(frozen=True)
@@ -326,6 +333,26 @@ class Save(Order[None]):
     @classmethod
     def from_wire(cls, raw: dict[str, Any]) -> Save:
         return cls(cast(Saves, signals.from_json(raw["order"])))
+
+
+@dataclass(frozen=True)
+class AwaitRest(Order[None]):
+    """Wait for what lost donors have sent."""
+
+    def run(self, rank: RankExecutor) -> None:
+        rank.following.await_rest()
+
+
+@dataclass(frozen=True)
+class SaveAlone(Order[list[dict[str, Any]]]):
+    """Save the state that step ``at`` starts from, which this group holds as one that follows, without any other group.
+    Returns what each rank says of its part, by position, once all have written theirs."""
+
+    at: int
+    attempt: str
+
+    def run(self, rank: RankExecutor) -> list[dict[str, Any]]:
+        return rank.save_alone(self.at, self.attempt)
 
 
 @dataclass(frozen=True)

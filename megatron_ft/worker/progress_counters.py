@@ -10,7 +10,6 @@ Failures it assumes: either side may die at any time; the other goes on, and a r
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import shutil
@@ -21,14 +20,17 @@ from pathlib import Path
 
 from megatron_ft.core.detection.collective_stalls import Training
 from megatron_ft.core.detection.rank_health import Phase
+from megatron_ft.utils import shared_file
 
 BEAT_S = 0.1
 VARIABLE = "MEGATRON_FT_PULSE"
 SHARES_CORES = "MEGATRON_FT_SHARES_CORES"
 """Set by an agent, unless the user has set the number of threads."""
-_FIELDS = struct.Struct("=QQQQQ")  # beats, progress, phase, dataset, seat; no two threads write the same one at a time
-_PHASES: tuple[Phase, ...] = ("outside", "working", "waiting")
+_FIELDS = struct.Struct("=QQQQQQ")  # beats, progress, phase, dataset, seat, state; no two threads write one at a time
+_PHASES: tuple[Phase, ...] = ("outside", "working", "waiting", "ended")
 _NAME = "megatron_ft-pulses-"
+_ROOM_BYTES = 2**20
+"""Free memory that ``/dev/shm`` needs: more than the pulses of a host's ranks and files of a page each take."""
 _CORES = "cores"
 """A file with the numbers of the cores that an agent may use."""
 
@@ -37,7 +39,7 @@ class ProgressCounters:
     """One rank's counters. The rank constructs it from the file that its agent made."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
+        with open(shared_file.open_file(path, os.O_RDWR), "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _FIELDS.size)
         self._beats = self._progress = self._dataset = self._engine = 0
         self._phase: Phase = "outside"
@@ -77,6 +79,10 @@ class ProgressCounters:
         """Training thread: this rank's group is a member of the run from now on."""
         struct.pack_into("=Q", self._memory, 32, 1)
 
+    def take_state(self) -> None:
+        """Training thread: this rank, which has followed others, holds a complete state from now on."""
+        struct.pack_into("=Q", self._memory, 40, 1)
+
     def beat(self) -> None:
         self._beats += 1
         struct.pack_into("=Q", self._memory, 0, self._beats)
@@ -92,12 +98,13 @@ class ProgressCounters:
 
 
 def directory(shared: Path = Path("/dev/shm")) -> Path:
-    """Return a new place for the pulses of one agent's ranks, in memory if possible. Removes those of killed agents."""
-    usable = shared.is_dir() and os.access(shared, os.W_OK)
+    """Return a new place for the pulses of one agent's ranks, in memory if possible, else in TMPDIR. Removes those of killed
+    agents."""
+    usable = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= _ROOM_BYTES
     for _ in range(3):  # without locks, no place is removed either
         place = Path(tempfile.mkdtemp(prefix=_NAME, dir=shared if usable else None))
         if _hold(place) is not None and place.exists():
-            (place / _CORES).write_text(" ".join(map(str, os.sched_getaffinity(0))), encoding="ascii")
+            shared_file.write(place / _CORES, " ".join(map(str, os.sched_getaffinity(0))))
             break  # else another agent has removed it as an abandoned one
     for other in place.parent.glob(f"{_NAME}*"):
         held = _hold(other)
@@ -122,40 +129,50 @@ def places() -> list[Path]:
 
 def _cores_of(place: Path) -> set[int]:
     try:
-        return set(map(int, (place / _CORES).read_text(encoding="ascii").split()))
+        return set(map(int, shared_file.read_record(place / _CORES).split()))
     except (OSError, ValueError):  # it is being made, or belongs to another user
         return set()
 
 
 def _hold(place: Path) -> int | None:
     """Lock a place until the returned descriptor is closed, or this process ends. Return None if another process holds
-    it, or it belongs to another user."""
+    it, or it is no directory of this user."""
     try:
-        fd = os.open(place, os.O_RDONLY)
+        fd = shared_file.open_directory(place)
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not shared_file.lock(fd):
         os.close(fd)
         return None
     return fd
 
 
 def create(path: Path) -> None:
-    """Agent: make an empty pulse. Raises ``OSError``."""
-    path.write_bytes(bytes(_FIELDS.size))
+    """Agent: make an empty pulse. Raises ``OSError`` with the path."""
+    try:
+        shared_file.write(path, bytes(_FIELDS.size))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read(path: Path) -> tuple[int, int, Phase, int]:
     """Agent: return beats, progress, phase, and the count of beginnings and ends of dataset calls."""
-    beats, progress, phase, dataset, _ = _FIELDS.unpack(path.read_bytes()[: _FIELDS.size])
+    beats, progress, phase, dataset, *_ = _FIELDS.unpack(shared_file.read_record(path)[: _FIELDS.size])
     return beats, progress, _PHASES[phase], dataset
 
 
 def has_seat(path: Path) -> bool:
     """Agent: return whether the rank has entered a view. False if the counters are gone."""
+    return _is_set(path, 4)
+
+
+def has_state(path: Path) -> bool:
+    """Agent: return whether the rank, which comes back, holds a complete state. False if the counters are gone."""
+    return _is_set(path, 5)
+
+
+def _is_set(path: Path, field: int) -> bool:
     try:
-        return bool(_FIELDS.unpack(path.read_bytes()[: _FIELDS.size])[4])
+        return bool(_FIELDS.unpack(shared_file.read_record(path)[: _FIELDS.size])[field])
     except OSError:
         return False

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -45,6 +46,7 @@ from megatron_ft.runlog.timeline import Timeline
 from megatron_ft.types import Bucket, Microbatch, View, given
 from megatron_ft.utils import heap
 from megatron_ft.worker import registered_state
+from megatron_ft.worker.batch_check import BatchCheck
 from megatron_ft.worker.checkpointing.participant import CheckpointParticipant
 from megatron_ft.worker.data_identity import Identities
 from megatron_ft.worker.epoch_link import EpochLink
@@ -73,9 +75,10 @@ T = TypeVar("T")
 
 
 class Discard(NamedTuple):
-    """Why the sums of a step must not be used: a gradient was too large for the ``grid``, ``digests`` differ, or there was
-    a ``corruption``. ``guilty``: group -> the microbatch that it computed wrongly, None if only another rank of this group
-    knows it; ``doubtful``: microbatches whose digests differ."""
+    """Why the sums of a step must not be used: a gradient was too large for the ``grid``, ``digests`` differ, there was a
+    ``corruption``, or a group that has come back contributed with another ``state`` or another ``batch``.
+    ``guilty``: group -> the microbatch that it computed wrongly, None if only another rank of this group knows it, or all;
+    ``doubtful``: microbatches whose digests differ."""
 
     why: str
     guilty: Mapping[int, str | None]
@@ -86,8 +89,9 @@ class RankExecutor:
     """One of the ``size`` ranks of a group, at ``position``.
 
     ``result`` is that of the last step committed here. ``carried`` are the values that its leader sends with the model,
-    made by ``carry``. ``epoch`` is the leader's, or None while the group has no state to give. ``collected`` is the
-    time at which the group's ranks had last summed up their results.
+    made by ``carry``. ``await_commit``: returns when a script with a loop of its own has committed the step. ``epoch``
+    is the leader's, or None while the group has no state to give. ``collected`` is the time at which the group's ranks
+    had last summed up their results.
     """
 
     def __init__(self, env: RankEnvironment, agreement: CoordinationClient, history: History) -> None:
@@ -107,6 +111,7 @@ class RankExecutor:
         self.following = RejoinClient(self, env, agreement)
         self.registered = Registered(BatchSchedule(env.config.microbatches_per_group))
         self.evaluation: Evaluation | None = None
+        self.await_commit: Callable[[], None] | None = None
         self.saving = CheckpointParticipant(env, agreement, self.registered, lambda: self.lost_because)
         self.collected = 0.0
         self._began = self._written = 0.0
@@ -114,12 +119,13 @@ class RankExecutor:
         self._env, self._config, self._settings = env, env.config, env.config.fault_tolerance
         self.nonfinite = NonFinite(self._settings.nonfinite, env.group, history, agreement)
         self.link = EpochLink(env, agreement)
-        self._prefetcher = Prefetcher(lambda: torch.get_rng_state().tolist(), self.progress.dataset)
+        self._prefetcher = Prefetcher(self._settings.seed, self.progress.dataset)
         # Set by :meth:`attach`, before the first step.
         self.engine: Engine
         self._slots: Slots
         self.states: StateCheck
         self.guard: StateGuard
+        self.batches: BatchCheck
         self._reduction: Reduction
         self._shared: SharedGradients | OwnGradients | None = None
         self._lines: P2PChannels | None = None
@@ -127,6 +133,8 @@ class RankExecutor:
         self._step = -1
         self._sender: StateSender | None = None
         self._updated: StepResult | None = None
+        # Whether the gradient of a microbatch is still to be compared with the slope of its loss.
+        self._unchecked = True
         self._guarded = False  # whether ``states`` and ``guard`` are there; the watcher may hear notices before
         self._contributed: set[int] = set()  # standby parts of the present step
         self._digests: dict[Microbatch, int] = {}  # of gradients of this step
@@ -164,6 +172,8 @@ class RankExecutor:
         self.states = StateCheck(engine, settings.detector.state_check_steps, self.registered.tensors)
         self.guard = StateGuard(self._env, self._slots, self.states, self.nonfinite, self.agreement, self.history)
         self._guarded = True
+        load = self._load if getattr(engine, "needs_samples", True) else None
+        self.batches = BatchCheck(self._env, self._slots, self.agreement, load, self.guard.halt)
         if self.joint:
             if settings.nonfinite == "recompute":
                 raise EngineError(
@@ -229,6 +239,7 @@ class RankExecutor:
 
     def begin(self, step: int, dataset: Dataset, needs: Callable[[], Needs]) -> None:
         """Begin a step."""
+        self.batches.begin()
         now = time.monotonic()
         short, self._began = now - self._began < _LONG_S, now
         self._step = step
@@ -243,17 +254,35 @@ class RankExecutor:
         self.points.reach("begin", step)
 
     def arrive(self) -> None:
-        """Enter the step that has begun, after following other groups: clear the gradients again."""
+        """Enter the step that has begun, after following other groups: clear the gradients again, and begin with the
+        hyperparameters with which the donors have begun it. The script has set its own before the last steps were
+        followed."""
+        self.engine.hyperparameters.write(self.following.hyperparameters)
         self.following.end()
         self._prefetcher.drop()  # the state may have brought another size of the batch
         self._clear()
+
+    def save_alone(self, at: int, attempt: str) -> list[dict[str, Any]]:
+        """Write the state of step ``at`` that this rank holds. Returns what each rank of the group says of its own."""
+        held = self.following.held
+        if held is None or held.step != at:
+            said: dict[str, Any] = {"step": held and held.step, "error": "it holds no complete state"}
+        else:
+            # The script may have set its own meanwhile, for a later step.
+            self.engine.hyperparameters.write(held.hyperparameters)
+            self.registered.load(held.registered)
+            self.progress.enter("outside")  # as long as a disk takes
+            said = self.saving.write_alone(at, attempt, self.engine)
+            self.progress.advance()
+            self.progress.enter("waiting")
+        return [said] if self.inner is None else self.inner.gather(said)
 
     def _clear(self) -> None:
         """Clear all that was computed in the present step."""
         self.engine.begin_step(self._config.shards * self.registered.sizes.at(self._step))
         self._contributed.clear()
         self._digests, self._earlier = {}, {}
-        self.guard.say(self._step)
+        self.guard.say(self._step, self.engine.hyperparameters)
 
     def _part(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Return those of ``microbatches`` that this rank loads."""
@@ -283,7 +312,14 @@ class RankExecutor:
 
     def samples(self, microbatch: Microbatch) -> tuple[Any, bool]:
         """Return the samples of a microbatch, and True if they were in memory."""
-        return self._prefetcher.get(microbatch)
+        found = self._prefetcher.get(microbatch)
+        self.batches.loaded(microbatch, found[0], self.link.view)
+        return found
+
+    def _load(self, microbatch: Microbatch) -> Any:
+        """Return the samples of a microbatch that is not computed, for a comparison."""
+        with self.blame(microbatch):
+            return self._prefetcher.get(microbatch)[0]
 
     def _inside(self, operation: Callable[[], T]) -> T:
         """Run an operation in which the engine communicates with the other ranks of the group."""
@@ -308,7 +344,7 @@ class RankExecutor:
         started = time.monotonic()
         kind = "patch" if patch else "standby" if part else "compute"
         with self.timeline.span(kind), self.blame(microbatch):
-            batch, prefetched = self._prefetcher.get(microbatch)
+            batch, prefetched = self.samples(microbatch)
             seed = microbatch_seed(self._settings.seed, microbatch)
             self.engine.add_to(part)
             self.points.corrupt_activation(step, cast(Corruptible, self.engine))
@@ -328,6 +364,22 @@ class RankExecutor:
         found = self.engine.collect(digest)
         if digest:
             self._digests[microbatch] = found
+        if self._unchecked:
+            self._unchecked = False
+            if self.await_commit is None:  # a loop of the script's own would see the microbatch again
+                self.engine.check_gradient(self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the numbers by which a library might divide gradients."""
+        config = self._config
+        each = self.registered.sizes.at(self._step)
+        return {
+            "inner_shards": config.inner_shards,
+            "ranks of a group": self.size,
+            "gradient_accumulation_steps": each,
+            "groups": config.shards,
+            "microbatches of a step": config.shards * each,
+        }
 
     def _members(self) -> int:
         """Return the number of groups in the present view."""
@@ -337,7 +389,14 @@ class RankExecutor:
         """Return the function to call with each bucket that is complete before the last microbatch is, or None."""
         self._settle(state=False)
         self._say_digests(digests)
-        return None if self.points.corrupts(step) else self._reduction.ahead(given(self.link.outer), step, buckets)
+        # The check of the gradient uses the buckets that will hold the sums; what is compared is known when all is computed.
+        view, first = given(self.link.view), self._unchecked or self.points.corrupts(step)
+        if first or self._compares_all(step) or self.batches.due(view):
+            return None
+        return self._reduction.ahead(given(self.link.outer), step, buckets)
+
+    def _compares_all(self, step: int) -> bool:
+        return state_divergence.compares_all(given(self.link.view), step)
 
     def ahead_together(self) -> Ready | None:
         """Return :meth:`ahead` for all buckets of a rank that computes together with the others of its group."""
@@ -403,6 +462,8 @@ class RankExecutor:
         self.timeline.assign(step, outer.epoch)
         self._settle(state=False)
         self._say_digests(digests)
+        if self._compares_all(step):  # here, where no forward pass has changed a buffer
+            self.guard.say_all(step)
         for part in (part for part in parts if part not in self._contributed):
             self.engine.contribute(part)
             self._contributed.add(part)
@@ -537,31 +598,56 @@ class RankExecutor:
             "carried": self.carried,
             "engine": self.engine.state(),
             "result": None if result is None else result.to_json(),
+            "hyperparameters": self.engine.hyperparameters.left,
             **first,
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
+        result = None if state["result"] is None else StepResult.from_json(state["result"])
+        if result is not None and result.step == self._step and not isfinite(result.gradient_norm):
+            # The others have committed this step; the gradient that this group gave to it is cleared below.
+            self.nonfinite.name(result.step, self.engine)
         self.engine.load_state(state["engine"])
+        values = self.engine.hyperparameters
+        values.made, values.left = None, state["hyperparameters"]
+        values.write(values.left)  # the other script may have set others for the next step already
         self.registered.load(state.get(registered_state.KEY, {}))
         self.carried = state["carried"]
         self._updated = None  # followers of this group have to see the gradients of every step
         if self._step >= 0:
             self._clear()
-        if state["result"] is not None:
-            self.result = StepResult.from_json(state["result"])
+        self.result = result or self.result
 
     # --- the step's end -----------------------------------------------------------------------------------------------
 
-    def update(self, step: int, microbatches: int, checks: Sequence[Check]) -> StepResult | Discard:
-        """Commit the step here; it must contain exactly ``microbatches``. With exact reduction its sums may have to be
-        discarded, in all groups alike; the step is then begun again.
+    def update(
+        self,
+        step: int,
+        microbatches: int,
+        checks: Sequence[Check],
+        contributors: Collection[int] = (),
+        batches: bool = False,
+    ) -> StepResult | Discard:
+        """Commit the step here; it must contain exactly ``microbatches``. Its sums may have to be discarded, in all groups
+        alike; the step is then begun again.
 
-        ``checks``: the microbatches whose digests are compared. Raises ``StartOver`` where this group's gradient was wrong,
-        ``InvariantBroken`` where it is unknown whose was."""
+        ``checks``: the microbatches whose digests are compared. ``contributors``: groups whose part may be discarded if
+        they enter with another state. ``batches``: some ranks have sent digests of batches. Raises ``StartOver`` where this
+        group's state, batch or gradient was wrong, ``InvariantBroken`` where it is unknown whose was."""
         self._settle(state=True)
-        self.guard.compare(step, given(self.link.view).live)
+        if batches and (wrong := self._union(self.batches.compare(step, given(self.link.view)))):
+            if self.group in wrong:
+                raise StartOver(f"group {self.group} leaves: the batch of one of its other ranks is not the right one")
+            self._clear()
+            return Discard("batch", dict.fromkeys(sorted(wrong)), ())
+        wrong = set(self.guard.compare(step, given(self.link.view))) & set(contributors)
+        if contributors and (wrong := self._union(wrong)):
+            self._clear()
+            return Discard("state", dict.fromkeys(sorted(wrong)), ())
         if self._config.exact_bits and (discard := self._judge(step, microbatches, checks)):
             return discard
+        if self.await_commit is not None:
+            self._commit_by_script(self.await_commit)
         with self.timeline.span("update"):
             try:
                 result = self._inside(
@@ -575,6 +661,30 @@ class RankExecutor:
             self.history.note("digests", step=step, position=self.position, digests=said)
         self.progress.advance()
         return result
+
+    def _union(self, groups: set[int]) -> set[int]:
+        """Return the groups that any rank of this group names."""
+        if self.inner is None:
+            return groups
+        named = torch.zeros(self._config.max_groups, dtype=torch.int64)
+        named[list(groups)] = 1
+        self.inner.sum(named)
+        return {group for group, flag in enumerate(named.tolist()) if flag}
+
+    def _commit_by_script(self, await_commit: Callable[[], None]) -> None:
+        """Wait for the script's commit. Raises ``EngineError`` if it has changed gradients before, which are summed
+        already."""
+        changes = [self.engine.local(bucket)._version for bucket in range(self.engine.num_buckets)]
+        self.progress.enter("outside")
+        await_commit()
+        self.progress.enter("working")
+        if changes != [self.engine.local(bucket)._version for bucket in range(self.engine.num_buckets)]:
+            raise EngineError(
+                "the script has changed gradients between its last session.backward and session.commit (clip_grad_norm_, "
+                "zero_grad?): they are summed already, so it has no effect. gradient_clipping in the config clips the "
+                "norm; any other "
+                "change belongs into optimizer.register_step_pre_hook, where .grad has the gradients of the step"
+            )
 
     def _judge(self, step: int, microbatches: int, checks: Sequence[Check]) -> Discard | None:
         """Return why the sums must not be used; None: they can be used. All ranks of the group decide the same."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ft.core.protocol.machine import GroupState
-from megatron_ft.core.replication.placement import Placement
-from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.protocol.takeovers import TakenOver
 from megatron_ft.runlog.history import History
-from megatron_ft.types import Microbatch, Plan, View
+from megatron_ft.types import Microbatch, View
 
 
 @dataclass
@@ -25,18 +24,16 @@ class _Interruption:
 class RecoveryMetrics:
     """One group's account of its interruptions, kept by its training thread."""
 
-    def __init__(self, history: History, group: int, placement: Placement) -> None:
+    def __init__(self, history: History, group: int) -> None:
         self._history = history
         self._group = group
-        self._placement = placement
         self._open: _Interruption | None = None
-        self._patched: frozenset[Microbatch] = frozenset()
-        self._promoted: frozenset[Microbatch] = frozenset()
+        self._counted = TakenOver()
         self._taken_over: dict[Microbatch, bool] = {}
 
     def begin_step(self) -> None:
         """Forget the patches of the step before. An interruption may continue: the next step then bears its cost."""
-        self._patched, self._promoted, self._taken_over = frozenset(), frozenset(), {}
+        self._counted, self._taken_over = TakenOver(), {}
 
     def noticed(self) -> None:
         """Note that this group has detected the end of the epoch."""
@@ -64,25 +61,9 @@ class RecoveryMetrics:
         if stopped is None or stopped.view is None:
             return
         self._note_patch(state)
-        # With every bucket final nothing had to be taken over, whatever the plan would have been.
-        new = state.plan.patched - self._patched if state.unfinished else frozenset()
-        self._patched |= new
-        promoted = state.plan.standing_in if state.unfinished else frozenset()
-        newly, self._promoted = promoted - self._promoted, promoted
-        patched_by = {group: len(new.intersection(own)) for group, own in state.plan.assignment.items()}
+        line, self._counted = self._counted.line(state), self._counted.after(state)
         self._history.record(
-            "recovery",
-            step=state.step,
-            epoch=stopped.view.epoch,
-            patched=len(new),
-            promoted=len(newly),
-            patched_by={str(group): count for group, count in patched_by.items() if count},
-            unhosted=self._unhosted(state.plan, new),
-            buckets_kept=len(state.final),
-            buckets_redone=len(state.unfinished),
-            state_from=stopped.view.source,
-            plan=dict(state.plan.facts),
-            stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6),
+            "recovery", **line, stall_s=round(time.monotonic() - stopped.since - stopped.computing_s, 6)
         )
 
     def _note_patch(self, state: GroupState) -> None:
@@ -91,11 +72,6 @@ class RecoveryMetrics:
             return
         taken_over, self._taken_over = self._taken_over, {}
         note_patch(self._history, taken_over, step=state.step, epoch=state.view.epoch, group=self._group)
-
-    def _unhosted(self, plan: Plan, patched: frozenset[Microbatch]) -> int:
-        """Return the number of ``patched`` microbatches at groups that do not host their shard."""
-        shares = ((group, patched.intersection(own)) for group, own in plan.assignment.items())
-        return sum(len(assignment.fetched(share, group, self._placement)) for group, share in shares)
 
 
 def note_patch(history: History, taken_over: Mapping[Microbatch, bool], **where: int) -> None:

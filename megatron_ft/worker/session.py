@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,8 +46,10 @@ from megatron_ft.coordination.watcher import Watcher
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed
+from megatron_ft.data import generators
 from megatron_ft.data.dataset import PackedDataset
 from megatron_ft.data.loader import Loader, of_dataloader
+from megatron_ft.data.order import script_seed
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.engines.torch_native import LossFn
@@ -162,6 +165,7 @@ class Session:
         self._identified = False
         self._logged: dict[str, float | str] = {}
         self._evaluated: list[tuple[int, Evaluation]] = []
+        self._saves: dict[Path, tuple[FinalSave, tuple[int, int]]] = {}
         self._first = first = patient(self._first_view, patience_s=_STORE_TIMEOUT_S)
         record = History(env.run_dir)
         self._rank = RankExecutor(env, agreement, record)
@@ -200,8 +204,10 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The next step to train; the number of steps that are committed."""
-        return self._role.step
+        """The next step to train; the number of steps that are committed. In a hook of the optimizer it is the step that is
+        being made, also in a group that repeats the steps of others on its way back."""
+        makes = self._rank.following.makes
+        return self._role.step if makes is None else makes
 
     @property
     def microbatches_per_group(self) -> int:
@@ -223,6 +229,7 @@ class Session:
                 f"session.microbatches_per_group = {number} before the first step: set it in the loop over session.steps; "
                 f"the size at the start is gradient_accumulation_steps in the config"
             )
+        self._refuse_within_step("session.microbatches_per_group")
         if number != self.microbatches_per_group:
             self._rank.resize(self.step, number)
 
@@ -273,10 +280,11 @@ class Session:
         batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> dict[str, float]:
-        """Evaluate a dataset between two steps. All groups share the samples; each sample counts once, also when groups die.
+        """Evaluate a dataset between two steps, or before the first one. All groups share the samples; each sample
+        counts once, also when groups die.
 
-        All ranks call it with the same arguments, after a step. The results of a group that is lost or late are computed
-        by the others. All ranks get the same sums.
+        All ranks call it with the same arguments, in the loop over :meth:`steps`. The results of a group that is lost
+        or late are computed by the others. All ranks get the same sums.
 
         Args:
             fn: called with a batch, without gradients; returns name -> number, or tensor of one element. The values of
@@ -292,13 +300,14 @@ class Session:
             The sums, and ``"samples"``, the number of samples.
 
         Raises:
-            ConfigError: before the first step, which gives all groups the same model, or ``batch_size`` is below 1.
+            ConfigError: outside of the loop over :meth:`steps`, between :meth:`microbatches` and :meth:`commit`, or
+            ``batch_size``
+                is below 1.
             DataError: the groups have datasets of different sizes, or the dataset is empty.
         """
+        self._refuse_within_step("session.evaluate")
         if not self._entered:
-            raise ConfigError(
-                "session.evaluate before the first step: the groups get the same model in it; call it after"
-            )
+            self._enter_early("session.evaluate")
         batch = self.config.samples_per_microbatch if batch_size is None else batch_size
         if not isinstance(batch, int) or batch < 1:
             raise ConfigError(f"session.evaluate: batch_size is {batch!r}; it must be a whole number >= 1")
@@ -308,13 +317,14 @@ class Session:
                     former.clean(self._agreement)
             self._evaluated = []
         key = f"evaluate/{self.step}/{name}.{len(self._evaluated)}"
-        evaluation = self._rank.evaluation = Evaluation(fn, dataset, batch, collate_fn, name, key)
+        evaluation = self._rank.evaluation = Evaluation(fn, dataset, batch, collate_fn, name, self._settings.seed, key)
         self._evaluated.append((self.step, evaluation))
         try:
             with self._until_lost():
                 total = self._role.evaluate(self._liveness.lost)
             return total
         finally:
+            self._seed_script(f"evaluate {name}")
             self._rank.evaluation = None
             self._rank.progress.enter("outside")
 
@@ -337,6 +347,39 @@ class Session:
             raise ConfigError(f"session.register({name!r}, ...) after the first step: call it before session.steps")
         self._rank.registered.add(name, stateful)
 
+    def save(self, path: str | Path, write: Callable[[Path], object]) -> Path:
+        """Save a file or directory during training, such as the best model so far: one group writes it, and another one
+        if that group is lost.
+
+        Every rank calls it between two steps. It returns when the file is saved. What ``write`` makes gets its name
+        only when it is complete; a file or directory that has that name already is replaced. A run that goes on from a
+        checkpoint makes the steps after it, and their saves, again.
+
+        Args:
+            path: file or directory, on a file system that all groups share.
+            write: called with a temporary path beside ``path``, for instance ``lambda path: torch.save(model.state_dict(),
+                path)``, at position 0 of one group.
+
+        Raises:
+            ConfigError: before the first step, or between :meth:`microbatches` and :meth:`commit`.
+            CheckpointError: no group could save it; in a group that has tried, the exception of ``write``.
+        """
+        self._refuse_within_step("session.save")
+        if not self._entered:
+            raise ConfigError("session.save before the first step: call it after train_step")
+        return self._save(Path(path), write)
+
+    def _save(self, path: Path, write: Callable[[Path], object]) -> Path:
+        place = path.absolute()
+        former, count = self._saves.pop(place, (None, (-1, 0)))
+        number = (self.step, count[1] + 1 if count[0] == self.step else 0)
+        if former is not None and number[1] == 0 and self.is_writer:
+            former.clean()
+        save = FinalSave(self._agreement, place, self.env.seat, self.position == 0, number)
+        self._saves[place] = save, number
+        save.save(write)
+        return path
+
     def save_final(self, path: str | Path, write: Callable[[Path], object]) -> Path:
         """Save the final model, after the last step: one group writes it, and another one if that group is lost.
 
@@ -354,10 +397,10 @@ class Session:
         """
         if not 0 < self._total <= self.step:
             raise ConfigError(
-                f"session.save_final after step {self.step} of {self._total}: call it after the loop over session.steps"
+                f"session.save_final after step {self.step} of {self._total}: call it after the loop over session.steps, "
+                f"and session.save in it"
             )
-        FinalSave(self._agreement, Path(path).absolute(), self.env.seat, self.position == 0).save(write)
-        return Path(path)
+        return self._save(Path(path), write)
 
     def wrap(
         self, model: nn.Module, optimizer: Optimizer, loss_fn: LossFn | None = None, scheduler: Any = None
@@ -541,9 +584,8 @@ class Session:
                 with that number, 0, 1, 2, ...
             shuffle: whether each data epoch has another order; False: the order of the dataset.
             collate_fn: list of samples -> batch. Default: ``torch.utils.data.default_collate``.
-            num_workers: number of processes that load microbatches, in each rank; 0: a thread of the rank does. A dataset
-                that draws random numbers (augmentation) needs workers: they are seeded by the microbatch, so that every
-                group draws the same.
+            num_workers: number of processes that load microbatches, in each rank; 0: the training thread does, or with a
+                dataset that has ``read_ahead`` a background thread. The global generators are seeded by the microbatch.
             worker_init_fn: called in each worker with its number.
 
         Raises:
@@ -575,14 +617,16 @@ class Session:
         After the last step the iterator waits until every live group is done and the run record is complete.
 
         Args:
-            total: number of steps of the run, at least 1; the same at every rank.
+            total: number of steps of the run, at least 1; the same at every rank. A job that goes on from a checkpoint may
+                have another number than the job before it.
             dataset: the dataset for :meth:`train_step`, if :meth:`dataset` did not make it and it has a
                 ``fingerprint``. A group that comes back with another dataset is then refused before it takes part, not
                 in its first step.
 
         Raises:
             ConfigError: ``total`` is not a whole number >= 1, or :meth:`train_step` was not called in a step.
-            RunStopped, StoreError, DataError: as in :meth:`train_step`.
+            DataError: another rank has another ``total``, and as in :meth:`train_step`.
+            RunStopped, StoreError: as in :meth:`train_step`.
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             raise ConfigError(f"session.steps({total!r}): the number of steps must be a whole number >= 1")
@@ -597,11 +641,12 @@ class Session:
                 self._enter(self._engine)
         step = self._role.step
         while step < total:
+            self._seed_script("steps")
             yield step
             if self._role.step <= step:
                 raise ConfigError(
-                    f"step {step} was not trained; call session.train_step, or loop over session.microbatches, once in "
-                    f"every step"
+                    f"step {step} was not trained; call session.train_step, or loop over session.microbatches and call "
+                    f"session.commit, once in every step"
                 )
             step = self._role.step
         self._write_logged()
@@ -617,10 +662,16 @@ class Session:
             dataset: callable that returns the samples of a microbatch id.
 
         Raises:
-            DataError: other ranks, or the checkpoint, have another dataset, seed or size of microbatches.
+            DataError: other ranks, or the checkpoint, have another dataset, seed or size of microbatches; or other ranks
+                have another number of steps.
             RunStopped: this group was left out of the run, or fewer than ``min_groups`` are alive.
             StoreError: a recovery needed the control store, and the store did not answer for ``store_patience_s``.
         """
+        if getattr(engine, "loss_fn", None) == self._loop.loss_fn and not self._loop.within_step:
+            raise ConfigError(
+                "session.train_step with an engine without a loss function: give session.wrap one, or loop over "
+                "session.microbatches"
+            )
         self._write_logged()
         with self._until_lost():
             if not self._identified:
@@ -631,6 +682,7 @@ class Session:
             if self._leaving:
                 self._role.leave(self._leaving)
             result = self._role.train_step(dataset)
+        self._seed_script("train_step")
         self._committed(result.step)
         self._rank.progress.enter("outside")
         return result
@@ -660,6 +712,7 @@ class Session:
                 "session.microbatches needs an engine without a loss function: leave loss_fn out in session.wrap, or call "
                 "session.train_step"
             )
+        self._rank.await_commit = self._await_commit
         return self._loop.microbatches(lambda: self.train_step(engine, dataset))
 
     def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor | None = None) -> None:
@@ -676,20 +729,31 @@ class Session:
         self._loop.backward(loss if tokens is None else (loss, tokens))
 
     def commit(self) -> StepResult:
-        """Return the result of the step that a loop over :meth:`microbatches` has made: the optimizer and the scheduler have
-        taken it.
+        """Update the model with the step that a loop over :meth:`microbatches` has made, and return its result.
+
+        The optimizer acts here: a learning rate that the script sets before acts in this step. It must be called once
+        in each step, without an evaluation or a save between the loop and it.
 
         Raises:
             ConfigError: before the end of the loop.
+            RunStopped, StoreError: as in :meth:`train_step`.
         """
-        return self._loop.commit()
+        result = self._loop.commit()
+        # A group that has taken the committed state of another one has it already; its script has set values after that.
+        values = given(self._engine).hyperparameters
+        values.write(values.left)
+        return result
+
+    def _refuse_within_step(self, call: str) -> None:
+        if self._loop.within_step:
+            raise ConfigError(f"{call} between session.microbatches and session.commit: call it after session.commit()")
 
     def _slots(self, shared: bool) -> int:
         """Return the session's number of elements in bucket 0; ``shared``: a group's ranks sum their gradients."""
         return self.config.max_groups * slots_of_group(self._rank.size if shared else 1, self.config.digests)
 
     def _identify(self, dataset: Dataset | None) -> None:
-        """Check that all ranks train with the same data; ``dataset`` is None before the first step."""
+        """Check that all ranks train for the same steps with the same data; ``dataset`` is None before the first step."""
         only = self._datasets[0] if len(self._datasets) == 1 else None  # one of several may be for evaluation
         known = only if self._dataset is None else self._dataset
         origin = self._origin
@@ -698,8 +762,18 @@ class Session:
             restore.check(self.config, origin.path, origin.meta)  # first: its error names the setting
             saved = origin.path, origin.meta.get("identity", {})
         identities = self._rank.identities
-        identities.agree("run", data_identity.of_run(self.config))
+        identities.agree("run", data_identity.of_run(self.config, self._total))
         identities.agree("data", data_identity.of_data(dataset, known), saved)
+
+    def _enter_early(self, call: str) -> None:
+        """Enter the run before its first step. The data are compared in the first step."""
+        if self._engine is None or not self._total:
+            raise ConfigError(
+                f"{call} before session.steps: make the engine, and call it in the loop over session.steps"
+            )
+        with self._until_lost():
+            self._rank.identities.agree("run", data_identity.of_run(self.config, self._total))
+            self._enter(self._engine)
 
     def _enter(self, engine: Engine) -> None:
         self._entered = True
@@ -710,6 +784,12 @@ class Session:
                 self._origin, self.config, self.position, engine, self._copies, self._load_registered
             )
         self._role.enter(self._total, self._comes_back, self._origin)
+        if self.config.groups > 1 and self.is_writer and _accelerate_is_used():
+            _log.warning(
+                f"accelerator.is_main_process, is_local_main_process and print hold in each of the "
+                f"{self.config.groups} groups, because "
+                f"a group is Accelerate's world: use session.is_writer, session.log, session.save and session.save_final"
+            )
 
     def _load_registered(self, state: Mapping[str, Any]) -> None:
         """Give the script's objects their states from a checkpoint. A script may register others than the one before."""
@@ -733,6 +813,15 @@ class Session:
         self._leaving = self._leaving or why
         if isinstance(self._role, GroupLeader):
             self._role.leave(why)
+
+    def _await_commit(self) -> None:
+        self._seed_script("microbatches")
+        self._loop.await_commit()
+
+    def _seed_script(self, after: str) -> None:
+        """Seed the generators for the script's code that follows the call ``after``: in every group it draws the same, also
+        in one that has not made the steps before."""
+        generators.seed(script_seed(self._settings.seed, self.step, after))
 
     # --- internals ----------------------------------------------------------------------------------------------------
 
@@ -836,6 +925,13 @@ class Session:
             return
         patience_s = self._settings.store_patience_s
         wait_for_return(self._rank, self._store, self._liveness, why, lambda: self._leaving, patience_s)
+
+
+def _accelerate_is_used() -> bool:
+    """Return whether the script has made an ``Accelerator``, and not by way of the Trainer, whose processes know the
+    writer."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return bool(getattr(state, "_shared_state", None)) and "megatron_ft.integrations.hf_trainer" not in sys.modules
 
 
 def _plain(name: object, value: Any) -> float | str:

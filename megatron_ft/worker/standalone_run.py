@@ -23,6 +23,7 @@ from typing import Any
 from megatron_ft import checkpoint
 from megatron_ft.auth.secret import Secret
 from megatron_ft.checkpoint import restore
+from megatron_ft.config import launch_environment
 from megatron_ft.config import schema as config_module
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import RunConfig
@@ -31,44 +32,45 @@ from megatron_ft.coordination.store.tcp_store import host
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.runlog import run_directory
-from megatron_ft.utils import net
+from megatron_ft.utils import directory_lock, net
 from megatron_ft.worker import progress_counters
 
 _log = logging.getLogger(__name__)
 
-_HOST, _STORE_TIMEOUT_S = "127.0.0.1", 10.0
+_STORE_TIMEOUT_S = 10.0
 _OF_SEVERAL_GROUPS = ("policy", "redundancy", "placement", "failure_domains", "store", "min_groups", "rejoin")
 """Settings of ``fault_tolerance`` that have no meaning with one group."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-LAUNCHERS = {"torchrun": "WORLD_SIZE", "srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
-"""Launcher -> the variable with the number of its processes."""
 _held = ExitStack()
 """What the last standalone run of this process holds."""
 atexit.register(lambda: _held.close())
 
 
 @cache
-def _server() -> tuple[Any, int]:
-    """Return the control store of this process and its port.
+def _server() -> tuple[Any, str, int]:
+    """Return the control store of this process, its address and its port.
 
     It is never dropped, not even while the interpreter ends: a daemon thread that its end would wake up in a call could
     not return to an interpreter that is gone, and would abort the process.
     """
-    server, port = host(_HOST, 0)
+    address = net.loopback()
+    server, port = host(address, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
-    return server, port
+    return server, address, port
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raise ``LaunchError`` in one of several processes that another launcher has started: each would train alone."""
-    for launcher, name in LAUNCHERS.items():
-        if environ.get(name, "1") != "1":
-            raise LaunchError(
-                f"{name} is {environ[name]}: this is one of the processes that {launcher} has started, and "
-                f"`megatron-ft launch` has started none; start the script with `megatron-ft launch --groups N --config "
-                f"CONFIG --run-dir DIR SCRIPT -- ARGUMENTS`, once on each node. megatron_ft.init(standalone=True) trains "
-                f"in each process alone"
-            )
+    """Raise ``LaunchError`` in a job of several processes or hosts that another launcher, or a service, has started:
+    each process would train alone."""
+    found = launch_environment.find(environ)
+    if found is None:
+        return
+    hosts = "several hosts, perhaps" if found.hosts is None else f"{found.hosts} hosts"
+    raise LaunchError(
+        f"{found.name} has {hosts}, with {found.processes} processes each, for this job, and `megatron-ft launch` has "
+        f"started none of them; start the script with `megatron-ft launch --groups N --config CONFIG --run-dir DIR SCRIPT "
+        f"-- ARGUMENTS`, once on each host. megatron_ft.init(standalone=True) trains in each process alone"
+    )
 
 
 def found(path: str | Path | None) -> RankEnvironment:
@@ -91,9 +93,9 @@ def found(path: str | Path | None) -> RankEnvironment:
         config = _alone(raw, origin.meta["shards"])
     place = _held.enter_context(tempfile.TemporaryDirectory(prefix="megatron_ft-", ignore_cleanup_errors=True))
     run_dir = run_directory.prepare(Path(place), overwrite=False)
-    _, port = _server()
+    _, address, port = _server()
     secret = Secret.new()
-    store = ControlStore(net.joined(_HOST, port), run_id, _STORE_TIMEOUT_S, secret=secret)
+    store = ControlStore(net.joined(address, port), run_id, _STORE_TIMEOUT_S, secret=secret)
     store.begin()
     store.set("view/0", first_view(1, origin.step if origin else 0).to_wire())
     if origin is not None:
@@ -108,8 +110,8 @@ def found(path: str | Path | None) -> RankEnvironment:
         run_id=run_id,
         group=0,
         position=0,
-        store=net.joined(_HOST, port),
-        address=_HOST,
+        store=net.joined(address, port),
+        address=address,
         run_dir=run_dir,
         config=config,
         secret=secret,
@@ -138,7 +140,7 @@ def _origin(directory: str, run_id: str) -> restore.Origin | None:
     """Take the checkpoint directory, if there is one, and return the newest complete checkpoint there."""
     if not directory:
         return None
-    lock = checkpoint.lock(Path(directory), run_id)
+    lock = directory_lock.lock(Path(directory), run_id)
     _held.callback(lock.release)
     newest = checkpoint.newest(Path(directory), _log.info)
     return None if newest is None else restore.Origin.of(newest)

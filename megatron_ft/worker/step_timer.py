@@ -1,6 +1,6 @@
 """The numbers that a group sends to all others in every step, together with bucket 0: the time of a microbatch in the
-step before (``core.detection.stragglers``), and the state from which the step begins
-(``core.detection.state_divergence``)."""
+step before (``core.detection.stragglers``), and checksums of the state from which the step begins and of the
+optimizers' hyperparameters (``core.detection.state_divergence``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from math import isfinite
 
 import torch
 
+from megatron_ft.core.exactness.batches import Sent
 from megatron_ft.engines.port import TAIL, Engine
 
 WORTH_S = 0.02
 """Seconds. Microbatches that take less are not balanced: they are all reported with this time."""
 _HALF_BITS = 24
+STATE, SET, MADE = CHECKSUMS = range(3)
+"""The checksums that each rank sends: of the state from which it begins the step, of the hyperparameters with which it
+begins the step, and of those with which it has made the step before."""
 _HALF = (1 << _HALF_BITS) - 1
 """The largest number that a slot carries; fp32 holds whole numbers up to 2^24 exactly."""
+
+TAG_BITS = _HALF_BITS
+_BATCHES = 7
+"""Numbers of ``core.exactness.batches.Sent``: each of its two digests has two halves."""
 
 
 class StepTimer:
@@ -71,9 +79,11 @@ class Slots:
 
     def __init__(self, engine: Engine, group: int, position: int = 0, positions: int = 1, digests: int = 0) -> None:
         self._engine, self._group, self._digests = engine, group, digests
-        self._states = 2 + 2 * positions
+        self._batches = 2 + 2 * len(CHECKSUMS) * positions
+        self._checksums = self._batches + _BATCHES * positions
         self._width = slots_of_group(positions, digests)
         self._position = position if positions > 1 else 0
+        self.shared = positions > 1
         self._own = self._all = torch.empty(0)
 
     def say_seconds(self, seconds: float) -> None:
@@ -84,15 +94,36 @@ class Slots:
         """Set if this rank's gradient was not finite several times in a row."""
         self._row()[1] = float(suspect)
 
-    def say_state(self, checksum: int) -> None:
-        """Set the checksum of the state from which this rank begins the step."""
-        row, at = self._row(), 2 + 2 * self._position
-        row[at], row[at + 1] = float(checksum & _HALF), float(checksum >> _HALF_BITS)
+    def say_checksums(self, checksums: Sequence[int]) -> None:
+        """Set this rank's checksums, in the order of :data:`CHECKSUMS`; 0: it has none."""
+        halves = [float(half) for one in checksums for half in (one & _HALF, one >> _HALF_BITS)]
+        row, at = self._row(), 2 + len(halves) * self._position
+        row[at : at + len(halves)] = torch.tensor(halves, dtype=row.dtype)
+
+    def say_batches(self, sent: Sent) -> None:
+        """Set the digests of batches that this rank compares."""
+        numbers = [part for tag, one in (sent[:2], sent[2:4]) for part in (tag, one & _HALF, one >> _HALF_BITS)]
+        row, at = self._row(), self._batches + _BATCHES * self._position
+        row[at : at + _BATCHES] = torch.tensor([*numbers, sent.returned], dtype=row.dtype)
+
+    def batches(self) -> list[dict[int, Sent]]:
+        """Return the digests of batches of every group that has sent some: for each of the ranks that share the bucket."""
+        rows = self._rows()[:, self._batches : self._checksums]
+        if not rows.any():
+            return []
+        said: list[dict[int, Sent]] = [{} for _ in range(rows.shape[1] // _BATCHES)]
+        for group, row in enumerate(rows.tolist()):
+            for at, of_groups in enumerate(said):
+                tag, low, high, other, *halves, back = map(_whole, row[_BATCHES * at : _BATCHES * (at + 1)])
+                if tag or other:
+                    digest = halves[0] | halves[1] << _HALF_BITS
+                    of_groups[group] = Sent(tag, low | high << _HALF_BITS, other, digest, back)
+        return said
 
     def say_digests(self, now: Sequence[int], before: Sequence[int]) -> None:
         """Set the digests that this rank has computed, and those of the attempt before; 0: it has none."""
         row = self._row()
-        for at, found in ((self._states, now), (self._states + self._digests, before)):
+        for at, found in ((self._checksums, now), (self._checksums + self._digests, before)):
             row[at : at + len(found)] = torch.tensor(found, dtype=row.dtype)
 
     def _row(self) -> torch.Tensor:
@@ -112,20 +143,20 @@ class Slots:
         said = self._rows()[:, 1]
         return frozenset(group for group, flag in enumerate(said.tolist()) if flag > 0) if said.any() else frozenset()
 
-    def states(self) -> dict[int, tuple[int, ...]]:
-        """Return the checksums of every group that has sent one, for each of its ranks that share the bucket."""
-        said = {}
-        for group, row in enumerate(self._rows()[:, 2 : self._states].tolist()):
-            values = tuple(
-                _whole(low) | _whole(high) << _HALF_BITS for low, high in zip(row[::2], row[1::2], strict=True)
-            )
-            if any(values):
-                said[group] = values
+    def checksums(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """Return for each of :data:`CHECKSUMS` those of every group that has sent one, for each of its ranks that share
+        the bucket."""
+        said: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in CHECKSUMS)
+        for group, row in enumerate(self._rows()[:, 2 : self._batches].tolist()):
+            values = [_whole(low) | _whole(high) << _HALF_BITS for low, high in zip(row[::2], row[1::2], strict=True)]
+            for kind, of_groups in enumerate(said):
+                if any(of_kind := values[kind :: len(CHECKSUMS)]):
+                    of_groups[group] = tuple(of_kind)
         return said
 
     def digests(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """Return the digests of every group, and those of the attempt before."""
-        rows = [[_whole(number) for number in row[self._states :]] for row in self._rows().tolist()]
+        rows = [[_whole(number) for number in row[self._checksums :]] for row in self._rows().tolist()]
         now = {group: row[: self._digests] for group, row in enumerate(rows)}
         return now, {group: row[self._digests :] for group, row in enumerate(rows)}
 
@@ -148,4 +179,4 @@ def _whole(number: float) -> int:
 
 def slots_of_group(positions: int, digests: int = 0) -> int:
     """Return how many numbers each group sends; arguments as for :class:`Slots`."""
-    return 2 + 2 * positions + 2 * digests
+    return 2 + (2 * len(CHECKSUMS) + _BATCHES) * positions + 2 * digests

@@ -26,13 +26,16 @@ import torch.distributed as dist
 from megatron_ft.collectives import state_transfer
 from megatron_ft.core.exactness import grid
 from megatron_ft.data.order import microbatch_seed
+from megatron_ft.engines.gradient_check import GradientCheck
 from megatron_ft.engines.port import DIGEST, OWN, Listed, StepResult
 from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.errors import EngineError
 from megatron_ft.types import Microbatch
 from tests.conformance import model as toy
 from tests.conformance.kits import KITS, Kit, adamw, loss_of
 
 IDS = [Microbatch(0, 0, index) for index in range(5)]
+SIZES = {"a size": 2, "another size": 5}
 SPLITS = ([IDS[:2], IDS[2:4], IDS[4:]], [IDS, [], []], [[], IDS[3:], IDS[:3]])
 """Plans of one step for three groups."""
 PATIENCE = timedelta(seconds=60)
@@ -322,6 +325,38 @@ def tells_complete_buckets(group: Group) -> None:
         assert bool(told) == group.kit.overlaps, f"buckets {sorted(told)} were told"
 
 
+def checks_the_gradient_of_a_microbatch(group: Group) -> None:
+    """It is found to be that of the loss, where the engine can tell, and twice that is refused. No bit of the state
+    changes."""
+    told: list[float | None] = []
+    plain = GradientCheck.check
+    for settings in ({}, {"exact_bits": grid.MOST_BITS}, {"loss_reduction": "token"}):
+        engine = group.build(0.1, **settings)
+        engine.begin_step(len(IDS))
+        group.compute(engine, IDS[: 1 if group.kit.joint else group.kit.ranks])
+        before, told[:] = group.bits(engine), ()
+        GradientCheck.check = lambda *given: told.append(plain(*given))
+        try:
+            engine.check_gradient(SIZES)
+        finally:
+            GradientCheck.check = plain
+        assert bool(told) == group.kit.tells, told
+        unsure = group.kit.tolerance > 1  # fp16 has too few bits for small moves
+        assert all(unsure if found is None else abs(found - 1) < 0.2 for found in told), (settings, told)
+        same(before, group.bits(engine))
+        if settings or None in told or not told:
+            continue
+        for bucket in range(engine.num_buckets):
+            engine.local(bucket)[: -engine.tail(bucket)].mul_(2)
+        try:
+            engine.check_gradient(SIZES)
+        except EngineError as error:
+            assert "times as large" in str(error) and "a size = 2" in str(error), error
+        else:
+            raise AssertionError("twice the gradient was not noticed")
+        same(before, group.bits(engine))
+
+
 def refuses_a_missing_microbatch(group: Group) -> None:
     engine = group.build()
     engine.begin_step(len(IDS))
@@ -348,6 +383,7 @@ CHECKS: dict[str, Callable[[Group], None]] = {
         repeats_a_reduction,
         tells_complete_buckets,
         refuses_a_missing_microbatch,
+        checks_the_gradient_of_a_microbatch,
     )
 }
 

@@ -13,19 +13,7 @@ from tests import support
 from tests.conformance.kits import KITS
 from tests.conformance.rank import CHECKS
 
-OFTEN = (
-    "torch-native",
-    "fsdp 2",
-    "tp 2",
-    "pp 2",
-    "pp 2 interleaved",
-    "deepspeed zero 2",
-    "deepspeed zero 3",
-    "deepspeed zero 1, fp16",
-    "deepspeed pp 2",
-    "megatron dp 2, distributed optimizer",
-    "megatron pp 2, virtual stages",
-)
+OFTEN = ("torch-native", "fsdp 2", "tp 2", "pp 2", "deepspeed zero 2", "megatron pp 2, virtual stages")
 """The kits of ``make test``; ``make test-long`` plays the others, most of which have four ranks."""
 
 

@@ -236,6 +236,11 @@ class StepProtocol:
         self._groups(donors)
         self._world.back(group, *donors)
 
+    def differ(self, group: int, *more: int) -> None:
+        """differ GROUP...: the next start of each group enters with another state, the same in all of them: it lacks what
+        only its script knows."""
+        self._world.differing |= {group, *more}
+
     def hold(self, group: int) -> None:
         """hold GROUP: what donors send to the joining group does not arrive for now."""
         self._world.held.add(group)
@@ -349,9 +354,9 @@ class StepProtocol:
             self.log += [f"{me} has to fetch samples of shard {shard}" for shard in shards]
 
     def sums(self, epoch: int, step: int) -> None:
-        """sums EPOCH STEP: prints what each group has added to the buckets of the step in the epoch."""
+        """sums EPOCH STEP: prints what each group has added to the buckets of the step in the epoch (first attempt)."""
         for bucket in range(self._world.job.buckets):
-            parts = self._world.arrived.get((epoch, step, bucket), {})
+            parts = self._world.arrived.get((epoch, step, 0, bucket), {})
             said = ", ".join(f"{_names(sorted(part))} by {me}" for me, part in sorted(parts.items()))
             self.log.append(f"bucket {bucket}: {said or 'not reduced'}")
 
@@ -388,6 +393,9 @@ class StepProtocol:
             steps = len(group.committed)
             self.log.append(f"group {me} {how} after {steps} committed step{'' if steps == 1 else 's'}")
         self.log += [_view(world.views[epoch]) for epoch in sorted(world.views) if epoch]
+        if world.saved:
+            group, step = max(world.saved, key=lambda one: one[1])
+            self.log.append(f"the job goes on with step {step}, from what group {group} has saved")
         if world.entries:
             self.log.append("joins: " + ", ".join(f"{count} {what}" for what, count in sorted(world.entries.items())))
 

@@ -1,4 +1,4 @@
-"""Copies, staged operations and transfers on a real device, in one process with threads as members."""
+"""Copies and transfers on a real device, in one process with threads as members."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch.distributed as dist
 
 from megatron_ft import checkpoint
 from megatron_ft.collectives import base, device_copies, state_transfer
-from megatron_ft.collectives.base import Broken
 from megatron_ft.collectives.device_copies import fill, own_device, to_host
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.collectives.staged_communicator import StagedCommunicator
 from megatron_ft.errors import EngineError
 from megatron_ft.worker.rejoin import state_sender
 
@@ -31,14 +29,13 @@ SPIN = 2_000_000_000
 """Cycles of a kernel that runs for about a second."""
 
 
-def build(members: int) -> list[StagedCommunicator]:
+def build(members: int) -> list[GlooCommunicator]:
     store = dist.HashStore()
     with ThreadPoolExecutor(members) as pool:
-        inner = list(pool.map(lambda me: GlooCommunicator(store, me, range(members), 0, 60.0), range(members)))
-    return [StagedCommunicator(one) for one in inner]
+        return list(pool.map(lambda me: GlooCommunicator(store, me, range(members), 0, 60.0), range(members)))
 
 
-def close(outers: list[StagedCommunicator]) -> None:
+def close(outers: list[GlooCommunicator]) -> None:
     torch.cuda.synchronize()
     for outer in outers:
         outer.close()
@@ -62,40 +59,6 @@ def test_large_tensors_are_copied_in_bounded_pinned_memory_behind_what_computes_
     back = torch.empty_like(values)
     fill([back], [copy])
     assert torch.equal(back, values)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_sums_over_two_members_wait_for_the_computation_and_for_nothing_after_it(dtype):
-    outers = build(2)
-    tensors = [torch.zeros(10_000_000, dtype=dtype, device="cuda") for _ in outers]
-    for tensor in tensors:
-        tensor += 1
-    works = [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]
-    torch.cuda._sleep(SPIN)
-    behind = torch.cuda.Event()
-    behind.record()
-    for work in works:
-        work.wait()
-    assert not behind.query(), "the sum was done while the device computed"
-    assert all(tensor.unique().tolist() == [2] for tensor in tensors)
-    close(outers)
-
-
-def test_an_abort_behind_a_kernel_that_runs_ends_the_waits_at_once():
-    outers = build(2)
-    torch.cuda._sleep(5 * SPIN)
-    running = torch.cuda.Event()
-    running.record()
-    tensors = [torch.ones(1000, device="cuda") for _ in outers]
-    works = [outer.all_reduce(tensor) for outer, tensor in zip(outers, tensors, strict=True)]
-    outers[0].abort()
-    outers[1].abort()
-    for work in works:
-        with pytest.raises(Broken):
-            work.wait()
-    assert not running.query()
-    close(outers)
-    assert all(work.settled() for work in works)
 
 
 def test_a_state_arrives_on_the_device_and_the_optimizers_step_on_the_cpu():

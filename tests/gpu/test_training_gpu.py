@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ft.collectives.communicator_choice import GLOO, NCCL, STAGED
+from megatron_ft.collectives.communicator_choice import GLOO, NCCL
 from megatron_ft.collectives.nccl_communicator import MULTI_RANK_NCCL
 from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.qualify import device_seats
@@ -37,7 +37,7 @@ Session.wrap = on_device
 """
 
 
-@pytest.fixture(params=[GLOO, STAGED, NCCL])
+@pytest.fixture(params=[GLOO, NCCL])
 def communicator(request, monkeypatch) -> str:
     if request.param == NCCL and torch.cuda.device_count() < GROUPS:
         if torch.cuda.nccl.version() < MULTI_RANK_NCCL:

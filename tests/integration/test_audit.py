@@ -44,6 +44,7 @@ def test_a_digest_in_the_record_that_is_not_computed_again_names_its_group(finis
     assert f"microbatch {microbatch}: the digest of group 1 is not that computed again" in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_whose_sums_depend_on_the_groups_is_not_computed_again(reference):
     done = support.ft("replay", reference.directory, "--step", 1)
     assert done.returncode == 2 and 'reduction "fast"' in done.stderr and "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ from megatron_ft.faults.injection_points import Breakpoint
 from megatron_ft.runlog import invariants
 from tests import checkpoint_kills, support
 from tests.integration.test_hosts import Agents
+from tools import proc
 
 MICROBATCHES = support.GROUPS * support.PER_GROUP
 OFTEN, ONCE = 0.05, 1e6
@@ -95,6 +96,7 @@ def test_another_number_of_groups_trains_the_same_batches(tmp_path, data_dir, re
     assert complete(saved) == [8, 4]
 
 
+@pytest.mark.long
 def test_a_group_that_dies_after_a_start_from_a_checkpoint_is_recovered_from(tmp_path, data_dir, reference, saved):
     """Group 0 dies at the first barrier: every group has read the checkpoint, so no group needs group 0 for the
     model."""
@@ -107,6 +109,7 @@ def test_a_group_that_dies_after_a_start_from_a_checkpoint_is_recovered_from(tmp
     assert begin["step"] == 4 and begin["checkpoint"].startswith(str(saved))
 
 
+@pytest.mark.long
 def test_a_start_after_a_finished_run_reports_that_it_is_finished(tmp_path, data_dir, saved):
     run = start(tmp_path / "run", data_dir, saved, steps=4)
     assert "all 4 steps done" in went_well(run)
@@ -114,6 +117,7 @@ def test_a_start_after_a_finished_run_reports_that_it_is_finished(tmp_path, data
     assert len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_taken(tmp_path, data_dir):
     saved = tmp_path / "saved"
     run = start(tmp_path / "run", data_dir, saved, OFTEN, steps=100_000)
@@ -132,6 +136,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_taken(tmp_path, 
     assert invariants.losses(again.history)[steps[0] - 1] == invariants.losses(_earlier(again))[steps[0] - 1]
 
 
+@pytest.mark.long
 def test_what_is_in_memory_need_not_be_read_from_disk(tmp_path, data_dir):
     """The files on disk are damaged, so a read would fail. Where all steps are done the copies are not needed any
     more."""
@@ -160,17 +165,18 @@ def _earlier(run: support.Run) -> list[dict]:
 
 
 def test_a_job_that_is_told_to_stop_saves_first(tmp_path, data_dir):
-    """Each group has two ranks."""
+    """Each group has two ranks. Every process of the job gets the signal, as with Slurm's ``--signal``."""
     options = {"groups": 2, "extra": ["--ranks-per-group", "2"]}
     alone = support.start(tmp_path / "alone", data_dir, steps=12, **options)
     alone.check()
     run = start(tmp_path / "run", data_dir, tmp_path / "saved", steps=100_000, **options)
     support.wait_for_step(run, 3)
-    run.process.send_signal(signal.SIGTERM)
+    for pid in sorted(proc.with_descendants({run.process.pid}), reverse=True):
+        os.kill(pid, signal.SIGUSR1)
     said = " ".join(run.finish().split())
-    assert run.process.returncode == 128 + signal.SIGTERM, said
+    assert run.process.returncode == 128 + signal.SIGUSR1, said
     last = run.events("step")[-1]["step"]
-    assert f"stopped by SIGTERM after step {last}; the checkpoint of step {last + 1} is complete" in said
+    assert f"stopped by SIGUSR1 after step {last}; the checkpoint of step {last + 1} is complete" in said
     assert complete(tmp_path / "saved") == [last + 1] and not run.events("fault")
     again = start(tmp_path / "run", data_dir, tmp_path / "saved", steps=max(12, last + 2), **options)
     went_well(again)
@@ -179,6 +185,7 @@ def test_a_job_that_is_told_to_stop_saves_first(tmp_path, data_dir):
     assert invariants.largest_loss_difference(both, alone.history) <= invariants.LOSS_TOLERANCE
 
 
+@pytest.mark.long
 def test_a_closed_terminal_ends_the_run_with_a_last_checkpoint(tmp_path, data_dir):
     """The launcher leads a session on a pseudo-terminal of its own; closing that makes the kernel send SIGHUP. A
     second SIGHUP, which a shell may send, does not cut the last save short."""
@@ -238,6 +245,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
+@pytest.mark.long
 def test_a_run_that_ends_on_a_full_disk_says_which_checkpoint_is_the_newest(tmp_path, data_dir, small_disk):
     """The exit code and the last line say from which checkpoint a later start continues."""
     saved, gate = small_disk / "saved", support.Gate(tmp_path, 6)
@@ -402,6 +410,7 @@ watcher.announce, CheckpointCoordinator.boundary = announce_late, begin
 """
 
 
+@pytest.mark.long
 def test_an_order_that_is_heard_too_late_is_given_earlier_the_next_time(tmp_path, data_dir):
     """The order reaches a group after six steps: for orders two and four steps ahead that is too late, however fast
     the steps are. A group that was late is not asked to write the next time, but is asked again after that."""
@@ -447,6 +456,7 @@ before its next step."""
 ONE_WRITER = "from megatron_ft.core.lifecycle import checkpoint_protocol; checkpoint_protocol.MOST_PARTS = 1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", ["", ONE_WRITER], ids=["a writer", "no writer"])
 def test_a_group_that_learns_too_late_of_the_stop_takes_the_others_along(tmp_path, data_dir, more):
     """The late group is in the next step by then, and waits there for the groups that have stopped."""
@@ -474,6 +484,7 @@ def test_a_group_that_dies_while_all_wait_for_the_last_checkpoint_is_not_waited_
     assert run.events("view")[-1]["live"] == [other for other in range(3) if other != group]
 
 
+@pytest.mark.long
 def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
     """Group 0 comes back: the others save without it meanwhile, and the lock of the directory moves there and back."""
     saved = tmp_path / "saved"
@@ -495,6 +506,7 @@ def test_a_group_that_comes_back_gives_the_orders_again(tmp_path, data_dir):
     assert f"the checkpoint of step {last + 1} is complete" in said and complete(saved)[0] == last + 1
 
 
+@pytest.mark.long
 def test_two_jobs_cannot_have_one_directory(tmp_path, data_dir):
     saved = tmp_path / "saved"
     first = start(tmp_path / "first", data_dir, saved, steps=100_000, groups=2)
@@ -515,6 +527,7 @@ def test_a_directory_that_cannot_be_one_is_refused_before_anything_starts(tmp_pa
     assert run.process.returncode == 2 and "a part of its path is a file" in said and not run.history
 
 
+@pytest.mark.long
 def test_a_start_that_would_learn_something_else_is_refused_before_training(tmp_path, data_dir, saved):
     own = ("--layers", 2, "--seq-len", 32, "--width", 32)
     for options, words in (
@@ -543,19 +556,35 @@ def test_a_wipe_out_reports_from_where_a_later_start_continues(tmp_path, data_di
     )
 
 
-def test_with_rejoin_a_wiped_out_job_is_started_again_by_its_launcher(tmp_path, data_dir):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_job_whose_last_complete_state_is_lost_while_a_group_enters_is_started_again_by_its_launcher(
+    tmp_path, data_dir, ranks
+):
+    """The group that has its seat ends last, because the donor of its state is dead. It saves what it holds, and the job
+    goes on from there, not from a checkpoint: there was none. No step is lost, and with exact sums no bit differs."""
+    options = {"steps": 60, "groups": 2, "reduction": "exact", "extra": ("--ranks-per-group", ranks)}
+    alone = support.start(tmp_path / "alone", data_dir, **options)
     saved, gate = tmp_path / "saved", support.Gate(tmp_path, slowly=60)
-    options = {"steps": 60, "groups": 2, "script": gate.script}
-    run = start(tmp_path / "run", data_dir, saved, OFTEN, rejoin={"enabled": True}, **options)
-    support.wait_for(lambda: bool(run.events("checkpoint")), run)
-    run.process.send_signal(signal.SIGSTOP)  # no group is started again before all are dead
-    support.kill(pids_of(run))
+    enters = Breakpoint(1, None, "connect", incarnation=1)
+    options |= {"script": gate.script, "holds": [enters], "rejoin": {"enabled": True}}
+    run = start(tmp_path / "run", data_dir, saved, **options)
+    support.wait_for_step(run, 2)
+    support.kill([kill.pid_of(run.directory, 1)])
+    entering = support.await_held(run, 1)
+    support.wait_for(lambda: run.live == [0, 1], run)
+    admitted = run.events("view")[-1]["step"]
+    support.kill([last := kill.pid_of(run.directory, 0)])
+    os.kill(entering, signal.SIGCONT)
     gate.open()
-    run.process.send_signal(signal.SIGCONT)
     said = went_well(run)
-    assert "the whole job is started again" in said
+    assert "the last with the complete state was group 0: rank 0" in said and f"(pid {last}) ended with SIGKILL" in said
+    (begin,) = run.events("resume")
+    # The donor may have been killed while it sent its last step.
+    assert begin["step"] in (admitted - 1, admitted) and begin["checkpoint"].endswith(".f1.1")
+    assert f"the checkpoint of step {begin['step']} is complete" in said and "the whole job is started again" in said
     both = invariants.joined([_earlier(run), run.history])
-    assert not invariants.check_history(both, 2 * support.PER_GROUP)
+    went_well(alone)
+    assert not invariants.check_history(both, 2 * support.PER_GROUP, alone.history, exact=True)
 
 
 @pytest.fixture
@@ -565,6 +594,7 @@ def agents(tmp_path, data_dir):
     agents.kill()
 
 
+@pytest.mark.long
 def test_several_hosts_stop_and_go_on_together(tmp_path, agents, reference):
     """All agents are told to stop; then two hosts with other groups continue, and only the first one chooses the
     checkpoint."""

@@ -210,6 +210,7 @@ def test_a_plain_engine_trains_what_plain_pytorch_trains(tmp_path, data_dir, nat
     plain(tmp_path, data_dir, ranks, {"zero_optimization": {"stage": stage}}).check(native)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_2_and_3_train_what_plain_pytorch_trains(tmp_path, data_dir, stage):
     """Without dropout, which draws other numbers for a share of the samples."""
@@ -222,6 +223,7 @@ def test_zero_2_and_3_train_what_plain_pytorch_trains(tmp_path, data_dir, stage)
     run.check(native)
 
 
+@pytest.mark.long
 def test_a_plain_engine_in_bf16_trains_the_same_within_its_rounding(tmp_path, data_dir, native):
     run = plain(tmp_path, data_dir, 1, {"bf16": {"enabled": True}})
     run.check()
@@ -249,6 +251,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     support.first_of(VARIANTS, "ZeRO-1, learned positions, LayerNorm, untied", "Hugging Face's Llama, two slices"),
@@ -272,6 +275,7 @@ STANDING_IN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", support.first_of(STANDING_IN, *STANDING_IN))
 def test_a_pipeline_contributes_what_it_has_computed_as_standby(tmp_path, data_dir, options):
     """The last stage of a group is lost. Stages keep each part apart though its passes overlap with those of other
@@ -290,6 +294,7 @@ def test_a_pipeline_contributes_what_it_has_computed_as_standby(tmp_path, data_d
     assert recovery["promoted"] > 0 and (spare or recovery["patched"] == 0), recovery
 
 
+@pytest.mark.long
 def test_the_llama_computes_the_same_as_hugging_faces_llama():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     with modules_of_the_example():
@@ -312,6 +317,7 @@ def test_the_llama_computes_the_same_as_hugging_faces_llama():
     torch.testing.assert_close(x, theirs(tokens).logits)
 
 
+@pytest.mark.long
 def test_a_first_start_compiles_nothing(tmp_path, data_dir, monkeypatch):
     """DeepSpeed would build its all-reduce through shared memory, and its optimizers, on a machine without a cache of
     them."""
@@ -322,6 +328,7 @@ def test_a_first_start_compiles_nothing(tmp_path, data_dir, monkeypatch):
     assert not (tmp_path / "built").exists()
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_machine_do_not_interfere(tmp_path, data_dir, alone):
     runs = [start(tmp_path / name, data_dir) for name in ("one", "other")]
     for run in runs:
@@ -339,6 +346,7 @@ def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path, data_dir, alone):
     assert end["params_sha256"] == theirs["params_sha256"]
 
 
+@pytest.mark.long
 def test_an_exported_pipeline_is_hugging_faces_llama(tmp_path, data_dir):
     """Two stages of two slices each are put together; from_pretrained gives the model whose loss the next step has."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

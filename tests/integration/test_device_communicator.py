@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.collectives import reconfigured_communicator
 from megatron_ft.errors import StartOver
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
@@ -73,7 +72,9 @@ def alone(ranks, tmp_path_factory, data_dir) -> support.Run:
     return run
 
 
-@pytest.mark.parametrize("point", ["backward", "reduce", "gate"])
+@pytest.mark.parametrize(
+    "point", ["backward", pytest.param("reduce", marks=pytest.mark.long), pytest.param("gate", marks=pytest.mark.long)]
+)
 def test_groups_that_are_killed_cost_no_step_and_no_bit(tmp_path, data_dir, point, ranks, alone):
     """In the backward pass some of the group's buckets may be on their way, in the other two some or all are reduced."""
     hold = Breakpoint(1, 2, point)
@@ -93,6 +94,7 @@ def test_a_rank_whose_abort_hangs_is_replaced_and_the_others_go_on(tmp_path, dat
     assert {line["patched"] for line in run.events("recovery")} >= {8}, "group 0 computes the step of three"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("returns", [True, False], ids=["and comes back with its group", "and nobody waits for it"])
 def test_a_healthy_rank_whose_engines_abort_hangs_ends(tmp_path, data_dir, returns):
     hold = Breakpoint(1, 2, "backward")
@@ -106,15 +108,3 @@ def test_a_healthy_rank_whose_engines_abort_hangs_ends(tmp_path, data_dir, retur
         assert "the abort of process group tensor parallelism has not returned" in hung["detail"]
     run.check()
     assert [line["joined"] for line in run.events("view") if line["joined"]] == [[1]] * returns
-
-
-@pytest.mark.skipif(not reconfigured_communicator.supported(), reason="this torch cannot reconfigure process groups")
-def test_with_one_process_group_for_all_views_a_killed_group_costs_no_bit(tmp_path, data_dir):
-    settings = {"groups": 3, "steps": STEPS, "reduction": "exact"}
-    alone = support.start(tmp_path / "alone", data_dir, **settings)
-    alone.check()
-    hold = Breakpoint(1, 2, "reduce", 1)
-    run = support.start(tmp_path / "run", data_dir, [hold], communicator="reconfigure", **settings)
-    run.strike_in_step(hold)
-    run.check()
-    assert support.outcome(run) == support.outcome(alone)

@@ -47,12 +47,12 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def ours(words: list[str]) -> str:
-    """Check a command ``megatron-ft ...``; the command that a ``supervise`` or ``burn-in`` is given is checked, too."""
+    """Check a command ``megatron-ft ...``; the command that a ``supervise`` is given is checked, too."""
     commands = subcommands(cli._parser())
     if not words or words[0] not in commands:
         return f"megatron-ft has no {words[0] if words else 'command'}"
     script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-    if words[0] in ("supervise", "burn-in") and "launch" in words:
+    if words[0] == "supervise" and "launch" in words:
         place = words.index("launch")
         return known(commands[words[0]], words[1:place]) or ours(words[place:])
     if nested := subcommands(commands[words[0]]):

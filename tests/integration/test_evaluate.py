@@ -49,8 +49,15 @@ def numbers(batch):
             time.sleep(0.01)
     return {"sum": batch.sum(), "bias": model.bias.sum() * len(batch)}
 
-assert "before the first step" in refused(lambda: session.evaluate(numbers, Numbers()))
+assert "in the loop over session.steps" in refused(lambda: session.evaluate(numbers, Numbers()))
+model.bias.data += session.group  # the first step gives all groups the model of the first one
 for step in session.steps(args.steps):
+    if step == 0:
+        batches = 0
+        sums = session.evaluate(numbers, Numbers(), batch_size=4)
+        assert 0 < batches < 20, "each group has its share"
+        assert sums == {"sum": 5253.0, "bias": sums["bias"], "samples": 103.0}
+        assert abs(sums["bias"] - 103 * float(model.bias.sum())) < 1e-2, "all groups have one model"
     session.train_step(engine, lambda microbatch: torch.ones(2, 8))
     if len(session.live) < 3 and step > args.sleeps:
         time.sleep(0.1)

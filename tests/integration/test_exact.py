@@ -39,6 +39,7 @@ SAME = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", support.first_of(SAME, "buckets of another size", "spare", "verified copies in the slack")
 )
@@ -50,6 +51,7 @@ def test_no_setting_that_only_moves_work_changes_a_bit(tmp_path, data_dir, undis
     assert support.outcome(run) == undisturbed
 
 
+@pytest.mark.long
 def test_ranks_that_share_microbatches_change_no_bit(tmp_path, data_dir, undisturbed):
     holds = [Breakpoint(1, 3, "backward", position=1)]
     run = support.start(tmp_path / "run", data_dir, holds, extra=("--ranks-per-group", 2), **EXACT)
@@ -91,6 +93,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", support.first_of(ENGINES, "pipeline", "pipeline, two slices, ZeRO-1"))
 def test_a_pipeline_that_loses_a_rank_changes_no_bit(tmp_path, data_dir, options):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -111,6 +114,7 @@ PLAIN_ENGINES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("built", support.first_of(PLAIN_ENGINES, "ZeRO-1, two ranks", "bf16"))
 def test_a_plain_deepspeed_engine_changes_no_bit(tmp_path, data_dir, built):
     ranks, engine = built
@@ -145,7 +149,7 @@ def struck(directory, data_dir, fault: dict, **options) -> support.Run:
 ALL = {"microbatches_per_step": support.GROUPS * support.PER_GROUP}
 
 
-@pytest.mark.parametrize("what", ["gradient", "activation"])
+@pytest.mark.parametrize("what", ["gradient", pytest.param("activation", marks=pytest.mark.long)])
 def test_a_group_that_computes_wrongly_leaves_in_the_same_step_and_changes_no_bit(
     tmp_path, data_dir, undisturbed, what
 ):
@@ -165,6 +169,7 @@ def test_a_bucket_that_changes_on_its_way_is_reduced_again(tmp_path, data_dir, u
     assert support.outcome(run) == undisturbed
 
 
+@pytest.mark.long
 def test_verification_without_a_fault_accuses_nobody(tmp_path, data_dir, undisturbed):
     run = support.start(tmp_path / "run", data_dir, verify={"microbatches_per_step": 3}, **EXACT)
     run.check()
@@ -197,6 +202,7 @@ def test_a_group_on_other_hardware_is_named_in_the_first_step(tmp_path, data_dir
     assert run.events("step")[0]["live"] == [0, 1, 3]
 
 
+@pytest.mark.long
 def test_a_run_that_grows_from_two_groups_to_four_changes_no_bit(tmp_path, data_dir):
     from tests.integration.test_hosts import BEATS
     from tests.integration.test_join import GROUPS, Hosts, wait_for_live

@@ -159,6 +159,7 @@ def test_a_frozen_store_host_finds_itself_left_out_when_it_wakes_up(tmp_path, da
         hosts.kill()
 
 
+@pytest.mark.long
 def test_a_spare_host_that_comes_after_the_stores_host_was_lost_finds_the_new_store(tmp_path, data_dir, references):
     """The spare host was given the address of the first store, which is gone, and it has to hear of the lost host."""
     hosts = Hosts(tmp_path, data_dir, rejoin={"enabled": True})
@@ -179,6 +180,7 @@ def test_a_spare_host_that_comes_after_the_stores_host_was_lost_finds_the_new_st
         hosts.kill()
 
 
+@pytest.mark.long
 def test_a_spare_host_takes_the_store_over(hosts, references):
     """The spare hosts have lower numbers than the only other host with a group, which has joined later: both have their
     turn before that host, and each of them hears it."""
@@ -201,6 +203,7 @@ def test_a_spare_host_takes_the_store_over(hosts, references):
     assert all(line["t"] > moved for line in run.events("host") if line["what"] == "took over"), "it had no group"
 
 
+@pytest.mark.long
 def test_a_stores_host_that_wakes_up_where_nothing_comes_back_stays_without_ending_the_run(hosts, references):
     """A supervisor, and every report, takes a line of the record that says that the run has stopped for the end of the
     run."""
@@ -256,6 +259,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_run_ends_when_no_host_can_take_the_store_over_and_says_what_is_missing(tmp_path, data_dir, how):
     """The directory of the claims cannot be written. The run can be started again; it never sits idle. A host that is
@@ -283,6 +287,7 @@ def test_a_run_ends_when_no_host_can_take_the_store_over_and_says_what_is_missin
         hosts.kill()
 
 
+@pytest.mark.long
 def test_hosts_without_a_common_directory_train_and_report_that_the_store_does_not_move(hosts, references, monkeypatch):
     monkeypatch.setenv("MEGATRON_FT_SECRET", support.SECRET.text)
     hosts.gate.open()

@@ -8,6 +8,8 @@ import random
 import socket
 from collections.abc import Callable
 
+import pytest
+
 from megatron_ft.faults import kill as inject
 from tests import fuzz, listening, support
 
@@ -21,6 +23,7 @@ MOST_MORE = 20
 at a time, and a save needs a few for itself."""
 
 
+@pytest.mark.long
 def test_random_input_to_every_port_of_a_run_that_trains_changes_nothing(tmp_path, data_dir):
     """Every listening socket of agent, store and ranks is found in proc(5) and gets random input while steps are made,
     the control store's TCPStore included. The gloo sockets accept no connection, because their communicators are

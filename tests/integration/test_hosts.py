@@ -85,6 +85,7 @@ def test_a_lost_host_is_named_and_its_groups_work_is_taken_over(agents):
     assert about == {(f"{socket.gethostname()}(127.0.0.2)", 1)}
 
 
+@pytest.mark.long
 def test_an_agent_whose_ranks_are_lost_for_good_stays_and_ends_as_the_run_does(agents):
     """The scheduler would take an exit code other than 0 for a failure of the job, which goes on elsewhere."""
     gate = support.Gate(agents.directory, 5)
@@ -102,6 +103,7 @@ def test_an_agent_whose_ranks_are_lost_for_good_stays_and_ends_as_the_run_does(a
     assert "no group is left" not in said[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changed, words",
     [

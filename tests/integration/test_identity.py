@@ -55,6 +55,7 @@ def test_a_run_whose_groups_have_different_data_makes_no_step(tmp_path, data_dir
     assert {"16", "32"} <= set(said.replace(";", " ").split()), said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dataset",
     ["lambda microbatch: data(microbatch)", "(data, session.dataset(args.data, seq_len=8))[0]"],
@@ -70,6 +71,7 @@ def test_a_group_comes_back_whose_dataset_is_known_only_in_its_first_step(tmp_pa
     run.check()
 
 
+@pytest.mark.long
 def test_a_group_without_a_fingerprint_beside_one_with_makes_no_step(tmp_path, data_dir):
     dataset = (
         'data if start[0] == "0" else (session.dataset(args.data, seq_len=8), lambda microbatch: data(microbatch))[1]'

@@ -76,6 +76,7 @@ def test_a_kill_at_a_point_an_exception_and_a_kill_by_step(tmp_path, data_dir, l
     assert run.events("inject") == injected
 
 
+@pytest.mark.long
 def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_path, data_dir):
     """The first injector dies after its first strike; group 0 is held at a point meanwhile, and struck by the
     second."""
@@ -100,6 +101,7 @@ def test_an_injector_that_is_killed_and_started_again_strikes_nothing_twice(tmp_
     assert [(line["group"], line["signal"]) for line in run.events("inject")] == [(2, "SIGTERM"), (0, "SIGKILL")]
 
 
+@pytest.mark.long
 def test_a_stop_ends_again_and_a_fault_of_a_step_long_past_is_not_reached(tmp_path, data_dir):
     """Agent and store are frozen; the steps go on without them, and both resume when their time is up."""
     run, gate = start(tmp_path, data_dir, LATE)
@@ -142,6 +144,7 @@ def test_a_store_that_is_killed_costs_no_group(tmp_path, data_dir, long_referenc
     assert sorted(line["group"] for line in run.events("fault")) == [0, 2]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_held_for_a_fault_that_is_not_reached_resumes(tmp_path, data_dir):
     """Both ranks of group 1 are to die at bucket 0, which one of them owns: that rank freezes there, the other one
     never comes."""
@@ -156,6 +159,7 @@ def test_a_rank_that_is_held_for_a_fault_that_is_not_reached_resumes(tmp_path, d
     assert "is stopped" in (run.directory / "logs" / "g1.p0.log").read_text(), "it could say so itself, later"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_injector_that_is_told_to_end_withdraws_its_orders(tmp_path, data_dir, number):
     run, gate = start(tmp_path, data_dir, LATE)
@@ -264,17 +268,12 @@ def listed(run_dir, pid: int, later: int = 0, **more: str) -> None:
     (run_dir / "ranks.json").write_text(json.dumps([entry]))
 
 
-def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
-    """The file is old and its pid belongs to another process by now."""
-    listed(tmp_path, bystander.pid)
-    assert process_lookup.ranks(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     "changes, found",
     [
         ({}, True),
         ({"MEGATRON_FT_AGENT_PID": "1"}, False),
+        ({"MEGATRON_FT_AGENT_PID": ""}, False),
         ({"later": 1}, False),
         ({"later": -1}, False),
         ({"host": f"{socket.gethostname()}(10.99.0.2)"}, True),
@@ -283,6 +282,7 @@ def test_a_process_that_is_no_rank_is_never_signalled(tmp_path, bystander):
     ids=[
         "it is",
         "somebody else's child",
+        "no rank: the file is old, and another process has its pid",
         "earlier than the file says",
         "later",
         "one of hosts of one name",

@@ -74,6 +74,7 @@ def test_a_run_grows_while_it_trains_and_an_added_group_may_be_lost_and_comes_ba
     assert [line["what"] for line in run.events("host")] == ["added"]
 
 
+@pytest.mark.long
 def test_a_run_of_one_host_that_has_grown_goes_on_when_that_host_is_lost(hosts):
     hosts.start(0, groups=GROUPS, hosts=1, host_rank=0)
     support.wait_for_step(hosts.run(), 1)

@@ -31,6 +31,7 @@ def test_sigterm_to_one_group_costs_nothing_of_the_step(tmp_path, data_dir, refe
     assert "group 2 has left: SIGTERM" in (run.directory / "logs" / "g2.p0.log").read_text()
 
 
+@pytest.mark.long
 def test_the_last_group_is_told_to_leave(tmp_path, data_dir):
     """No group is left to go on; the run reports this, and how far it came."""
     run = support.start(tmp_path / "run", data_dir, steps=100_000)
@@ -66,6 +67,7 @@ def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
     assert over.returncode == 2 and "is over" in over.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rejoin", [pytest.param(False, marks=pytest.mark.long), True])
 def test_an_operator_stops_a_run_that_saves_nothing(tmp_path, data_dir, rejoin):
     run = support.start(tmp_path / "run", data_dir, steps=100_000, groups=2, rejoin={"enabled": rejoin})

@@ -34,6 +34,7 @@ def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
     assert not run.events("fault") and len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
+@pytest.mark.long
 def test_the_run_stops_where_the_setting_says_stop(tmp_path, data_dir):
     run = start_with_nan(tmp_path / "run", data_dir, 1, 3, steps=60, nonfinite="stop")
     said = " ".join(run.finish().split())
@@ -73,6 +74,7 @@ else:
 """The others end when all of them have made the step: the end of the first would take the sums from the rest, too."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "late",
     [pytest.param(1, id="it came from this group"), pytest.param(3, id="it came from another")],
@@ -120,6 +122,7 @@ torch_native.TorchNativeEngine.compute = compute
 """
 
 
+@pytest.mark.long
 def test_data_that_gives_no_finite_gradient_anywhere_costs_one_group_and_the_updates(tmp_path, data_dir):
     script = support.changed_script(tmp_path / "train.py", POISON)
     run = support.start(tmp_path / "run", data_dir, script=script, nonfinite="recompute")

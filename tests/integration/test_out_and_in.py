@@ -80,6 +80,7 @@ def test_a_run_starts_from_a_model_of_hugging_face_in_all_groups(pretrained_run,
     assert run.events("step")[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_trained_model_goes_back_to_hugging_face_with_its_config(pretrained_run, data_dir, tmp_path):
     transformers = pytest.importorskip("transformers")
     run, place = pretrained_run
@@ -119,6 +120,7 @@ assert all(torch.equal(one, wanted[name]) for name, one in engine.module.state_d
 """
 
 
+@pytest.mark.long
 def test_deepspeed_loads_what_was_exported_for_it(pretrained_run, tmp_path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     run, place = pretrained_run
@@ -162,6 +164,7 @@ assert path and all(torch.equal(engine.module.state_dict()[name], wanted[name]) 
 """
 
 
+@pytest.mark.long
 def test_deepspeeds_pipeline_loads_layer_by_layer(tmp_path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     (tmp_path / "load.py").write_text(PIPELINE)
@@ -213,6 +216,7 @@ DIVISIONS = {
 """Options of the model, and its division in a first and in a second run."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", support.first_of(DIVISIONS, "Llama", "experts"))
 def test_a_megatron_model_goes_out_and_in_again_with_another_division(data_dir, tmp_path, case):
     """With a learning rate of 0 the second run saves what it has loaded, in every one of its two groups."""

@@ -145,6 +145,7 @@ def replayed(run) -> list:
     return found.different + ([found.stopped] if found.stopped else [])
 
 
+@pytest.mark.long
 def test_after_a_wipe_out_of_spare_the_job_goes_on_from_its_checkpoint_with_every_group(tmp_path, data_dir):
     """Each shard has two hosts, and both of one are lost at once: no step can be made, and S begins at 1 again."""
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}

@@ -58,6 +58,7 @@ def command(options: Sequence[object], change: str, env: Mapping[str, str]) -> s
     return subprocess.Popen(words, cwd=support.ROOT, env={**os.environ, **env}, **pipes)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(WHOLE_S)
 def test_every_check_is_listed_and_none_fails_on_a_cpu(tmp_path, qualify):
     process = qualify("--json", "-", TMPDIR=str(tmp_path))
@@ -96,6 +97,7 @@ def test_a_sum_that_is_wrong_fails_its_check_and_the_command(tmp_path, qualify):
     assert "gloo.all_reduce" in document["failed"] and "gloo.init" not in document["failed"]
 
 
+@pytest.mark.long
 def test_its_processes_end_when_it_is_killed(tmp_path, qualify):
     process = qualify(change=NO_TRAINING, TMPDIR=str(tmp_path))
     try:

@@ -87,6 +87,7 @@ def test_one_dead_rank_takes_its_group_out_and_costs_no_step(tmp_path, data_dir,
         assert "SIGKILL" in log, "and knows what took its group out"
 
 
+@pytest.mark.long
 def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
     """The leader is stuck behind the stopped follower in the group; the agent names the stopped rank, and all others
     go on."""
@@ -102,6 +103,7 @@ def test_a_stopped_follower_takes_its_group_out(tmp_path, data_dir, alone):
         assert "is stopped" in (run.directory / "logs" / f"g1.p{position}.log").read_text()
 
 
+@pytest.mark.long
 def test_a_follower_that_is_told_to_leave_takes_its_group_with_it(tmp_path, data_dir, alone):
     hold = follower(2, "backward")
     gate = support.Gate(tmp_path, 6)
@@ -177,6 +179,7 @@ Session.train_step = train_step
 """
 
 
+@pytest.mark.long
 def test_a_group_whose_live_ranks_have_lost_each_other_is_out(tmp_path, data_dir, alone):
     script = support.changed_script(tmp_path / "train.py", FALLS_APART)
     run = start(tmp_path / "run", data_dir, script=script)
@@ -186,6 +189,7 @@ def test_a_group_whose_live_ranks_have_lost_each_other_is_out(tmp_path, data_dir
     assert not run.events("fault")
 
 
+@pytest.mark.long
 def test_a_run_ends_with_the_reason_when_all_groups_are_broken(tmp_path, data_dir):
     """Healthy ranks wait for their group only as long as there is a run that it could come back to."""
     holds = [follower(group, "backward") for group in range(GROUPS)]
@@ -196,6 +200,7 @@ def test_a_run_ends_with_the_reason_when_all_groups_are_broken(tmp_path, data_di
     assert "SIGKILL" in said and "Traceback" not in said, said
 
 
+@pytest.mark.long
 def test_buckets_in_bf16_are_summed_in_fp32_inside_a_group(tmp_path, data_dir, alone):
     hold = follower(1, "bucket", 1)
     run = start(tmp_path / "run", data_dir, [hold], reduce_dtype="bf16")

@@ -14,18 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.collectives import base, reconfigured_communicator
-from megatron_ft.collectives.base import Broken, Communicator
+from megatron_ft.collectives import base
+from megatron_ft.collectives.base import Broken
 from megatron_ft.collectives.gloo_communicator import GlooCommunicator
-from megatron_ft.collectives.reconfigured_communicator import Endpoints, ReconfiguredCommunicator
 from megatron_ft.utils import socket_tracker as sockets_module
 
 MEMBERS, RECOVERIES, SETTLED = 3, 200, 100
@@ -49,14 +45,11 @@ SETTLES_S = 30.0
 """An upper limit, which applies only where gloo has forgotten an operation, whose threads stay."""
 
 
-@pytest.mark.parametrize("kind", ["gloo", "reconfigured"])
-def test_a_hundred_recoveries_leave_nothing_behind(kind):
-    if kind == "reconfigured" and not reconfigured_communicator.supported():
-        pytest.skip(f"torch {torch.__version__} cannot reconfigure process groups")
+def test_a_hundred_recoveries_leave_nothing_behind():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.test_recoveries", str(me), str(server.port), kind],
+            [sys.executable, "-m", "tests.integration.test_recoveries", str(me), str(server.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -84,13 +77,12 @@ def test_a_hundred_recoveries_leave_nothing_behind(kind):
 # --- one of the processes ---------------------------------------------------------------------------------------------
 
 
-def rank(me: int, port: int, kind: str) -> None:
+def rank(me: int, port: int) -> None:
     gc.disable()  # connections and buffers must not wait for it: when it runs depends on the other work of the process
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    make = GlooCommunicator if kind == "gloo" else partial(ReconfiguredCommunicator, Endpoints(me))
     seen, forgotten = [], 0
     for number in range(RECOVERIES + 1):
-        forgotten += recover(make, store, me, number)
+        forgotten += recover(store, me, number)
         if number in (0, SETTLED, RECOVERIES):
             seen.append(settled_usage(seen) | {"forgotten": forgotten})
     print(json.dumps(seen))
@@ -99,10 +91,10 @@ def rank(me: int, port: int, kind: str) -> None:
     os._exit(0)
 
 
-def recover(make: Callable[..., Communicator], store: dist.Store, me: int, number: int) -> bool:
+def recover(store: dist.Store, me: int, number: int) -> bool:
     """Live through one communicator: a sum that works, sums that break, the end. Return whether gloo forgot one of
     them."""
-    outer = make(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
+    outer = GlooCommunicator(dist.PrefixStore(f"epoch/{number}", store), me, range(MEMBERS), number, TIMEOUT_S)
     assert len(outer._sockets) == MEMBERS - 1, "one connection to each of the others, and nothing else"
     tensor = torch.full((ELEMENTS,), 1.0)
     outer.all_reduce(tensor).wait()
@@ -163,4 +155,4 @@ def usage() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    rank(int(sys.argv[1]), int(sys.argv[2]))

@@ -75,6 +75,7 @@ def said(directory, steps) -> list[dict]:
     return [json.loads((directory / "out" / f"{steps}.{group}").read_text()) for group in range(3)]
 
 
+@pytest.mark.long
 def test_registered_objects_come_back_with_a_group_and_from_a_checkpoint(tmp_path):
     """Group 1 dies after a step and comes back; another run goes on from the checkpoint of the first."""
     saved = {"checkpoint": {"directory": str(tmp_path / "saved")}}

@@ -24,7 +24,7 @@ def start(directory, data_dir, holds=(), **options) -> support.Run:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, data_dir) -> support.Run:
-    run = start(tmp_path_factory.mktemp("reference") / "run", data_dir)
+    run = start(tmp_path_factory.mktemp("reference") / "run", data_dir, reduction="exact")
     run.check()
     return run
 
@@ -65,12 +65,13 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     """The run makes 300 steps, while checkpoints are saved almost all the time. The losses: the group that writes the
     record; two groups at once; a group that is killed while it receives; a group whose donor is killed while it
     sends, so that a recovery falls into its way back: it begins again with other donors, in the same process. One
-    group is frozen on its way for many steps, and no group waits for it."""
+    group is frozen on its way for many steps, and no group waits for it. Sums are exact: over 300 steps Adam
+    amplifies the rounding of another order of the terms beyond every tolerance."""
     # Every start but the first one of these groups freezes itself: how many starts a way back takes is not fixed.
     holds = [Breakpoint(group, None, "follow", incarnation=number) for group in (1, 3) for number in range(2, 7)]
     checkpoints = {"directory": str(tmp_path / "saved"), "period_s": 0.2}
     gate = support.Gate(tmp_path, slowly=STEPS)
-    run = start(tmp_path / "run", data_dir, holds, checkpoint=checkpoints, script=gate.script)
+    run = start(tmp_path / "run", data_dir, holds, checkpoint=checkpoints, script=gate.script, reduction="exact")
     support.wait_for_step(run, 3)
     for victims in [(0,), (1, 3)]:
         run.process.send_signal(signal.SIGSTOP)  # none of them is started again before all are dead
@@ -110,6 +111,7 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
     assert len(run.events("checkpoint")) >= 2 and len(failed) < len(run.events("view")), failed
 
 
+@pytest.mark.long
 def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
     """Each rank follows the donors of its own position; a rank that dies takes the other along, and both come back."""
     gate, steps = support.Gate(tmp_path, slowly=STEPS // 3), STEPS // 3
@@ -124,6 +126,7 @@ def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir, reference):
     assert invariants.largest_loss_difference(run.history, reference.history) < invariants.LOSS_TOLERANCE
 
 
+@pytest.mark.long
 def test_a_pipeline_comes_back(tmp_path, data_dir):
     """The optimizer's state is in parts at the ranks of the group (ZeRO-1)."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -160,6 +163,7 @@ Session._on_signal = hear_with_a_bug
 """
 
 
+@pytest.mark.long
 def test_a_group_whose_listening_thread_ends_by_a_bug_is_lost_at_once_and_comes_back(tmp_path, data_dir):
     """Deaf to the loss of group 2, it would keep the others waiting for its report until a timeout."""
     gate = support.Gate(tmp_path, slowly=STEPS)

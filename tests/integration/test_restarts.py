@@ -184,6 +184,7 @@ def forever():
 """
 
 
+@pytest.mark.long
 def test_a_stopped_group_makes_room_for_its_next_start(tmp_path):
     """A process that is still there long after the run's end is ended, too."""
     run = start(tmp_path, STAYS, detector={"stopped_timeout_s": 0.5})
@@ -210,6 +211,7 @@ if env.group == 2:
 """
 
 
+@pytest.mark.long
 def test_a_group_that_was_left_out_while_it_lived_comes_back_and_one_that_stopped_with_the_run_does_not(tmp_path):
     run = start(tmp_path, LEFT_OUT)
     run.said(1, 1)
@@ -221,6 +223,7 @@ def test_a_group_that_was_left_out_while_it_lived_comes_back_and_one_that_stoppe
     assert not run.events("given_up")
 
 
+@pytest.mark.long
 def test_without_the_process_it_is_forked_from_a_rank_starts_all_the_same(tmp_path):
     run = start(tmp_path, warm_start=False)
     ranks = {run.said(group)["pid"] for group in range(GROUPS)}
@@ -239,6 +242,7 @@ def arguments_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
+@pytest.mark.long
 def test_when_the_last_member_dies_groups_that_wait_for_a_seat_end_with_it(tmp_path):
     """These groups have no seat yet: the real cause is reported, not that they found no member."""
     run = start(tmp_path)
@@ -254,6 +258,7 @@ def test_when_the_last_member_dies_groups_that_wait_for_a_seat_end_with_it(tmp_p
     assert [line["group"] for line in run.events("restart")] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_script_that_fails_everywhere_ends_the_run_as_it_does_without_rejoin(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("import no_such_module\n")
@@ -302,6 +307,7 @@ def several(tmp_path):
     held.close()
 
 
+@pytest.mark.long
 def test_hosts_that_share_a_group_start_it_again_as_one(several):
     agents, run = several
     for incarnation, position in ((1, 1), (2, 0)):  # the host of position 0 decides when

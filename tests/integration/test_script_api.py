@@ -37,7 +37,13 @@ def refused(call):
         return str(error)
 
 assert "call it after train_step" in refused(lambda: session.log({"a": 1}))
+assert "call it after train_step" in refused(lambda: session.save("x", print))
 assert "after step 0 of 0" in refused(lambda: session.save_final("x", print))
+
+def save(path, step, turn):
+    with (args.out / f"saves.{session.group}").open("a") as file:
+        print(json.dumps([step, turn]), file=file)
+    path.write_text(json.dumps([step, turn]))
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -50,6 +56,9 @@ for step in session.steps(args.steps):
     session.log({"squared": torch.tensor(float(step**2))})
     session.log({"note": f"step {step}"})
     assert "'odd' is of type list" in refused(lambda: session.log({"odd": [1]}))
+    for turn in range(2):
+        session.save(args.out / "best", lambda path: save(path, step, turn))
+    assert json.loads((args.out / "best").read_text()) == [step, 1]
     if step == 5 and session.is_writer:
         die()
 
@@ -79,6 +88,8 @@ def test_one_living_group_writes_at_every_boundary_each_log_is_recorded_once_and
     run = support.start(tmp_path / "run", tmp_path, steps=STEPS, script=script, groups=4, own=("--out", out))
     run.process.wait(timeout=support.TIMEOUT_S)
     said = {int(path.suffix[1:]): list(map(json.loads, path.read_text().splitlines())) for path in out.glob("bound*")}
+    saves = [json.loads(line) for path in out.glob("saves.*") for line in path.read_text().splitlines()]
+    assert sorted(saves) == sorted([[step, turn] for step in range(STEPS) for turn in range(2)])
     writers = [[group for group, lines in said.items() for at, writes, _ in lines if at == step and writes]
                for step in range(STEPS)]  # fmt: skip
     assert writers == [[0]] * 6 + [[1]] * (STEPS - 6), run.logs()

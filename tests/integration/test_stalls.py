@@ -53,6 +53,7 @@ def test_storage_that_is_away_for_all_groups_costs_no_group(tmp_path, data_dir, 
     assert first["late"] and first["place"] == "inside the dataset" and last["over"], run.events("stall")
 
 
+@pytest.mark.long
 def test_storage_that_is_away_for_several_hosts_costs_none_of_them(agents):
     """Each agent has one group, and knows only from the other agent that storage is away there, too."""
     here = agents.directory
@@ -85,6 +86,7 @@ def test_one_group_alone_whose_storage_is_away_is_given_up(tmp_path, data_dir, r
     assert fault["group"] == 1 and "hang_timeout_s); it is inside the dataset" in fault["detail"], fault
 
 
+@pytest.mark.long
 def test_a_run_that_is_lost_to_a_stall_is_started_again_from_its_checkpoint(tmp_path, data_dir):
     """Storage is away for longer than the longest limit: the ranks are ended although they hang, and the job goes on."""
     settings = {"hang_timeout_s": LIMIT_S, "storage_timeout_s": 1.5 * LIMIT_S}
@@ -120,6 +122,7 @@ def agents(tmp_path, data_dir):
     agents.kill()
 
 
+@pytest.mark.long
 def test_a_script_that_hangs_between_two_steps_is_reported_with_the_groups_that_wait_for_it(agents):
     """The group is on another host than the agent that reports it."""
     here = agents.directory

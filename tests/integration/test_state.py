@@ -55,6 +55,7 @@ def test_a_group_that_comes_back_has_the_same_buffers_and_random_updates(tmp_pat
     assert len(list((tmp_path / "out").iterdir())) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "moment"), [("data", "backward"), ("pipeline", "forward")])
 def test_deepspeed_merges_buffers_and_counts_tokens(tmp_path, kind, moment):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

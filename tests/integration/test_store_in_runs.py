@@ -64,6 +64,7 @@ def test_a_store_killed_between_two_faults_costs_nothing_and_the_next_recovery_i
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(6, support.PER_GROUP)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["store", pytest.param("rank", marks=pytest.mark.long)])
 def test_a_store_killed_together_with_a_rank(tmp_path, data_dir, reference, first):
     hold = Breakpoint(1, 4, "reduce", 1)
@@ -94,6 +95,7 @@ def test_a_store_killed_in_the_middle_of_a_recovery(tmp_path, data_dir, referenc
     assert sum(line["patched"] for line in run.events("recovery")) == support.PER_GROUP
 
 
+@pytest.mark.long
 def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
     """Every rank is a process with its own memory of the store; then a rank dies that does not lead its group."""
     alone = support.start(tmp_path / "alone", data_dir, groups=2)
@@ -107,6 +109,7 @@ def test_a_store_killed_under_groups_of_several_ranks(tmp_path, data_dir):
     assert [(line["step"], line["patched"]) for line in run.events("recovery")] == [(4, support.PER_GROUP)]
 
 
+@pytest.mark.long
 def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_path, data_dir, reference):
     hold = Breakpoint(0, 4, "backward")
     run = support.start(tmp_path / "run", data_dir, [hold])
@@ -135,6 +138,7 @@ def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     assert restarted["t"] > died["t"] and run.events("recovery")[0]["t"] > died["t"]
 
 
+@pytest.mark.long
 def test_a_keeper_that_is_killed_takes_its_store_along_and_another_one_is_started(tmp_path, data_dir, reference):
     hold = Breakpoint(2, 5, "reduce", 1)
     run = support.start(tmp_path / "run", data_dir, [hold])
@@ -160,6 +164,7 @@ def test_ctrl_c_does_not_reach_the_store_and_the_agents_death_does(tmp_path, dat
     await_(lambda: is_gone(store) and is_gone(kept_by), "store and keeper end with their agent")
 
 
+@pytest.mark.long
 def test_a_store_that_forgets_the_end_before_every_process_has_heard_of_it(tmp_path, data_dir, reference):
     """The writer has left with the store's answer; a group and the agent were frozen meanwhile. No group is lost for
     that."""
@@ -197,6 +202,7 @@ def keep(request, tmp_path):
     stop.set()
 
 
+@pytest.mark.long
 def test_a_keeper_on_standby_has_a_store_from_the_order_on_and_for_its_own_lifetime(keep, tmp_path):
     kept = keep(serves=False)
     for times in range(3):
@@ -220,6 +226,7 @@ def test_a_keeper_on_standby_has_a_store_from_the_order_on_and_for_its_own_lifet
     await_(lambda: kept.poll() or (tmp_path / STORE).exists(), "one that was killed is replaced")
 
 
+@pytest.mark.long
 def test_a_store_that_dies_often_is_started_again_later_and_its_port_stays_the_runs(keep, tmp_path):
     kept, killed = keep(), 0
     await_((tmp_path / STORE).exists, "there is a store")

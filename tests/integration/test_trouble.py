@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def test_a_frozen_group_is_left_out_and_fenced_when_it_wakes(tmp_path, data_dir,
     assert f"group {hold.group} is outside view 1" in log
 
 
+@pytest.mark.long
 def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
     """Record, logs and timeline all hit the limit; the run reaches its end with a death on the way."""
     hold = Breakpoint(1, 5, "backward")
@@ -52,6 +54,23 @@ def test_a_full_disk_does_not_stop_training(tmp_path, data_dir, reference):
     assert run.process.returncode == 0, said + run.logs()
     assert "not written, training goes on" in said + run.logs()
     assert not run.events("end"), "the limit was never reached, this test proves nothing"
+
+
+@pytest.mark.long
+def test_a_run_directory_that_is_removed_is_made_again_and_lost_groups_come_back(tmp_path, data_dir):
+    gate = support.Gate(tmp_path, slowly=150)
+    run = support.start(tmp_path / "run", data_dir, script=gate.script, steps=150, groups=2, rejoin={"enabled": True})
+    support.wait_for_step(run, 2)
+    pid = support.inject.pid_of(run.directory, 1, 0)
+    shutil.rmtree(run.directory)
+    support.kill([pid])
+    support.wait_for(lambda: run.events("rejoined"), run)
+    gate.open()
+    said = run.finish()
+    assert run.process.returncode == 0 and "is made again" in said and "group 1 lost: rank 0" in said, said
+    assert run.events("start") and run.events("begin") and [line["step"] for line in run.events("end")] == [149]
+    steps = [line["step"] for line in run.events("step")]
+    assert steps == list(range(steps[0], 150))
 
 
 def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
@@ -87,6 +106,7 @@ def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, 
     assert [event.step for event in events.Scalars("loss")] == list(range(support.STEPS))
 
 
+@pytest.mark.long
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, data_dir, reference):
     run, gate = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)

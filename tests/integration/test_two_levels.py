@@ -44,6 +44,7 @@ def test_groups_that_are_killed_in_a_sum_cost_no_step_and_no_bit(tmp_path, data_
     assert support.outcome(run) == support.outcome(flat)
 
 
+@pytest.mark.long
 def test_a_group_that_is_killed_while_bf16_is_summed_costs_no_step(tmp_path, data_dir, flat):
     hold = Breakpoint(2, 2, "bucket", 1)
     run = start(tmp_path / "run", data_dir, [hold], reduce_dtype="bf16")

@@ -1,4 +1,4 @@
-"""Planted bugs in the fail-over of the control store, as in ``mutations``; the seeds are those of ``draw_fail_over``."""
+"""Planted bugs in the fail-over of the control store, as in ``mutations``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.protocol import machine
 from megatron_ft.runlog import lineage
 from megatron_ft.simulation.protocol import store_client
+from megatron_ft.simulation.protocol.scenario import draw_fail_over
 from megatron_ft.simulation.protocol.simulated_group import Group
 from megatron_ft.simulation.protocol.simulated_hosts import Agent
 from tests.sim.planted import registry
 
-MUTATIONS, mutation = registry(range(400))
+MUTATIONS, mutation = registry(range(400), draw_fail_over)
 
 
 def only_what_follows(patch):
@@ -21,13 +22,13 @@ def only_what_follows(patch):
     patch.setattr(lineage, "_sealed", lambda lines: ())
 
 
-@mutation("no seat is fenced")
+@mutation("no seat is fenced", "which does not come after it")
 def _(patch):
     only_what_follows(patch)
     _change_proposals(patch, lambda state, action: replace(action, fence=()))
 
 
-@mutation("a view is written before those that it leaves out are fenced")
+@mutation("a view is written before those that it leaves out are fenced", "which does not come after it")
 def _(patch):
     only_what_follows(patch)
 
@@ -44,7 +45,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("a fenced seat goes on, and may claim", range(2000, 2400))
+@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(2000, 2400))
 def _(patch):
     only_what_follows(patch)
 
@@ -56,7 +57,7 @@ def _(patch):
     patch.setattr(store_failover, "may_claim", lambda own, claims: True)
 
 
-@mutation("a fence is made without having read the log")
+@mutation("a fence is made without having read the log", "which is fenced")
 def _(patch):
     patch.setattr(lineage, "_sealed", lambda lines: ())
 
@@ -69,7 +70,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("the log is not read for a view that needs no fence")
+@mutation("the log is not read for a view that needs no fence", "which claims had fenced")
 def _(patch):
     def sealed(self, proposal):
         self.decided = len(self.client.world.disk.log)
@@ -78,7 +79,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("fenced seats stay in a view")
+@mutation("fenced seats stay in a view", "which claims had fenced")
 def _(patch):
 
     def reads(self, claim):
@@ -88,7 +89,7 @@ def _(patch):
     patch.setattr(Group, "reads", reads)
 
 
-@mutation("a group that is taken for dead counts as ended")
+@mutation("a group that is taken for dead counts as ended", "which live and are not fenced")
 def _(patch):
 
     def died(state, event):
@@ -97,7 +98,7 @@ def _(patch):
     patch.setattr(machine, "_died", died)
 
 
-@mutation("a claim is made at any number")
+@mutation("a claim is made at any number", "claim 2 is made when 1 are there")
 def _(patch):
     def take_over(self, reason):
         claims = self.client.claims
@@ -110,33 +111,33 @@ def _(patch):
     patch.setattr(Agent, "take_over", take_over)
 
 
-@mutation("reports are put back and the view is not")
+@mutation("reports are put back and the view is not", "lives and ends: left out by claim")
 def _(patch):
     patch.setattr(Group, "knows", lambda self: KNOWS(self)[1:])
 
 
-@mutation("nothing is put back")
+@mutation("nothing is put back", "lives and ends: left out by claim")
 def _(patch):
     patch.setattr(Group, "knows", lambda self: [])
     patch.setattr(Agent, "knows", lambda self: [])
 
 
-@mutation("no host takes the store over")
+@mutation("no host takes the store over", "no progress")
 def _(patch):
     patch.setattr(store_failover, "due_s", lambda outlook: None)
 
 
-@mutation("an agent that is started on the store's host waits for the store")
+@mutation("an agent that is started on the store's host waits for the store", "no progress")
 def _(patch):
     patch.setattr(store_failover, "due_s", lambda outlook: DUE(replace(outlook, keeps=True)))
 
 
-@mutation("processes read the log at their start only")
+@mutation("processes read the log at their start only", "no progress")
 def _(patch):
     patch.setattr(store_client.Client, "_poll", lambda self: None)
 
 
-@mutation("hosts that are lost together outvote the last one")
+@mutation("hosts that are lost together outvote the last one", "lives and ends: group")
 def _(patch):
     patch.setattr(machine, "_cut_off", lambda state, silent=(): CUT_OFF(state))
 

@@ -1,18 +1,45 @@
-"""Registries of planted bugs."""
+"""Planted bugs: each breaks one rule of the protocol or of its shell, and the simulation has to find it by that rule."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
 
-def registry(default=None):
-    """Return an empty registry, name -> (a function that plants the bug with ``monkeypatch``, where it is looked for), and
-    the decorator that fills it. ``default``: where a bug is looked for, such as seeds, if its name stands alone."""
-    found = {}
+import pytest
 
-    def mutation(name, where=default):
+from megatron_ft.simulation.protocol.explore import Draw
+from megatron_ft.simulation.protocol.simulated_cluster import play
+
+
+class Bug(NamedTuple):
+    """Attributes:
+    plant: plants the bug with ``monkeypatch``.
+    violation: a part of the violation that the bug leads to. A history with other violations only does not count: the
+        simulation may be wrong itself.
+    seeds: are played one after the other until one shows it; for a rare bug these are seeds near one that does.
+    draw: makes a scenario of a seed.
+    """
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    violation: str
+    seeds: range
+    draw: Draw
+
+    def is_caught(self, monkeypatch: pytest.MonkeyPatch) -> bool:
+        """Plant the bug, and return whether a history has the violation."""
+        self.plant(monkeypatch)
+        return any(self.violation in found for seed in self.seeds for found in play(self.draw(seed)).violations)
+
+
+def registry(seeds: range, draw: Draw):
+    """Return an empty registry, name -> ``Bug``, and the decorator that fills it. ``seeds``, ``draw``: the defaults."""
+    bugs: dict[str, Bug] = {}
+
+    def mutation(name: str, violation: str, seeds: range = seeds, draw: Draw = draw):
         def add(plant):
-            found[name] = plant, where
+            bugs[name] = Bug(plant, violation, seeds, draw)
             return plant
 
         return add
 
-    return found, mutation
+    return bugs, mutation

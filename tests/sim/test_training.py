@@ -202,9 +202,17 @@ def test_quotas_with_rejoin_halve_it(N, G, limit):
     assert overhead(setting, "stacked_quota_rejoin") <= limit
 
 
+@pytest.mark.parametrize("N, missed", [(200, 1.556), (600, 1.282), (1000, 1.216)])
+def test_quotas_without_rejoin_as_in_docs_results(N, missed):
+    """Under the assumptions that fit SPARe's numbers, the first two targets (1.45, 1.28, 1.22) are missed."""
+    setting = Setting(cluster=published(N, detection_s=5.0), hosted=False)
+    assert overhead(setting, "stacked_quota") == pytest.approx(missed, abs=0.01)
+
+
 @pytest.mark.parametrize("N, limit", [(200, 1.45), (600, 1.28), (1000, 1.22)])
-def test_quotas_without_rejoin(N, limit):
-    """Restarting only to regain capacity, with failures that may hit lost groups and none during a restart."""
+def test_quotas_without_rejoin_under_other_assumptions(N, limit):
+    """Restarting only to regain capacity, with failures that may hit lost groups and none during a restart: a reading that
+    docs/results rejects, because SPARe's own numbers do not follow from it."""
     setting = Setting(
         cluster=published(N, detection_s=5.0), failures=Failures(of_the_living=False), in_restart="none", hosted=False
     )

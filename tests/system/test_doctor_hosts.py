@@ -102,4 +102,4 @@ def test_one_command_checks_the_nodes_of_a_slurm_job(cluster, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     assert {"all 3 hosts are ready", "host 1: all 3 hosts are ready", "host 2: all 3 hosts are ready"} <= set(said)
-    assert "(found: Slurm, job" in done.stderr and not list(tmp_path.iterdir())
+    assert "(found: srun, job" in done.stderr and not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(etcd_missing()), reaso
 CASES = [
     Case(hosts=4, lost=0, blow="double", store="embedded"),
     Case(hosts=4, lost=0, blow="cut", store="embedded", across=True),
-    Case(hosts=3, lost=0, blow="freeze", store="own"),
+    Case(hosts=3, lost=0, blow="freeze", store="given"),
 ]
 
 

@@ -4,8 +4,12 @@ spare host, where there is one, takes its place."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -329,3 +333,56 @@ def test_of_two_interfaces_the_run_uses_the_one_it_is_told(spared, long_failure_
     spared.await_back(1)
     spared.check(long_failure_free)
     assert spared.taken_over() == [(name(lab.second_address(3)), [1])]
+
+
+def test_hosts_whose_own_names_are_loopback_addresses_meet_by_name(tmp_path, data_dir):
+    """Debian writes ``127.0.1.1 NAME`` into the file of the host with that name."""
+    netlab.require()
+    lab = netlab.Lab(2)
+    names = ["node0.rack", "node1.rack"]
+    files = [Path("/etc/netns") / lab.namespace(host) / "hosts" for host in lab.hosts]
+    agents = []
+    try:
+        for host, file in enumerate(files):
+            file.parent.mkdir(parents=True)
+            own = [f"127.0.1.1 {names[host]}", *(f"{lab.address(to)} {names[to]}" for to in lab.hosts if to != host)]
+            file.write_text("\n".join(["127.0.0.1 localhost", *own, ""]))
+            where = ["--hosts", 2, "--host-rank", host, "--store", f"{names[0]}:29500"]
+            what = ["--groups", 2, *job(tmp_path / "run", data_dir, steps=3, detector=PATIENT)[2:]]
+            # `ip netns exec` puts that file in place of /etc/hosts.
+            command = lab.inside(host, [Path(sys.executable).with_name("megatron-ft"), "launch", *where, *what])
+            agents.append(
+                subprocess.Popen(
+                    [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
+        said = [agent.communicate(timeout=support.TIMEOUT_S)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+        lab.close()
+        for file in files:
+            shutil.rmtree(file.parent, ignore_errors=True)
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert f"at {lab.address(0)}:29500" in said[0]
+    assert len([line for line in history.read(tmp_path / "run") if line["event"] == "step"]) == 3
+
+
+def test_a_machine_with_only_the_loopback_of_ipv6_trains(tmp_path, data_dir):
+    netlab.require()
+    what = [str(word) for word in job(tmp_path / "run", data_dir, steps=3)]
+    inside = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
+    command = [
+        "unshare",
+        "-n",
+        "sh",
+        "-c",
+        inside,
+        "sh",
+        str(Path(sys.executable).with_name("megatron-ft")),
+        "launch",
+        *what,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=support.TIMEOUT_S)
+    assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from tools import simgrid_allreduce, simgrid_run
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", simgrid_run.REDUNDANCY)
 def test_a_run_takes_as_long_in_simgrid_as_in_our_simulator(policy):

@@ -8,7 +8,6 @@ import pytest
 
 from tests import slurm
 from tests.slurm import STEPS, comes_back_on, lose, pid_of
-from tests.stores import etcd_missing
 from tools import proc
 
 pytestmark = pytest.mark.system
@@ -40,17 +39,14 @@ def test_a_node_without_power_is_replaced_by_the_spare_one_and_named(cluster, su
     assert [line["what"] for line in job.events("host")] == ["spare", "took over"]
 
 
-@pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())
-@pytest.mark.parametrize("store", [pytest.param("etcd", marks=pytest.mark.long), "embedded"])
-def test_the_node_of_host_0_is_replaced_like_any_other(cluster, submit, failure_free, store):
-    job = submit(STORE=store)
+def test_the_node_of_host_0_is_replaced_like_any_other(cluster, submit, failure_free):
+    job = submit(STORE="embedded")
     job.await_step(5)
     lose(cluster, "n2")
     comes_back_on(job, 0, "n1")
     job.await_end("COMPLETED")
     job.check(failure_free)
-    said = "n2 n3 n4 have the control store" if store == "etcd" else "n2 is host 0"
-    assert said in (job.directory / "batch.log").read_text()
+    assert "n2 is host 0" in (job.directory / "batch.log").read_text()
     assert "(n2)" in next(view["lost"]["0"] for view in job.events("view") if "0" in view["lost"])
 
 
@@ -65,6 +61,7 @@ def test_a_frozen_node_is_replaced_and_named(cluster, submit, failure_free):
     assert "(n4)" in next(view["lost"]["2"] for view in job.events("view") if "2" in view["lost"])
 
 
+@pytest.mark.long
 def test_the_job_goes_on_without_its_batch_node(cluster, submit, failure_free):
     """A second supervisor ends the job; Slurm calls that cancelled, the job's comment and the record tell the truth."""
     job = submit()
@@ -77,6 +74,7 @@ def test_the_job_goes_on_without_its_batch_node(cluster, submit, failure_free):
     assert "the run has got to its end (exit code 0)" in cluster.run(["scontrol", "show", "job", job.id]).stdout
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_is_started_again_by_the_script(cluster, submit, failure_free):
     """The new supervisor finds the running steps; nothing is started twice."""
     job = submit()
@@ -86,9 +84,10 @@ def test_a_supervisor_that_is_killed_is_started_again_by_the_script(cluster, sub
     job.await_end("COMPLETED")
     job.check(failure_free)
     assert not job.events("fault") and len(job.events("view")) == 1
-    assert (job.directory / "batch.log").read_text().count("nodes, 1 of them in reserve") == 1
+    assert (job.directory / "batch.log").read_text().count("hosts, 1 of them in reserve") == 1
 
 
+@pytest.mark.long
 def test_a_controller_that_restarts_costs_nothing(cluster, submit, failure_free):
     job = submit()
     job.await_step(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ft.burnin import strikes
+from megatron_ft.runlog import verdict
 from tests import slurm, support
 from tests.slurm_jobs import STEPS, Submitted
 
@@ -29,20 +29,26 @@ def submit(cluster, tmp_path, data_dir):
     slurm.clear(cluster, jobs)
 
 
+@pytest.mark.long
 def test_a_burn_in_with_every_kind_of_fault_finds_every_promise_kept(submit, failure_free):
-    job = submit("chaos.sbatch", FAULTS="4", EVERY_S="1", FREEZE_S="15", SEED="3")
-    log = job.directory / "batch.0.log"
-    job.await_(lambda: log.exists() and "fault 4: all groups" in log.read_text(), "the last fault is over")
+    """This seed draws a kill, a stop, an exception and the agent of a node; one that finds no rank is drawn again."""
+    job = submit("chaos.sbatch", FAULTS="4", EVERY_S="1", SEED="54")
+
+    def over() -> bool:
+        lines = job.lines
+        return verdict.faults(lines) >= 4 and not verdict.unnoticed(lines) and not verdict.absent(lines)
+
+    job.await_(over, "the last fault is over")
     job.go()
     job.await_end()
     job.check(failure_free)
-    said = log.read_text()
-    assert "burn-in: 4 of 4 faults, every promise was kept" in said, said
-    struck = [line for line in job.events("inject") if line.get("kind") in ("step", "freeze", "kill", "agent")]
-    assert len(struck) == 4 and len(job.events("view")) > 4, job.said()
-    assert {strike.kind for strike in strikes.draw(4, 3, 1.0, strikes.DEFAULT)} == set(strikes.DEFAULT)
+    said = (job.directory / "batch.0.log").read_text()
+    assert "4 of 4 faults were injected" in said and "injected faults, every promise was kept" in said, said
+    kinds = {line["kind"] for line in job.events("inject")}
+    assert "agent" in kinds and len(kinds) > 2, said
 
 
+@pytest.mark.long
 def test_a_job_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, submit, failure_free):
     first = submit("pretrain.sbatch")
     first.await_step(5)

@@ -82,6 +82,7 @@ def test_a_run_in_apptainer(batch, tmp_path, data_dir):
     assert image.read_text() == "inside\n" * 3
 
 
+@pytest.mark.long
 def test_a_qualification_of_two_nodes(batch, tmp_path):
     batch("--nodes=2", WHAT="qualify")
     document = json.loads((tmp_path / "run" / "qualify.json").read_text())

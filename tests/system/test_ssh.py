@@ -218,6 +218,7 @@ def etcd(lab, tmp_path):
         one.wait()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(etcd_missing()), reason=etcd_missing())
 def test_a_run_that_finds_no_store_is_started_again_from_its_checkpoint(lab, job, up, etcd, failure_free):
     """A rank is lost while there is no etcd; the etcd is back when the run has ended with exit code 7."""
@@ -274,7 +275,7 @@ def test_a_killed_agent_on_a_healthy_host_is_replaced_and_ctrl_c_stops_the_run_i
     steps = job.events("step")
     assert [line["step"] for line in steps] == list(range(len(steps)))
     assert "stopped by SIGINT: the run is told to save and to stop" in job.said()
-    assert [(line["what"], line["host"]) for line in job.events("ssh")] == [("spare agent", lab.address(2))]
+    assert [(line["what"], line["node"]) for line in job.events("ssh")] == [("spare agent", lab.address(2))]
 
 
 def test_ctrl_c_twice_ends_the_agents_of_a_run_that_cannot_stop_in_order(job, up):
@@ -345,6 +346,7 @@ def test_a_failure_at_the_start_ends_all_agents_at_once(lab, job, up):
     job.await_nobody()
 
 
+@pytest.mark.long
 def test_hosts_with_two_networks_use_the_one_in_the_hostfile(lab, job, up, failure_free):
     """The loss of the network that ssh uses does not affect the run."""
     lab.add_network()

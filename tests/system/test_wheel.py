@@ -66,6 +66,7 @@ def test_the_description_has_no_link_that_an_index_cannot_follow(wheel):
     assert links and all(link.startswith("https://") for link in links), links
 
 
+@pytest.mark.long
 def test_without_torch_all_but_training_works(wheel, tmp_path):
     programs = environment(tmp_path / "base", wheel)
     here = tmp_path / "work"
@@ -110,6 +111,7 @@ def test_without_torch_all_but_training_works(wheel, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_the_shipped_example_trains(wheel, tmp_path):
     """torch and the other libraries are those of the environment that runs the tests."""
     programs = environment(tmp_path / "train", wheel, "--no-deps")

@@ -110,6 +110,13 @@ def test_at_the_time_limit_all_are_requeued_once_and_begin_again():
     assert act(Own(back[0]), [BEGUN, requeue, again], back, 99.0, LIMITS) == Launch(2, 0)
 
 
+def test_a_run_that_could_not_save_its_end_is_over_even_if_an_element_has_to_give_its_node_back():
+    there = {k: Beat(k, run=0, code=8, told="time" if k == 1 else "") for k in range(3)}
+    assert decide([BEGUN], Seen(9.0, there, outcome=8), LIMITS) == Over(
+        1, 8, "all steps are done, but not all of the end is saved; the run's record says what"
+    )
+
+
 def test_a_waiting_element_at_its_time_limit_is_requeued_alone():
     assert act(Own(Beat(3, told="time")), [], {}, 0.0, LIMITS) == GiveBack("time")
 
@@ -127,7 +134,7 @@ def test_elements_that_only_ask_to_be_let_in_never_hold_back_a_new_start(seed):
     old = {k: Beat(k, run=0, runs=True) for k in range(count)}
     own = {k: Own(Beat(k, restarts=1, run=0)) for k in range(count)}
     until: dict[int, int] = {}
-    latest = sorted(back.values())[limits.hosts - 1] + SILENT_S + limits.first_s + 2.0
+    latest = sorted(back.values())[limits.hosts - 1] + SILENT_S + limits.pauses.first_s + 2.0
     for now in range(200):
         there = {k: own[k].beat for k in range(count) if back[k] <= now}
         stale = {k: old[k] for k in range(count) if k not in there and now < SILENT_S}

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from megatron_ft import checkpoint
-from megatron_ft.checkpoint import files
+from megatron_ft.checkpoint import tensor_files
 from megatron_ft.checkpoint.tensor_files import CODES
 from megatron_ft.checkpoint.writer import sealed
 from megatron_ft.errors import CheckpointError
+from megatron_ft.utils import directory_lock, durable_file
 
 POSITIONS, PARTS = 2, 3
 
@@ -268,6 +269,22 @@ def test_damage_that_is_seen_at_once_makes_the_previous_checkpoint_count(tmp_pat
     )
 
 
+def test_a_run_does_not_begin_anew_while_no_finished_checkpoint_can_be_used(tmp_path):
+    cut(save(tmp_path, 1))
+    no_manifest(save(tmp_path, 2))
+    with pytest.raises(
+        CheckpointError, match=r"none of the 1 checkpoints .* restore the files of .*step-0+1-.*, or move"
+    ):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "position-0000/part-00001-of-00003.safetensors"])
+def test_a_pointer_of_git_lfs_is_no_damage_after_which_a_run_begins_anew(tmp_path, name):
+    (save(tmp_path, 1) / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 17\n")
+    with pytest.raises(CheckpointError, match=rf"{name}: is a pointer of Git LFS.*run `git lfs pull`"):
+        checkpoint.newest(tmp_path)
+
+
 FILES = ["manifest.json"] + [
     f"position-{position:04d}/{name}"
     for position in range(POSITIONS)
@@ -426,7 +443,7 @@ def test_a_read_only_file_system(tmp_path):
         with pytest.raises(CheckpointError, match="Read-only file system.*mount it for writing"):
             receipts_of(disk)
         with pytest.raises(CheckpointError, match="Read-only file system"):
-            checkpoint.lock(disk, "run")
+            directory_lock.lock(disk, "run")
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -458,7 +475,7 @@ def test_every_error_of_the_system_becomes_one_error_with_a_remedy(tmp_path, mon
     def refuse(fd):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(files.os, "fsync", refuse)
+    monkeypatch.setattr(durable_file.os, "fsync", refuse)
     with pytest.raises(CheckpointError, match=f"{os.strerror(code)}; \\w+"):
         receipts_of(tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -573,12 +590,36 @@ def test_a_failed_save_is_reported_and_raised_nowhere(tmp_path):
 
 def test_a_part_of_an_attempt_that_was_given_up_names_that_and_no_unmounted_directory(tmp_path, monkeypatch):
     part = checkpoint.snapshot(state_of(1), 0, 1)
-    write = files.write
+    write = durable_file.write
 
     def removed_before(path, pieces):
         shutil.rmtree(path.parents[1])
         return write(path, pieces)
 
-    monkeypatch.setattr(files, "write", removed_before)
+    monkeypatch.setattr(durable_file, "write", removed_before)
     with pytest.raises(CheckpointError, match="this attempt was given up meanwhile"):
         checkpoint.write_part(tmp_path, 1, "a", 0, part)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "part"])
+def test_a_fifo_in_the_place_of_a_file_does_not_hold_up_a_start(tmp_path, name):
+    place = save(tmp_path, 5)
+    path = part_of(place) if name == "part" else place / name
+    size = path.stat().st_size
+    path.unlink()
+    os.mkfifo(path)
+    (found,) = checkpoint.find(tmp_path)
+    assert not found.complete and path.name in found.reason
+    with pytest.raises(OSError, match="is a FIFO"):
+        tensor_files.decode(path, size, "")
+
+
+def test_a_file_that_a_link_leads_to_and_one_of_another_user_are_read(tmp_path):
+    """A directory of the team; files that were moved to another disk. The checksums decide."""
+    place = save(tmp_path, 5)
+    path = part_of(place)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "elsewhere", 65534, 65534)
+    assert same(checkpoint.load(checkpoint.find(tmp_path)[0], 1), state_of(5, 1))

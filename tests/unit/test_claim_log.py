@@ -30,7 +30,7 @@ from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol.membership import first_view
 from megatron_ft.errors import StoreError
 from megatron_ft.types import View
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 from tests.stores import TcpServer, await_
 from tests.support import SECRET
 
@@ -111,8 +111,8 @@ def test_claims_that_were_made_after_a_backup_was_restored_do_not_mix_with_those
 def test_a_file_system_that_hangs_or_refuses_ends_every_call(tmp_path, monkeypatch):
     """A creation that was given up takes effect later, and is found."""
     log = Log(tmp_path, "run", SECRET, timeout_s=0.05)
-    back, create = threading.Event(), atomic_file.create
-    monkeypatch.setattr(atomic_file, "create", lambda *arguments: back.wait(60) and create(*arguments))
+    back, create = threading.Event(), shared_file.create
+    monkeypatch.setattr(shared_file, "create", lambda *arguments: back.wait(60) and create(*arguments))
     with pytest.raises(LogAway, match="has not answered for 0.05 s"):
         log.create(FIRST)
     with pytest.raises(LogAway, match="has not answered since it was asked last"):
@@ -207,7 +207,7 @@ def test_a_client_that_waits_at_the_old_store_moves_although_that_store_answers(
         lambda: any(client._guard.connected for client in locator._clients if client is not store._client), "it waits"
     )
     leading.create(store_failover.taken_over(leading.claims[-1], 1, new, "host 0 is lost"))
-    atomic_file.write(told, "1")
+    shared_file.write(told, "1")
     assert heard.wait(60)
     thread.join(60)
     assert met and new in str(met[0]), "the store of the newest claim is empty"

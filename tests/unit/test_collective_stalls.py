@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.detection import collective_stalls
 from megatron_ft.core.detection.collective_stalls import CEILING_S, Call, Pace, Report, Training, find, unended
-from megatron_ft.core.detection.rank_health import LEARNED, LEAST_S, LOOK_S
+from megatron_ft.core.detection.rank_health import FACTOR, LEARNED, LEAST_S, LOOK_S
 
 LABELS = {"1": "tp", "2": "dp"}
 
@@ -225,7 +225,8 @@ def test_the_limit_stays_between_floor_and_ceiling(looks):
         now += passed
         before = pace
         pace = collective_stalls.look(pace, Training(sign, inside, finished), now, None)
-        assert LEAST_S <= pace.limit_s(None)[0] <= CEILING_S
+        learned = min(max(LEAST_S, FACTOR * pace.longest_s), CEILING_S)
+        assert pace.limit_s(None)[0] == (CEILING_S if finished < LEARNED else learned)
         assert pace.longest_s >= before.longest_s
         assert 0 <= pace.still_s <= before.still_s + LOOK_S
         assert before.last.inside or pace.still_s == 0

@@ -1,7 +1,9 @@
 """The output of launchers on a terminal, a file, or a terminal that is gone."""
 
+import ast
 import io
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from megatron_ft.auth import handshake
@@ -98,3 +101,38 @@ def test_the_record_of_a_run_reaches_no_terminal_as_it_is(colors):
     assert shown.count(r"\x1b]0;owned") == 2
     assert "\x1b]" not in shown and "\x1b[2J" not in shown and not set("\x07\x9b\x7f\u202e") & set(shown)
     assert ("\x1b[31m" in shown) == colors
+
+
+def test_commands_in_messages_are_quoted_for_the_shell():
+    """A path with ``$(...)`` in it must not run anything when the line is pasted."""
+    found = []
+    for path in (Path(follow.__file__).parents[1]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found += [f"{path}:{node.lineno}: {piece}" for piece in unquoted(node)]
+    assert not found, "use shlex.quote or shlex.join"
+
+
+def unquoted(text: ast.JoinedStr) -> list[str]:
+    """Return the values in an f-string that stand in a command, and may have characters that the shell would read."""
+    before, found = "", []
+    for part in text.values:
+        if isinstance(part, ast.Constant):
+            before += part.value
+            continue
+        value = ast.unparse(part.value)
+        opened = before.count("`") % 2 == 1
+        command = opened or re.search(r"(megatron-ft (status|stop|join|leave)|chmod \S+) $", before)
+        if command and not re.search(r"shlex|quoted|tried", value):
+            found.append(value)
+        before += "x"
+    return found
+
+
+def test_the_lines_of_a_run_name_its_directory_for_the_shell(capsys):
+    view = follow.ProgressView(2, Console(width=200), Path("r/a b$(touch X)"))
+    view.update({"event": "start", "t": 0.0})
+    assert (
+        "watch: megatron-ft status 'r/a b$(touch X)'; stop: megatron-ft stop 'r/a b$(touch X)'"
+        in capsys.readouterr().out
+    )

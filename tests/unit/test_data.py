@@ -4,6 +4,8 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import threading
 import zipfile
@@ -15,7 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.data import PackedDataset, Tokenizer, corpus, dataset, prepare, read_meta, train_tokenizer
+from megatron_ft.data import (
+    PackedDataset,
+    Tokenizer,
+    corpus,
+    dataset,
+    indexed,
+    prepare,
+    read_meta,
+    text_files,
+    train_tokenizer,
+)
 from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
 
@@ -137,6 +149,9 @@ def test_a_tokenizer_that_is_not_there_or_damaged(tmp_path):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
     with pytest.raises(DataError, match="damaged"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 17\n")
+    with pytest.raises(DataError, match=r"tokenizer\.json: is a pointer of Git LFS.*run `git lfs pull`"):
         Tokenizer.load(tmp_path)
 
 
@@ -267,7 +282,7 @@ def test_a_second_prepare_waits_for_the_first(tmp_path, text_file):
         assert waiting.wait(60)
         (out / "meta.json").write_bytes(meta)
     second.join()
-    assert "being prepared by another process" in lines[0] and lines[1].startswith("already prepared")
+    assert f"being prepared by pid {os.getpid()} of user" in lines[0] and lines[1].startswith("already prepared")
 
 
 # ---------------------------------------------------------------------------------------------- errors of prepare
@@ -282,13 +297,21 @@ def test_a_second_prepare_waits_for_the_first(tmp_path, text_file):
         ("empty.txt", b"", r"empty\.txt: the file is empty: leave it out"),
         ("blank.txt", b" \n\n ", r"blank\.txt: holds only blanks"),
         ("blank.jsonl", b'{"text": ""}\n{"text": null}\n', r"blank\.jsonl: holds only blanks|not strings"),
-        ("latin.txt", "naïve".encode("latin-1"), r"latin\.txt: cannot be read as \.txt \('utf-8' codec .* UTF-8"),
-        ("latin.jsonl", b'{"text": "na\xefve"}\n', r"latin\.jsonl: cannot be read as \.jsonl .* UTF-8"),
-        ("broken.jsonl", b'{"text": "x"\nno json', r"broken\.jsonl: cannot be read as \.jsonl \(JSON parse error"),
-        ("broken.parquet", b"PAR1", r"broken\.parquet: cannot be read as \.parquet"),
+        ("latin.txt", "naïve".encode("latin-1"), r"latin\.txt: it cannot be read as \.txt \('utf-8' codec .* UTF-8"),
+        ("latin.jsonl", b'{"text": "na\xefve"}\n', r"latin\.jsonl: line 1 cannot be read as \.jsonl .* UTF-8"),
+        (
+            "broken.jsonl",
+            b'{"text": "x"}\nno json',
+            r"broken\.jsonl: line 2 cannot be read as \.jsonl \(Expecting .* column 1",
+        ),
+        ("broken.parquet", b"PAR1", r"broken\.parquet: it cannot be read as \.parquet"),
         ("body.jsonl", b'{"body": "x"}\n', r"body\.jsonl: has no field \"text\", only \['body'\]: rename"),
-        ("number.jsonl", b'{"text": 3}\n', r"number\.jsonl: \"text\" holds int64, not strings"),
-        ("list.jsonl", b'{"text": ["a"]}\n', r"list\.jsonl: \"text\" holds .*, not strings"),
+        (
+            "number.jsonl",
+            b'{"text": 3}\n',
+            r"number\.jsonl: line 1 .*\"text\" is a float, not a string.*one JSON object",
+        ),
+        ("list.jsonl", b'{"text": ["a"]}\n', r"list\.jsonl: line 1 .*\"text\" is a list"),
     ],
 )
 def test_each_bad_file_is_named_with_rule_and_remedy(tmp_path, text_file, capfd, name, content, message):
@@ -306,8 +329,8 @@ def test_an_empty_list_of_files_is_not_the_default_corpus(tmp_path):
 
 
 def test_a_txt_file_longer_than_a_document_can_be(tmp_path, text_file, monkeypatch):
-    monkeypatch.setattr(corpus, "MAX_TXT_BYTES", 10)
-    with pytest.raises(DataError, match=r"more than one document can hold .* \.jsonl"):
+    monkeypatch.setattr(text_files, "MAX_TXT_BYTES", 10)
+    with pytest.raises(DataError, match=r"more are more than one document can hold .* \.jsonl"):
         prepare(tmp_path / "out", [text_file], VOCAB, log=quiet)
 
 
@@ -328,12 +351,10 @@ def test_bad_outputs_are_named(tmp_path, text_file, monkeypatch):
 
 
 def test_a_full_disk_while_reading_is_not_blamed_on_the_file(tmp_path, text_file, monkeypatch):
-    from datasets.packaged_modules.text.text import Text
-
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Text, "_generate_tables", full)
+    monkeypatch.setattr(pyarrow, "OSFile", full)
     with pytest.raises(DataError, match="cannot prepare .*No space left on device"):
         prepare(tmp_path / "out", [text_file], VOCAB, log=quiet)
 
@@ -450,7 +471,9 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     assert [dataset.token_dtype(size).name for size in (300, 65535, 65536)] == ["uint16", "uint16", "uint32"]
     np.array([5, 70_000, 1], dtype="<u4").tofile(tmp_path / "tokens.bin")
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    meta = dataset.DatasetMeta(1, "uint32", 3, 1, 70_001, 1, "by hand", False, "", "", {})
+    probed = indexed.probed(tmp_path / "tokens.bin")
+    files = ("", probed, "", {}, "<eod>", "tokenizer.model")
+    meta = dataset.DatasetMeta(2, "uint32", 3, 1, 70_001, 1, "by hand", False, *files)
     (tmp_path / "meta.json").write_text(json.dumps(dataset.asdict(meta)))
     data = PackedDataset(tmp_path, **{**SHAPE, "seq_len": 2})
     assert data.sample(0).tolist() == [5, 70_000, 1]
@@ -466,11 +489,17 @@ def damage_meta(directory, **changes):
     [
         (lambda d: (d / "meta.json").unlink(), "not a complete dataset, meta.json is missing"),
         (lambda d: (d / "meta.json").write_text("{"), "meta.json is damaged"),
-        (lambda d: (d / "meta.json").write_text("[]"), "format version None, this program reads 1"),
-        (lambda d: damage_meta(d, format_version=2), "format version 2, this program reads 1"),
+        (lambda d: (d / "meta.json").write_text("[]"), "format version None, this program reads 2"),
+        (lambda d: damage_meta(d, format_version=1), "format version 1, this program reads 2"),
         (lambda d: damage_meta(d, extra=2), "damaged .*extra"),
         (lambda d: damage_meta(d, dtype="nonsense"), "damaged .*nonsense"),
         (lambda d: (d / "tokens.bin").write_bytes(b"123"), r"damaged \(tokens.bin has 3 bytes, meta.json says \d+"),
+        (lambda d: damage_meta(d, dtype="int16"), r"damaged \(meta.json has 310 token ids in int16"),
+        (lambda d: damage_meta(d, eod_id=310), r"damaged \(.*the one that ends a document is 310"),
+        (
+            lambda d: (d / "tokens.bin").write_bytes((d / "tokens.bin").read_bytes()[2:] + b"\2\0"),
+            r"damaged \(tokens.bin has other tokens than those of meta.json",
+        ),
         (lambda d: (d / "tokens.bin").unlink(), r"damaged \(tokens.bin has 0 bytes"),
         (lambda d: (d / "tokenizer.model").unlink(), "damaged .*tokenizer.model is missing"),
     ],
@@ -485,6 +514,35 @@ def test_incomplete_or_damaged_data_do_not_open(tmp_path, prepared, damage, mess
     with pytest.raises(DataError, match=message) as caught:
         PackedDataset(out, **SHAPE)
     assert f"megatron-ft prepare --out {out}" in str(caught.value)
+
+
+def test_a_token_that_changed_after_the_opening_is_noticed(tmp_path, prepared):
+    out = tmp_path / "copy"
+    shutil.copytree(prepared, out)
+    data = PackedDataset(out, **SHAPE)
+    with open(out / "tokens.bin", "r+b") as file:
+        file.write(b"\xff" * read_meta(prepared).num_tokens * 2)
+    with pytest.raises(DataError, match=r"tokens\.bin: has token id 65535, ids must be in range\(310\)"):
+        data(Microbatch(0, 0, 0))
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_tokenizer_of_other_tokens_is_refused(tmp_path, prepared, linked):
+    out = tmp_path / "copy"
+    shutil.copytree(prepared, out)
+    if linked:  # as git-annex and DVC keep data
+        (out / "meta.json").unlink()
+        (out / "meta.json").symlink_to(prepared / "meta.json")
+    (out / "tokenizer.model").write_bytes(train_tokenizer([TEXT], VOCAB - 1).model)
+    with pytest.raises(DataError, match=r"tokenizer\.model: is not the tokenizer that made the tokens beside it"):
+        Tokenizer.load(out)
+
+
+def test_without_locks_the_work_of_another_process_is_left_alone(tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(dataset.shared_file, "lock", lambda fd, wait=False: None)
+    (tmp_path / "out" / ".preparing-other").mkdir(parents=True)
+    prepare(tmp_path / "out", [text_file], VOCAB, log=quiet)
+    assert documents_in(tmp_path / "out") == [TEXT] and (tmp_path / "out" / ".preparing-other").exists()
 
 
 def test_a_missing_directory_gets_the_command_that_prepares_one(tmp_path):

@@ -108,6 +108,7 @@ WITHOUT = [lambda microbatch: microbatch, functools.partial(max, 1), Custom(None
 @pytest.mark.parametrize("dataset", WITHOUT)
 def test_datasets_without_a_fingerprint_are_taken_for_equal(dataset):
     _, (one, other) = ranks(2)
+    assert data_identity.of_data(dataset) == data_identity.of_data(WITHOUT[0])
     one.agree("data", data_identity.of_data(WITHOUT[0]))
     other.agree("data", data_identity.of_data(dataset))
 
@@ -135,9 +136,22 @@ def test_a_dataset_may_get_a_fingerprint_after_a_checkpoint_but_not_lose_it():
 def test_the_seed_of_the_run_is_compared_without_a_dataset():
     _, (one, other) = ranks(2)
     seeds = [schema.resolve({"fault_tolerance": {"seed": seed}}, groups=2) for seed in (1, 2)]
-    one.agree("run", data_identity.of_run(seeds[0]))
+    one.agree("run", data_identity.of_run(seeds[0], 5))
     with pytest.raises(DataError, match="seed is 2 for rank 0 of group 1 on .*rank 0 of group 0 on .* trains with 1"):
-        other.agree("run", data_identity.of_run(seeds[1]))
+        other.agree("run", data_identity.of_run(seeds[1], 5))
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at the start", "a group that comes back"])
+def test_the_number_of_steps_is_compared(begins):
+    """A job that goes on from a checkpoint may have another number: only the ranks of one run are compared."""
+    store, (one, _) = ranks(2)
+    other, config = Identities(store, 1, 0, begins), schema.resolve({}, groups=2)
+    one.agree("run", data_identity.of_run(config, 20))
+    with pytest.raises(
+        DataError, match=r"number of steps .* is 15 for rank 0 of group 1 on .* trains with 20; give all"
+    ):
+        other.agree("run", data_identity.of_run(config, 15))
+    assert (data_identity.REFUSED in store.keys) == begins
 
 
 def test_a_group_that_comes_back_with_other_data_ends_alone():

@@ -9,16 +9,15 @@ import threading
 
 import pytest
 
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint import directory_lock
 from megatron_ft.errors import CheckpointError
+from megatron_ft.utils import directory_lock
 
 BEAT_S = 0.01
 PATIENT_S = 60.0  # a beat that goes on is seen at once; only a beat that does not come takes all of this time
 
 
 def take(directory, run_id, patience_s=0.3, **options):
-    return checkpoint.lock(directory, run_id, beat_s=BEAT_S, patience_s=patience_s, **{"dying_s": 0.0, **options})
+    return directory_lock.lock(directory, run_id, beat_s=BEAT_S, patience_s=patience_s, **{"dying_s": 0.0, **options})
 
 
 def hold(directory, run_id, holding):
@@ -109,13 +108,13 @@ def test_a_run_that_is_known_to_be_over_is_not_waited_for(tmp_path):
 
 
 def test_a_directory_can_be_checked_without_taking_it(tmp_path, other):
-    with pytest.raises(CheckpointError, match="give this job another --run-dir"):
-        checkpoint.check_free(tmp_path, setting="--run-dir")
+    with pytest.raises(CheckpointError, match="checkpoint directory .* is in use .* another checkpoint.directory"):
+        directory_lock.check_free(tmp_path)
     other.kill()
     other.join()
     before = (tmp_path / "lock").read_bytes()
-    checkpoint.check_free(tmp_path)
-    checkpoint.check_free(tmp_path / "nothing")
+    directory_lock.check_free(tmp_path)
+    directory_lock.check_free(tmp_path / "nothing")
     assert (tmp_path / "lock").read_bytes() == before and not (tmp_path / "nothing").exists()
 
 
@@ -162,7 +161,10 @@ def test_a_leader_that_took_over_gets_the_kernels_lock_when_the_old_leader_is_go
 def test_after_a_release_the_directory_is_free_at_once(tmp_path):
     take(tmp_path, "first").release()
     written(tmp_path, boot="another host")  # even where the kernel cannot tell
-    take(tmp_path, "second").release()
+    with take(tmp_path, "second") as lock:
+        lock.check()
+        with pytest.raises(CheckpointError, match="in use by run second"):
+            take(tmp_path, "third")
 
 
 def test_a_release_waits_for_a_beat_that_is_being_written(tmp_path, monkeypatch):
@@ -225,7 +227,7 @@ def test_a_lock_file_that_was_removed_is_noticed(tmp_path, change):
 
 
 def test_where_files_cannot_be_locked_the_beat_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_ft.checkpoint.directory_lock._flock", lambda fd: None)
+    monkeypatch.setattr("megatron_ft.utils.directory_lock.shared_file.lock", lambda fd: None)
     with take(tmp_path, "first"), pytest.raises(CheckpointError, match="its beat goes on"):
         take(tmp_path, "second", PATIENT_S)
     with take(tmp_path, "second") as lock:

@@ -13,6 +13,7 @@ from megatron_ft.doctor import disk, doctor_report
 from megatron_ft.doctor import local as doctor
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_this_machine_can_train(capsys):
     assert doctor.run_doctor(Console(), as_json=True) == 0
@@ -24,10 +25,10 @@ def test_this_machine_can_train(capsys):
 
 
 def test_doctor_fails_when_something_needed_is_missing(monkeypatch, capsys):
-    for check in ("_torch", "_gloo", "_engines", "_extras", "_slurm"):
+    for check in ("_torch", "_gloo", "_engines", "_extras"):
         monkeypatch.setattr(doctor, check, lambda: [])  # covered by the test above
     monkeypatch.setattr(doctor, "_base", lambda: [doctor._package("no_such_package", "pip install it", needed=True)])
-    monkeypatch.setattr(doctor, "_etcd", lambda: [doctor._package("not_there_either", "get it")])
+    monkeypatch.setattr(doctor, "_slurm", lambda: [doctor._package("not_there_either", "get it")])
     assert doctor.run_doctor(Console(width=200)) == 1
     *table, last = capsys.readouterr().out.splitlines()
     assert last == "not ready; missing: no_such_package; pip install it"

@@ -136,8 +136,16 @@ def receiver(monkeypatch):
     receiver.close()
 
 
-def test_the_rate_to_another_host_is_measured(receiver):
-    assert bandwidth.send_rate("127.0.0.2", receiver.port, KEY) > 0
+def test_the_rate_to_another_host_is_that_of_the_fastest_block(receiver, monkeypatch):
+    """By a clock that says how long each block takes: none is fast enough for a larger one, and the third is the
+    fastest."""
+    block_s, total_s = bandwidth._BLOCK_S, bandwidth._TOTAL_S
+    ticks = iter(tick for seconds in (4, 3, 2, 4, 4) for tick in (0.0, seconds * block_s))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks), monotonic=iter(range(100)).__next__)
+    monkeypatch.setattr(bandwidth, "_MIN_S", 0.0)
+    monkeypatch.setattr(bandwidth, "_TOTAL_S", 1000 * total_s)
+    monkeypatch.setattr(bandwidth, "time", clock)
+    assert bandwidth.send_rate("127.0.0.2", receiver.port, KEY) == bandwidth._SMALLEST / (2 * block_s)
 
 
 def test_a_block_that_does_not_arrive_in_time_gives_a_low_rate(receiver, monkeypatch):
@@ -203,30 +211,6 @@ def test_a_directory_that_does_not_respond_is_reported(tmp_path, monkeypatch):
         assert disk.try_out(tmp_path, "token") == {"error": "no response within 0.1 s"}
     finally:
         stuck.set()
-
-
-# --- control store ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("lacks", "said"),
-    [
-        (
-            ("", "", ""),
-            "the run's own etcd on n0 n1 n2; any one host may be lost at a time (3 of 3 hosts can start an etcd)",
-        ),
-        (
-            ("", "no etcd on PATH", ""),
-            "embedded, on n0; any host may be lost: another one takes the store over (2 of 3 hosts that are needed can "
-            "start an etcd; host 1: no etcd on PATH)",
-        ),
-    ],
-)
-def test_which_control_store_a_run_on_these_hosts_has(lacks, said):
-    report = Report(NAMES)
-    own = {"findings": [], "versions": {"python": "3.11"}}
-    hosts_check._own(report, {rank: own | {"etcd": why} for rank, why in enumerate(lacks)})
-    assert [row.details for row in report.rows if row.check == "store"] == [f'"auto" is {said}']
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 
-from megatron_ft.data import PackedDataset, Tokenizer, corpus, prepare, read_meta
+from megatron_ft.data import PackedDataset, Tokenizer, prepare, read_meta, text_files
 from megatron_ft.data.loader import Loader, of_dataloader
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.types import Microbatch
@@ -48,13 +48,13 @@ def test_compressed_files_and_saved_datasets_are_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("cut.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"cut\.jsonl\.gz: cannot be read as \.gz \(Truncated"),
-        ("no.jsonl.zst", b"not compressed", r"no\.jsonl\.zst: cannot be read as \.zst \("),
+        ("cut.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], r"cut\.jsonl\.gz: it cannot be read as \.gz \(Truncated"),
+        ("no.jsonl.zst", b"not compressed", r"no\.jsonl\.zst: it cannot be read as \.zst \("),
         ("t.parquet.gz", b"x", r"t\.parquet\.gz: cannot read files ending in '\.gz'"),
         (
             "broken.jsonl.gz",
-            gzip.compress(b'{"text": "x"\nno', mtime=0),
-            r"broken\.jsonl\.gz: cannot be read as .*JSON",
+            gzip.compress(b'{"text": "x"}\nno', mtime=0),
+            r"broken\.jsonl\.gz: line 2 cannot be read as .*Expecting value at column 1",
         ),
         ("directory", None, r"directory: is no directory of a dataset .*save_to_disk"),
     ],
@@ -75,9 +75,9 @@ def test_of_a_dataset_with_splits_one_is_named(tmp_path):
 
 
 def test_a_large_compressed_text_is_refused_as_a_plain_one_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "MAX_TXT_BYTES", 100)
+    monkeypatch.setattr(text_files, "MAX_TXT_BYTES", 100)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a " * 100))
-    with pytest.raises(DataError, match=r"a\.txt\.gz: 200 bytes is more than one document can hold"):
+    with pytest.raises(DataError, match=r"a\.txt\.gz: 101 bytes or more are more than one document can hold"):
         prepared(tmp_path, tmp_path / "a.txt.gz")
 
 

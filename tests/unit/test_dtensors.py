@@ -29,6 +29,11 @@ CASES = {
         "parameter 0.weight is on meta, and its mesh is of cpu",
         "give a model that was built on the meta device its values",
     ),
+    "sums over the shards": (
+        {"shards": 2},
+        "by 1, and not by inner_shards 2: its gradients are 2 times as large",
+        "Leave set_gradient_divide_factor out",
+    ),
     "a part not sharded": ({"shards": 2}, "parameter 0.weight is not sharded", "fully_shard(model"),
 }
 
@@ -42,8 +47,10 @@ def build(case: str, rank: int) -> None:
     if case == "slices differ":
         parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
     else:
-        fully_shard(model if case == "meta" else model[1], mesh=mesh["dp"])
-    FsdpEngine(model, torch.optim.SGD(model.parameters()), None, layout=layout, mesh=mesh["dp"])
+        fully_shard(model[1] if case == "a part not sharded" else model, mesh=mesh["dp"])
+    engine = FsdpEngine(model, torch.optim.SGD(model.parameters()), None, layout=layout, mesh=mesh["dp"])
+    model.set_gradient_divide_factor(1.0)  # as torchtitan does after the model is made
+    engine.begin_step()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,5 +1,4 @@
-"""The node of an etcd that a client asks: nodes that answer, nodes that do not, and nodes that list the other
-members."""
+"""The node of an etcd that a client asks: nodes that answer, and nodes that do not."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ PATIENT_S = 60.0
 
 
 class Node(http.server.ThreadingHTTPServer):
-    """A node that answers everything with its name, and lists the members."""
+    """A node that answers everything with its name."""
 
     daemon_threads = True
 
     def __init__(self, host: str = "127.0.0.1", answers_from: int = 1) -> None:
         super().__init__((host, 0), Answer)
-        self.members: list[dict] = []
         self.asked = 0
         self.answers = threading.Event()
         self.answers_from = answers_from
@@ -36,9 +34,6 @@ class Node(http.server.ThreadingHTTPServer):
     @property
     def where(self) -> tuple[str, int]:
         return self.server_address
-
-    def as_member(self, **more) -> dict:
-        return {"clientURLs": [f"http://127.0.0.1:{self.where[1]}"], **more}
 
     def end(self) -> None:
         self.shutdown()
@@ -52,8 +47,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         if self.server.asked >= self.server.answers_from:
             self.server.answers.set()
         self.server.answers.wait(PATIENT_S)
-        listing = self.path == "/v3/cluster/member/list"
-        text = json.dumps({"members": self.server.members} if listing else {"by": self.server.where[1]}).encode()
+        text = json.dumps({"by": self.server.where[1]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -126,7 +120,7 @@ def test_a_node_that_one_client_has_found_away_is_not_waited_for_by_the_others(n
 def test_a_node_that_does_not_answer_a_watch_is_not_asked_for_the_next_one(nodes, monkeypatch):
     """The node does not count as away any more."""
     monkeypatch.setattr(gateway_module, "_AWAY_S", 0.0)
-    monkeypatch.setattr(gateway_module.random, "randrange", lambda _: 0)
+    monkeypatch.setattr(gateway_module.secrets, "randbelow", lambda _: 0)
     with silent_node() as silent:
         gateway = Gateway((silent.getsockname(), nodes[0].where), 3 * PATIENT_S)
         gateway.watch("any", 1, 0.1)
@@ -189,37 +183,6 @@ def test_a_node_that_stays_away_is_asked_less_and_less_often(monkeypatch):
     nodes.leave(one)
     now[0] += 3.1
     assert nodes.others() == nodes.endpoints
-
-
-def test_nodes_that_may_be_replaced_are_asked_for_the_members(nodes):
-    old, new = nodes
-    learner = {"clientURLs": ["http://127.0.0.1:1"], "isLearner": True}
-    old.members = [new.as_member(), learner]
-    new.members = [new.as_member()]
-    gateway = Gateway((old.where,), 3 * PATIENT_S, learns=True)
-    assert asked(gateway) == old.where[1]
-    assert gateway.endpoints == (new.where,)
-    assert asked(gateway.clone()) == new.where[1], "what one has heard its clones know"
-    assert asked(Gateway((old.where,), 3 * PATIENT_S)) == old.where[1], "who was told that they stay"
-
-
-def test_no_node_is_forgotten_while_a_member_has_no_address_yet(nodes, monkeypatch):
-    """A member is listed before it has reported where it serves; it must not be missing in an address that is handed on."""
-    monkeypatch.setattr(gateway_module, "_LEARN_AGAIN_S", 0.0)
-    one, starting = nodes
-    one.members = starting.members = [one.as_member(), {"peerURLs": ["http://127.0.0.1:2"]}]
-    gateway = Gateway((one.where, starting.where), 3 * PATIENT_S, learns=True)
-    gateway.learn()
-    assert set(gateway.endpoints) == {one.where, starting.where}
-    one.members = starting.members = [starting.as_member()]
-    gateway.call("/any", {})
-    assert gateway.endpoints == (starting.where,), "the list was asked for again"
-
-
-def test_a_users_etcd_is_never_asked_for_its_members(nodes):
-    gateway = Gateway((nodes[0].where,), 3 * PATIENT_S)
-    assert asked(gateway) == nodes[0].where[1] and nodes[0].asked == 1
-    assert gateway.endpoints == (nodes[0].where,)
 
 
 def test_only_if_every_node_refuses_is_the_store_gone(nodes):

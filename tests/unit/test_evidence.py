@@ -1,5 +1,5 @@
 """Every kept result lists the paths that it depends on, and is reported when these have changed since it was
-measured."""
+measured. Every measured number of README and docs is the one of its file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from tests import host_losses
 from tests.support import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import claims
 import common
 import evidence
 from evidence import KEPT, RESULTS, Age, Kept, age
@@ -158,3 +160,75 @@ def test_an_unknown_result_cannot_be_measured():
     refused = subprocess.run(script, capture_output=True, text=True)
     assert refused.returncode == 2 and "speed: no such result; known are overhead" in refused.stderr
     assert evidence.depends_on("speed") == []
+
+
+# --- numbers of pages -------------------------------------------------------------------------------------------------
+
+
+def test_every_measured_number_of_the_pages_is_the_one_of_its_file():
+    assert claims.problems() == []
+
+
+def test_the_page_of_lost_hosts_is_the_one_of_its_file():
+    assert host_losses.TABLE.read_text(encoding="utf-8") == host_losses.page(host_losses.kept())
+
+
+def test_every_result_is_on_a_page():
+    quoted = {claim.result for claim in claims.load()[0]} | {"host_losses"}
+    assert [file.stem for file in (ROOT / RESULTS).glob("*.json") if file.stem not in quoted] == []
+
+
+@pytest.fixture
+def quoted(tmp_path, monkeypatch):
+    """A page that quotes a result; returns a function that writes it with another text and returns what is wrong."""
+    for directory in ("docs/results", RESULTS):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "docs/results/README.md").touch()
+    monkeypatch.setitem(KEPT, "speed", Kept(f"{RESULTS}/speed.json", "speed.py", ("speed.py",)))
+    (tmp_path / RESULTS / "speed.json").write_text('{"times_s": [2.0, 1.0, 4.5], "error": 1.66e-7}')
+    (tmp_path / claims.MANIFEST).write_text(
+        'sections = ["README.md#Measured"]\nsettings."README.md" = ["4 MB"]\n'
+        '[[claims]]\npage = "README.md"\nresult = "speed"\nlet.all = "sorted(times_s)"\n'
+        'texts = ["takes {median(all):.1f} s ({all[-1]:.1f} s), to {error:.1e}"]\n'
+    )
+
+    def problems(text: str) -> list[str]:
+        (tmp_path / "README.md").write_text(text)
+        return claims.problems(tmp_path)
+
+    return problems
+
+
+RIGHT = "# Measured\nWith 4 MB it takes 2.0 s (4.5 s),\nto 1.7e-7.\n"
+
+
+def test_a_page_agrees_with_its_file(quoted):
+    assert quoted(RIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (RIGHT.replace("2.0", "1.9"), "1.9 is 2.0 in speed (median(all):.1f)"),
+        (RIGHT.replace("1.7e-7", "1.6e-7"), "1.6e-7 is 1.7e-7 in speed"),
+        (RIGHT.replace("takes", "needs"), "has this text of docs/numbers.toml 0 times"),
+        (RIGHT + "\n" + RIGHT, "has this text of docs/numbers.toml 2 times"),
+        (RIGHT.replace("4 MB", "5 MB"), "lacks the setting of docs/numbers.toml: 4 MB"),
+        (RIGHT + "\nA start takes 7 s.\n", "README.md:5: 7 is in a measured part"),
+        (RIGHT + "\n| a row | 1.25 |\n", "README.md:5: 1.25 is in a measured part"),
+        (RIGHT + "\n## Start\nIt takes 7 s (measured).\n", "README.md:6: 7 is in a measured part"),
+        (RIGHT + "\n## Start\nIt takes 7 s (`benchmarks/results/x.json`).\n", "README.md:6: 7 is in a measured part"),
+    ],
+)
+def test_a_number_without_its_file_is_found(quoted, text, problem):
+    assert any(problem in found for found in quoted(text)), quoted(text)
+
+
+def test_settings_and_code_are_not_measured(quoted):
+    assert quoted(RIGHT + "\nOf 4 groups `--seconds 30` in [x](y-2.5.json).\n\n## Settings\nThe limit is 60 s.\n") == []
+
+
+def test_the_numbers_of_a_new_result_go_into_the_page(quoted, tmp_path):
+    quoted(RIGHT.replace("2.0", "1.9").replace("4.5", "11.0"))
+    claims.write(tmp_path)
+    assert (tmp_path / "README.md").read_text() == RIGHT

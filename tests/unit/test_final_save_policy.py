@@ -96,3 +96,11 @@ def test_a_writer_that_shows_that_it_works_keeps_its_claim_for_as_long_as_it_tak
         waiter, action = look(waiter, False, Claim(0, "0", beats), beats * 0.9 * LEASE_S)
         assert action == "wait"
     assert look(waiter, False, Claim(0, "0", 99), 101 * LEASE_S)[1] == "claim"
+
+
+def test_a_rank_that_may_not_write_any_more_leaves_another_one_the_time_to_see_that_the_owner_is_gone():
+    """A rank that may write looks at a claim for one lease, and at the latest after another one has claimed."""
+    claim = Claim(0, "0.0", failed="its disk is full")
+    waiter = Waiter("0.0", LEASE_S, since=0.0, may_write=False, claim=claim)
+    actions = {now: look(waiter, False, claim, now)[1] for now in (0.0, LEASE_S, 2 * LEASE_S - TICK_S, 2 * LEASE_S)}
+    assert list(actions.values()) == ["wait", "wait", "wait", "fail"]

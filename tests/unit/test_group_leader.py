@@ -1,12 +1,17 @@
-"""The leader's loop in cases that no whole run reaches reliably: views that come faster than they can be entered."""
+"""The leader's loop in cases that no whole run reaches reliably: views that come faster than they can be entered, and the
+order of its actions when an epoch or the run ends."""
 
 from __future__ import annotations
 
 from unittest.mock import MagicMock
 
+import pytest
+
+from megatron_ft.collectives.base import Broken
 from megatron_ft.config.schema import RunConfig, placement_of
 from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.core.protocol import machine
+from megatron_ft.core.protocol import machine, signals
+from megatron_ft.engines.port import StepResult
 from megatron_ft.runlog import history
 from megatron_ft.runlog.history import History
 from megatron_ft.types import PlanOrigin, View
@@ -125,3 +130,52 @@ def test_a_view_that_is_outdated_when_it_is_adopted_takes_nothing_from_the_next(
         ("recovery", 2),
     ]
     assert [line["live"] for line in lines[:3]] == [[0, 1, 2], [0, 1, 2], [1]]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_epoch_that_failed_is_closed_at_once_and_one_that_ends_in_order_with_the_next_view(tmp_path, in_order):
+    """Data of the step before may still be on its way to a member of an epoch that ends in order."""
+    leader = leader_of_group_1(tmp_path)
+    leader._agreement, closes = Store(), leader._rank.close_epoch
+    leader._state = machine.changed(leader._state, step=1)
+    leader._feed(machine.EpochAborted(0, "it is over", after=0 if in_order else -1))
+    assert leader._state.reported and closes.call_count == (not in_order)
+    for group in (0, 2):
+        leader._feed(machine.GroupFailed(group, f"group {group} died"))
+    assert leader._state.view.epoch == 1 and closes.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "told"),
+    [
+        pytest.param([], [0], id="first to know"),
+        pytest.param([machine.EpochAborted(0, "a connection failed")], [], id="known"),
+        pytest.param([machine.GroupFailed(0, "it died"), machine.GroupFailed(2, "it died")], [], id="next view"),
+    ],
+)
+def test_an_operation_that_broke_ends_the_epoch_in_which_it_began_and_no_later_one(tmp_path, verdicts, told):
+    leader = leader_of_group_1(tmp_path)
+    leader._agreement, tell = Store(), leader._rank.link.tell_broken
+    tell.side_effect = lambda epoch, reason, detail: machine.EpochAborted(epoch, reason)
+
+    def operation() -> None:
+        for verdict in verdicts:
+            leader.on_signal(verdict)
+        raise Broken("a connection broke")
+
+    leader._attempt(operation)
+    assert [call.args[0] for call in tell.call_args_list] == told
+    assert leader._state.view.epoch == (len(verdicts) == 2) and leader._state.reported == (len(verdicts) < 2)
+
+
+def test_the_end_of_the_run_is_announced_when_it_can_be_read(tmp_path):
+    """An agent or another group that hears of it may read it at once."""
+    leader, written, read = leader_of_group_1(tmp_path), {}, []
+    leader._rank.result = StepResult(step=4, loss=1.0, microbatches=6, gradient_norm=1.0)
+    leader._agreement = MagicMock(put=written.__setitem__)
+    leader._agreement.all_done.return_value = {
+        group: {"state": "a", "params_sha256": "b", "params_norm": 1.0} for group in range(GROUPS)
+    }
+    leader._agreement.announce.side_effect = lambda signal: read.append((signal, dict(written)))
+    assert leader._write_end()
+    assert read == [(signals.RunFinished(), {"ended": {"step": 4}})]

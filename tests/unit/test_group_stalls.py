@@ -38,6 +38,24 @@ def test_storage_that_is_away_for_all_is_reported():
     assert str(line) == "groups 0 1 are inside the dataset for 31 s: storage does not answer"
 
 
+def test_each_wait_at_the_end_of_a_run_has_its_line():
+    """A group that evaluates waits for groups that have made their last step; then all wait for the lowest, which saves."""
+    _, (line,) = observe({}, spots((0, "ended", 30), (1, "waiting", 31), (2, "ended", 29)), NOTICE_S)
+    assert (
+        str(line)
+        == "groups 0 2 wait for group 1, in a call of the session, such as evaluate, that needs all groups, 31 s"
+    )
+    _, (line,) = observe({}, spots((0, "ended", 30), (1, "outside", 31)), NOTICE_S)
+    assert str(line) == "group 0 waits for group 1, between two steps, 31 s"
+    _, (line,) = observe({}, spots((1, "ended", 30), (2, "ended", 20)), NOTICE_S)
+    saves = "after its last step, where it saves the last checkpoint and completes the record"
+    assert str(line) == f"group 2 waits for group 1, {saves}, 30 s"
+    _, (line,) = observe({}, spots((1, "ended", 30)), NOTICE_S)
+    assert str(line) == f"group 1 is {saves} for 30 s"
+    assert observe({}, spots((0, "ended", 30), (1, "busy", 0)), NOTICE_S) == ({}, [])  # it still makes its last step
+    assert together([Spot(1, 0, "ended", 50), Spot(1, 0, "waiting", 20)])[1].place == "ended"  # as its leader
+
+
 @given(st.integers(11, 4000), st.integers(1, 7))
 def test_there_is_one_line_for_each_doubling_of_the_time_and_one_at_the_end(seconds, every):
     told, said = {}, []

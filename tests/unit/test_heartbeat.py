@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,37 @@ def test_hosts_hear_each_other(hosts):
         host.add(addresses)
     await_(lambda: all(count > 2 for host in hosts for count in host._heard.values()), "all are heard")
     assert all(host.anybody_heard() for host in hosts)
+
+
+@pytest.mark.parametrize("family", ["127.0.0.{}", "::1"])
+def test_a_flood_of_a_stranger_does_not_reach_the_buffer_while_all_hosts_are_heard(family):
+    hosts = [HeartbeatService(family.format(number + 1), number, KEY, 5.0) for number in range(3)]
+    addresses = {number: host._socket.getsockname()[:2] for number, host in enumerate(hosts)}
+    try:
+        for host in hosts:
+            host.add(addresses)
+        await_(lambda: all(host._passed is not None for host in hosts), "all are heard")
+        with socket.socket(hosts[0]._socket.family, socket.SOCK_DGRAM) as stranger:
+            for _ in range(10_000):
+                stranger.sendto(_MAGIC + b"x" * 33, addresses[0])
+        before = dict(hosts[0]._heard)
+        await_(lambda: all(hosts[0]._heard[rank] > before[rank] + 1 for rank in before), "all are still heard")
+        assert dropped(hosts[0]._socket) >= 10_000, "by the filter"
+        hosts[1].close()
+        await_(lambda: hosts[0]._passed is None, "a host that comes back may have another address", 60)
+    finally:
+        for host in hosts:
+            host._stop.set()
+        for host in hosts:
+            host.close()
+
+
+def dropped(udp: socket.socket) -> int:
+    """Return how many datagrams the kernel has dropped for this socket."""
+    inode = str(os.fstat(udp.fileno()).st_ino)
+    name = "udp6" if udp.family == socket.AF_INET6 else "udp"
+    rows = [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return next(int(row[-1]) for row in rows if row[9] == inode)
 
 
 def test_a_beat_counts_once_and_only_at_the_host_it_was_sent_to(hosts):

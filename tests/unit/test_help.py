@@ -31,6 +31,11 @@ def test_a_commands_help_describes_it_and_its_examples_are_accepted(name, monkey
             assert cli._parse(words[words.index("launch") :]).command == "launch"
 
 
+def test_the_page_of_commands_has_every_command():
+    page = (support.ROOT / "docs" / "commands.md").read_text()
+    assert COMMANDS.keys() <= set(re.findall(r"megatron-ft ([\w-]+)", page))
+
+
 def test_the_exit_codes_of_help_and_documents_are_the_same():
     documented = (support.ROOT / "docs" / "run-record.md").read_text().partition("### Exit codes")[2]
     table = set(re.findall(r"^\| ([\d+n ]+?) \|", documented.partition("###")[0], re.MULTILINE))

@@ -6,15 +6,16 @@ import errno
 import io
 import json
 import os
+import shutil
 import socket
 from collections import deque
 from itertools import pairwise
-from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.runlog import history
+from megatron_ft.runlog import history, run_state
 from megatron_ft.runlog.history import History
 
 
@@ -84,6 +85,42 @@ def test_a_torn_line_is_skipped_and_does_not_swallow_the_next(tmp_path):
     successor.record("step", step=1)
     successor.set_writer(True)
     assert steps(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("cut", [25, 1, 10**6], ids=["a half line", "a newline", "the whole record"])
+def test_a_record_that_is_shortened_has_every_step_once(tmp_path, cut):
+    writer, watched = History(tmp_path), history.Tail(tmp_path)
+    writer.set_writer(True)
+    writer.record("begin", steps=9)
+    for step in range(9):
+        if step in (5, 7):
+            watched.new()
+            path = tmp_path / history.FILE
+            os.truncate(path, max(0, path.stat().st_size - cut))
+        writer.record("step", step=step, epoch=0)
+    assert steps(tmp_path) == list(range(9))
+    assert [line["event"] for line in history.read(tmp_path)].count("begin") == 1
+    assert [line["step"] for line in watched.new()][-1] == 8
+
+
+def test_a_record_that_is_removed_begins_again_with_what_it_needs(tmp_path):
+    """Its directory may be away for a while; the newest steps are kept meanwhile."""
+    writer = History(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    writer.set_writer(True)
+    writer.record("begin", steps=9)
+    for epoch in range(2):
+        writer.record("view", epoch=epoch, live=[0, 1])
+    for step in range(200):
+        writer.record("step", step=step, epoch=1)
+    shutil.rmtree(tmp_path / "run")
+    for step in range(200, 400):
+        writer.record("step", step=step, epoch=1)
+    (tmp_path / "run").mkdir()
+    writer.record("step", step=400, epoch=1)
+    found = history.read(tmp_path / "run")
+    assert [line["event"] for line in found[:2]] == ["begin", "view"] and found[1]["epoch"] == 1
+    assert steps(tmp_path / "run")[-201:] == list(range(200, 401)) and len(found) < 300
 
 
 def test_a_full_disk_stops_nothing_and_loses_nothing(tmp_path, monkeypatch, capsys):
@@ -169,7 +206,7 @@ def test_each_host_writes_a_file_of_its_own_and_readers_see_one_record(tmp_path,
     assert {path.name for path in history.files(tmp_path)} == {"history.jsonl", "history.host1.jsonl"}
     assert steps(tmp_path) == list(range(6)) == [line["step"] for line in seen if line["event"] == "step"]
     assert sorted(line["group"] for line in history.lines(tmp_path) if line["event"] == "fault") == list(range(6))
-    assert history.summary(tmp_path).last_step == 5
+    assert run_state.read(tmp_path).last_step == 5
 
 
 @given(skew=st.floats(-100, 100), cut=st.lists(st.integers(1, 12), max_size=4), seed=st.integers(0, 3))
@@ -232,11 +269,11 @@ def test_a_look_at_a_growing_record_reads_only_what_was_added(tmp_path, monkeypa
         monkeypatch.setattr(file, "read", lambda size: (read.append(io.FileIO.read(file, size)), read[-1])[1])
         return file
 
-    watched = history.Watched(tmp_path)
+    watched = run_state.Watched(tmp_path)
     for step in range(1000):
         history.append(tmp_path, "step", step=step, epoch=0)
     assert watched.poll().last_step == 999
-    monkeypatch.setattr(Path, "open", counting)
+    monkeypatch.setattr(history.shared_file, "open_record", counting)
     before = (tmp_path / history.FILE).stat().st_size
     history.append(tmp_path, "step", step=1000, epoch=0)
     assert watched.poll().last_step == 1000
@@ -278,7 +315,7 @@ def test_a_summary_equals_one_of_all_lines_together(data):
                     "pid": data.draw(st.integers(1, 3)),
                     "kind": data.draw(st.sampled_from(["kill", "slow", None])),
                 }
-    found = history.Summary()
+    found = run_state.RunState()
     for line in made:
         found.take(line)
     events = {line["event"] for line in made}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from megatron_ft.agent import peers
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import hostfile
+from megatron_ft.utils import net
 
 
 def written(tmp_path, text: str):
@@ -33,6 +35,16 @@ def test_this_host_is_found_by_its_name(tmp_path):
         ("", 1, 1, ["names no host", "slots="]),
         ("a slots=4\nb 4\n", 2, 4, ["line 2", "'b 4'", "NAME slots=RANKS"]),
         ("a slots=4\na slots=4\n", 2, 4, ["names a twice"]),
+        ("NODE1 slots=4\nnode1 slots=4\n", 2, 4, ["NODE1 and node1, which are one host"]),
+        ("node1.x slots=4\nnode1 slots=4\n", 2, 4, ["node1.x and node1, which are one host"]),
+        ("fd00::1 slots=4\n[fd00:0::1]:4\n", 2, 4, ["fd00::1 and fd00:0::1, which are one host (fd00::1)"]),
+        ("n[1-3]\nn2\n", 2, 4, ["names n2 twice"]),
+        ("a:2222 slots=4\n", 1, 4, ["line 1", ":2222 after a name is the number of its ranks", "port=2222"]),
+        ("[a:b]x slots=4\n", 1, 4, ["line 1", "'[a:b]x'"]),
+        ("[1-2] slots=4\n", 1, 4, ["line 1", "not the name or the address"]),
+        ("n[1-2 slots=4\n", 1, 4, ["line 1", "not a list of hosts"]),
+        ("n[1-2] address=10.0.0.1\n", 1, 4, ["line 1", "address=10.0.0.1 must be the IP address of one host"]),
+        ("@a slots=4\n", 1, 4, ["line 1", "not the name"]),
         ("a slots=4\nb slots=4\n", 3, 4, ["8 slots on 2 hosts", "3 groups of 4 ranks need 12", "add the missing"]),
         ("a slots=4 cores=2\n", 1, 4, ["line 1", "'a slots=4 cores=2'"]),
         ("a slots=4 slots=4\n", 1, 4, ["line 1"]),
@@ -56,6 +68,48 @@ def test_a_line_may_contain_user_port_and_address(tmp_path):
     found = hostfile.read(written(tmp_path, text))
     assert found[0] == hostfile.Host("a.b", 2, "me", 2222) and found[0].login == "me@a.b"
     assert found[1:] == [hostfile.Host("fd99::1", 2, address="fd98::1"), hostfile.Host("c", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1 slots=4 max_slots=8\nn2 slots=4 max-slots=8\n", [("n1", 4), ("n2", 4)]),
+        ("n1:4\nn2:4\n", [("n1", 4), ("n2", 4)]),
+        ("\ufeffn1 slots=4\r\n# n3\r\nn2 slots=4\r\n", [("n1", 4), ("n2", 4)]),
+        ("gpu-[08-10] slots=8\n", [("gpu-08", 8), ("gpu-09", 8), ("gpu-10", 8)]),
+        ("a[1-2],b:2\n", [("a1", 2), ("a2", 2), ("b", 2)]),
+        ("[fd99::1]:4\n[fd99::2] slots=4\nfd99::3 slots=4\n", [("fd99::1", 4), ("fd99::2", 4), ("fd99::3", 4)]),
+        ("node1.a\nnode1.b\n10.0.0.1\n", [("node1.a", None), ("node1.b", None), ("10.0.0.1", None)]),
+    ],
+)
+def test_the_forms_of_other_launchers_are_read(tmp_path, text, hosts):
+    (tmp_path / "hosts").write_bytes(text.encode())
+    assert [(host.name, host.slots) for host in hostfile.read(tmp_path / "hosts")] == hosts
+
+
+def test_a_name_and_its_address_are_one_host_unless_they_have_different_sshds(tmp_path, monkeypatch):
+    monkeypatch.setattr(net, "of", lambda name: ["10.0.0.7"] if name in ("n7", "10.0.0.7") else [])
+    with pytest.raises(LaunchError, match=r"names n7 and 10.0.0.7, which are one host \(10.0.0.7\)"):
+        hostfile.read(written(tmp_path, "n6\nn7\n10.0.0.7\n"))
+    assert len(hostfile.read(written(tmp_path, "n7 port=2201\n10.0.0.7 port=2202\n"))) == 2
+
+
+def test_names_that_the_name_server_does_not_resolve_in_time_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(hostfile, "_RESOLVE_S", 0.01)
+    released = threading.Event()
+    monkeypatch.setattr(net, "of", lambda name: released.wait() and [])
+    try:
+        assert len(hostfile.read(written(tmp_path, "n1\nn2\n"))) == 2
+    finally:
+        released.set()
+
+
+def test_this_host_is_found_without_its_domain(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node1")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "localhost")
+    monkeypatch.setattr(net, "of", lambda name: [])
+    path = written(tmp_path, "node0.x\nnode1.x\n")
+    assert hostfile.own_rank(path, hostfile.read(path)) == 1
 
 
 def test_hosts_without_slots_get_equal_parts(tmp_path):

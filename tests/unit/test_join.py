@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_ft.coordination.store import Log
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.utils import wait_notice
 
 NOBODY = 65534
 
@@ -120,3 +122,29 @@ def test_a_run_that_cannot_be_reached_is_reported_as_such(run_dir, monkeypatch):
     monkeypatch.setattr(join, "_MOVES_S", 0.0)
     with pytest.raises(StoreError, match="cannot be joined since 0 s: control store 127.0.0.1:1 is gone"):
         join.enter(join.find(run_dir), 0, "127.0.0.1")
+
+
+def test_a_spare_host_that_waits_says_for_which_host(run_dir, monkeypatch):
+    """It waits until host 0 has begun the run, and then until all hosts have written their addresses."""
+    said = {"host 0 to begin the run": threading.Event(), "host 1 of the run": threading.Event()}
+    first, second = said.values()
+    answers = iter([{}, None, {}, {}])  # host 0 is there, host 1 is not; both are
+
+    class Store:
+        def wait(self, key, timeout_s):
+            answer = next(answers)
+            return answer if answer is None or key == host_key(0) or second.wait(60) else None
+
+        def check_begun(self):
+            pass
+
+        close = check_begun
+
+    def find(directory):
+        assert first.wait(60)
+        return SimpleNamespace(run_id="run", hosts=2, open=lambda timeout_s: Store())
+
+    monkeypatch.setattr(join, "find", find)
+    monkeypatch.setattr(wait_notice, "say", lambda line: [event.set() for text, event in said.items() if text in line])
+    assert join._await_started(run_dir, lambda running: True, 0.01).hosts == 2
+    assert next(answers, "none left") == "none left"

@@ -73,6 +73,14 @@ def test_a_group_may_have_ranks_on_several_hosts():
     ("env", "changes", "words"),
     [
         ({}, {}, ["neither CROSS_RANK nor TORCHELASTIC_RUN_ID", "megatron-ft launch"]),
+        (
+            {**TORCHRUN, "PET_NNODES": "2", "PET_NODE_RANK": "1"},
+            {},
+            ["Kubernetes' training operator has 2 hosts", "--hosts 1"],
+        ),
+        ({**TORCHRUN, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, {}, ["this allocation of Slurm has 2 hosts"]),
+        ({**DEEPSPEED, "LOCAL_SIZE": "2"}, {}, ["8 ranks on 2 hosts, 2 of them on this one"]),
+        ({**DEEPSPEED, "CROSS_RANK": "x"}, {}, ["CROSS_RANK to 'x', which is not a number"]),
         ({**DEEPSPEED, "MASTER_ADDR": None}, {}, ["deepspeed", "has not set MASTER_ADDR"]),
         (DEEPSPEED, {"ranks_per_group": 3}, ["8 ranks", "4 on this host", "3 (--ranks-per-group, or"]),
         (DEEPSPEED, {"arguments": []}, ["the config is missing", "--deepspeed_config"]),

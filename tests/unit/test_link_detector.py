@@ -103,6 +103,13 @@ def test_the_hard_cases(silences, gone):
     assert who_leaves(silences, LIVE) == set(gone)
 
 
+def test_no_more_hosts_leave_than_have_to_also_where_that_is_three():
+    """Taken by the number of silent links, 2, 4 and 5 would leave; without 0 and 1 no two hosts miss each other."""
+    one = [(group,) for group in range(6)]
+    silences = [(one[0], one[2]), (one[0], one[5]), (one[1], one[4]), (one[2], one[1])]
+    assert who_leaves(silences, range(6)) == {0, 1}
+
+
 @given(hosts=st.integers(2, 3000), pair=st.tuples(st.integers(0, 4000), st.integers(0, 4000)))
 def test_partners_are_mutual_and_few(hosts, pair):
     one, other = pair
@@ -148,3 +155,9 @@ def test_an_accusation_of_a_host_that_leaves_does_not_speak_for_its_author():
     """Host 0 reported that it does not hear host 1, and was lost itself; only host 2 reports anything about it now."""
     silences = [((0,), (1,)), ((2,), (1,)), ((2,), (0,))]
     assert who_leaves(silences, (0, 1, 2)) == {0, 1}
+
+
+def test_two_hosts_leave_rather_than_three_that_each_of_them_misses():
+    """The worst one by one are the three that are accused; without the two accusers all others hear each other, too."""
+    silences = [((0,), (2,)), ((0,), (3,)), ((1,), (2,)), ((1,), (4,))]
+    assert who_leaves(silences, range(5)) == {0, 1}

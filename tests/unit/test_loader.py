@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from itertools import product
 
@@ -11,7 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from megatron_ft.data.loader import Loader, of_dataloader
@@ -29,6 +39,19 @@ class Numbers(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Large:
+    """Samples of 400 kB."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((100_000,), float(index))}
 
 
 class Noisy(Numbers):
@@ -75,14 +98,18 @@ def test_a_stream_gives_the_samples_in_their_order_for_ever():
         len(one)
 
 
-def test_workers_load_the_same_random_batches_as_any_other_worker_in_any_order():
+def test_workers_load_the_same_random_batches_as_other_workers_and_as_the_rank_in_any_order():
     order = [Microbatch(*place) for place in product(range(2), range(2), range(2))]
-    one, other = (loader(Noisy(1000), num_workers=workers) for workers in (1, 2))
+    one, other, none = (loader(Noisy(1000), num_workers=workers) for workers in (1, 2, 0))
     one.expect(order)
     first = {microbatch: one(microbatch) for microbatch in order}
     other.expect(order[:3])
+    prefetcher = Prefetcher(seed=7)
+    prefetcher.begin(none, order, [], [])
     for microbatch in reversed(order):
         assert torch.equal(other(microbatch), first[microbatch])
+        assert torch.equal(prefetcher.get(microbatch)[0], first[microbatch])
+    prefetcher.close()
     assert len({float(batch[0] % 1) for batch in first.values()}) == len(order), "each has random numbers of its own"
 
 
@@ -97,6 +124,26 @@ def test_the_prefetcher_has_workers_load_what_comes_next():
     prefetcher.begin(one, [Microbatch(1, 0, 0)], [], [])
     assert torch.equal(prefetcher.get(Microbatch(1, 0, 0))[0], expected(Microbatch(1, 0, 0)))
     prefetcher.close()
+
+
+def test_workers_need_neither_shared_memory_nor_a_short_temporary_directory(tmp_path, monkeypatch):
+    """A batch with tensors of a size for which torch would make a file in /dev/shm and a socket in TMPDIR."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_config", {"semprefix": "/mp"})
+    one = loader(Large(12), num_workers=1, shuffle=False)
+    assert one(Microbatch(0, 0, 0))["x"].shape == (3, 100_000)
+    assert not list(long.iterdir())
+
+
+def test_workers_that_cannot_be_started_are_an_error_with_a_remedy(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Value", full)
+    with pytest.raises(DataError, match="num_workers is 1.*No space left.*/dev/shm.*num_workers=0"):
+        loader(Numbers(9), num_workers=1)
 
 
 def test_a_worker_that_dies_is_an_error_with_a_remedy():
@@ -156,6 +203,14 @@ class Endless(IterableDataset):
         (lambda: of_dataloader([1], 3), "a list is not a torch DataLoader"),
         (lambda: of_dataloader(DataLoader(Numbers(9), 2), 3), "batch_size 2 and a microbatch has 3 samples"),
         (lambda: of_dataloader(DataLoader(Endless(), 3), 3), "session.prepare: a Endless has no dataset"),
+        (
+            lambda: of_dataloader(DataLoader(Numbers(9), 3, sampler=RandomSampler(Numbers(9), num_samples=6)), 3),
+            "gives 6 of 9 numbers, the dataset has 9 samples.*Subset",
+        ),
+        (
+            lambda: of_dataloader(DataLoader(Numbers(9), 3, sampler=SequentialSampler(range(6))), 3),
+            "gives 6 of 6 numbers, the dataset has 9 samples",
+        ),
         (
             lambda: of_dataloader(DataLoader(Numbers(9), 3, sampler=WeightedRandomSampler([1.0] * 9, 9)), 3),
             "has a WeightedRandomSampler",

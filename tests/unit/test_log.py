@@ -24,11 +24,14 @@ def test_messages_of_an_agent_are_on_standard_error_with_control_characters_show
     assert capsys.readouterr() == ("", "megatron_ft: host 1 (\\x1b[2J) is lost\n")
 
 
-def test_a_stream_that_is_closed_ends_nothing(monkeypatch):
+def test_a_stream_that_is_closed_ends_nothing(capsys, monkeypatch):
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     logging.getLogger("megatron_ft").info("nobody reads this")
+    monkeypatch.undo()
+    logging.getLogger("megatron_ft").info("this is read")
+    assert capsys.readouterr() == ("megatron_ft: this is read\n", "")
 
 
 def test_handlers_that_a_script_has_given_are_kept(capsys, monkeypatch):

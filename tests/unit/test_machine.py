@@ -1,6 +1,7 @@
 """Property tests of the protocol core: random worlds, every step exact, every live group finishes."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.machine import Job
+from megatron_ft.core.protocol.state import changed
 from megatron_ft.core.replication.placement import consecutive
-from megatron_ft.types import Microbatch
+from megatron_ft.types import Microbatch, PlanOrigin, View
 from tests.sim.mutations import MUTATIONS
 from tests.world import World
 
@@ -116,7 +118,7 @@ def test_a_group_that_commits_a_decided_step_without_looking_at_what_was_measure
     ],
 )
 def test_a_planted_bug_in_an_entry_is_found(monkeypatch, bug, groups, faults, seeds, found):
-    MUTATIONS[bug][0](monkeypatch)
+    MUTATIONS[bug].plant(monkeypatch)
     with pytest.raises(AssertionError, match=found):
         for seed in seeds:
             World(Job(groups, 2, 3, 3, straggler_steps=1), seed).run(*faults, cuts=1)
@@ -206,3 +208,55 @@ def test_the_random_worlds_reach_the_hard_cases():
         assert rare in text, f"no world reached: {rare}"
     assert slow > 20
     assert entries["followed"] > 30 and entries["strayed"] and entries["beside another"], entries
+
+
+def in_step(step: int, **changes) -> machine.GroupState:
+    """Group 0 of three, in this step of view 3, with its communicator."""
+    view = View(3, (0, 1, 2), "before", step=5, plan_origin=PlanOrigin((0, 1, 2)))
+    state = machine.start(0, Job(3, 2, 2, 9), view)
+    return changed(state, step=step, connected=True, **changes)
+
+
+def test_no_entry_ends_the_epoch_in_a_later_attempt_of_a_step():
+    """A group that enters has the state from which the first attempt begins, so the view would let no group in."""
+    asking = {3: machine.JoinRequested(3, 1, ((0, 0),), after=5)}
+    assert machine._entry(in_step(6, asking=asking)) == "groups 3 ask to join"
+    assert machine._entry(in_step(6, asking=asking, attempt=1)) == ""
+
+
+def test_a_group_that_takes_a_later_attempt_begins_it_anew():
+    """What it has computed and reduced belongs to the attempt that the others have discarded."""
+    view = View(3, (0, 1, 2), "", step=5, attempt=1, source=1, behind=(0,), final={0: 1}, missing={0: (0, 2)})
+    mine = Microbatch(5, 0, 0)
+    state = changed(in_step(5), view=view, computed=frozenset({mine}), reduced_buckets=frozenset({1}))
+    after = machine._transferred(state, machine.Transferred(3))
+    assert (after.attempt, after.computed, after.reduced_buckets) == (1, frozenset(), {0})
+    same = machine._transferred(changed(state, attempt=1), machine.Transferred(3))
+    assert (same.attempt, same.computed, same.reduced_buckets) == (1, {mine}, {0, 1})
+
+
+def test_the_part_of_a_group_that_enters_can_be_discarded_while_no_group_has_decided_the_step():
+    """It has none, unless another group was lost in that step; and no group knows of a part that came after its commit."""
+    origin = PlanOrigin((0, 1, 2)).after((), (3,))
+    view = View(4, (0, 1, 2, 3), "", step=5, incarnations={3: 1}, entered={3: 5}, plan_origin=origin)
+
+    def state(view: View, step: int) -> machine.GroupState:
+        return changed(machine.start(0, Job(3, 2, 2, 9), view), step=step)
+
+    assert machine.discardable(state(view, 5)) == ()
+    lost = replace(view, epoch=5, live=(0, 3), plan_origin=origin.after((1, 2), ()))
+    assert machine.discardable(state(lost, 5)) == (3,)
+    gone = replace(lost, epoch=6, live=(0,), lost={3: ""}, plan_origin=lost.plan_origin.after((3,), ()))
+    assert machine.discardable(state(gone, 5)) == (3,)
+    assert machine.discardable(state(replace(lost, step=6), 5)) == ()
+
+
+@pytest.mark.parametrize(("live", "goes_on"), [((0, 1, 2), True), ((0, 1), True), ((0,), False)])
+def test_a_view_with_fewer_than_min_groups_ends_the_run_one_with_as_many_does_not(live, goes_on):
+    job, origin = Job(shards=3, per_shard=1, buckets=1, steps=5, min_groups=2), PlanOrigin((0, 1, 2))
+    state = machine.start(0, job, View(0, (0, 1, 2), "the run starts", step=0, plan_origin=origin))
+    lost = dict.fromkeys({0, 1, 2} - {*live}, "it died")
+    view = View(1, live, "news", step=0, plan_origin=origin.after(lost, ()), lost=lost)
+    state, actions = machine.step(state, machine.ViewSeen(view), 0.0)
+    assert (not state.stopped, state.view.epoch) == (goes_on, int(goes_on))
+    assert isinstance(actions[-1], machine.Stop) != goes_on

@@ -69,6 +69,25 @@ def test_a_group_that_has_passed_its_gate_decides_the_step():
     assert view.final == {} and view.missing == {}
 
 
+def test_only_the_attempt_of_the_step_that_goes_on_counts():
+    """Group 0 holds all sums of a later attempt of step 5, which it commits by itself; the others have committed it."""
+    view = decide(Report(3, 0, 5, (0, 1), complete=True, attempt=1), *(Report(3, group, 6) for group in (1, 2, 3)))
+    assert (view.step, view.attempt, view.source, view.behind) == (6, 0, None, ())
+    behind = decide(Report(3, 0, 5, (0,)), *(Report(3, group, 5, attempt=1) for group in (1, 2, 3)))
+    assert (behind.step, behind.attempt, behind.source, behind.behind) == (5, 1, 1, (0,))
+
+
+def test_a_view_knows_at_which_step_each_group_has_entered():
+    """One that could not finish that step takes the state again, so it enters in the step after it."""
+    assert decide(*(Report(3, group, 5) for group in range(4)), asked=[ASKED]).entered == {4: 5}
+    before = replace(VIEW, incarnations={3: 1, 2: 1}, entered={2: 1, 3: 5})
+    reports = {group: Report(3, group, 6) for group in (0, 1, 2)}
+    assert next_view(before, {**reports, 3: Report(3, 3, 6)}, {}, {}, "why").entered == {2: 1, 3: 5}
+    again = next_view(before, {**reports, 3: Report(3, 3, 5, (0,))}, {}, {}, "why")
+    assert again.behind == (3,) and again.entered == {2: 1, 3: 6}
+    assert next_view(before, reports, {3: "killed"}, {}, "why").entered == {2: 1, 3: 5}
+
+
 def test_without_a_synced_group_the_lowest_group_is_the_source():
     view = decide(*(Report(3, group, 0, synced=False) for group in (1, 2, 3)), dead={0: "killed"})
     assert (view.source, view.behind) == (1, (2, 3))
@@ -92,6 +111,7 @@ STAY_OUT = {
         *(Report(3, group, 6) for group in (0, 1, 2)),
         Report(3, 3, 5, (0, 1), complete=True),
     ],
+    "the step is made in a later attempt": [Report(3, group, 5, attempt=1) for group in range(4)],
     "nobody has the first state yet": [Report(3, group, 0, synced=False) for group in range(4)],
 }
 
@@ -215,3 +235,17 @@ def test_a_group_that_holds_every_bucket_commits_by_itself():
     b = Report(3, 1, 5, (0, 1), complete=True)
     view = decide(Report(3, 0, 6), b, Report(3, 2, 5, (0,)), dead={3: "killed"})
     assert (view.step, view.source, view.behind) == (6, 0, (2,))
+
+
+def test_the_attempt_is_that_of_the_newest_step():
+    """Group 0 can commit the second attempt of step 5 alone; its state of step 5 is not what group 1 in step 6 lacks."""
+    ahead = (Report(3, 0, 5, (0, 1), complete=True, attempt=1), Report(3, 1, 6))
+    view = decide(*ahead, dead={2: "killed", 3: "killed"})
+    assert (view.step, view.attempt, view.source, view.behind) == (6, 0, None, ())
+
+
+def test_no_group_enters_in_a_later_attempt_of_a_step():
+    """What the attempt was discarded for is part of its state, and the group that enters has the step's first one."""
+    for attempt in (0, 1):
+        view = decide(*(Report(3, group, 5, attempt=attempt) for group in range(4)), asked=[ASKED])
+        assert view.attempt == attempt and view.joined == (() if attempt else (4,))

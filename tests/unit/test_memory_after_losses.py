@@ -111,6 +111,7 @@ def survivor(tmp_path, monkeypatch):
     gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_holds_after_1000_losses_what_it_held_after_10(survivor):
     gc.disable()  # a collection would hide a reference cycle that keeps what was lost

@@ -110,6 +110,7 @@ def test_a_stranger_gets_nothing_and_a_missing_copy_is_not_found(hosts):
     assert peer_copies.fetch(shelf, there, SECRET.of("another run"), digest, size) is None
     assert peer_copies.fetch(shelf, there, KEY, content(2)[1], size) is None
     assert peer_copies.fetch(shelf, [("127.0.0.1", 1)], KEY, digest, size) is None
+    assert peer_copies.fetch(shelf, there, KEY, digest, size).read_bytes() == content(1)[0], "a rank of the run gets it"
 
 
 def test_a_state_is_loaded_from_memory_if_the_disk_is_damaged_and_from_disk_if_memory_is(tmp_path, shelf):

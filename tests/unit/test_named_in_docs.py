@@ -152,15 +152,6 @@ def test_settings_exist(page):
     assert unknown == []
 
 
-def test_the_table_of_settings_names_settings():
-    known = settings_of(schema.FaultToleranceConfig)
-    table = text_of(ROOT / "README.md").partition("## Settings")[2].partition("\n\n## ")[0]
-    rows = re.findall(r"^\| ((?:`[\w.]+`(?:, )?)+) \|", table, flags=re.MULTILINE)
-    named = [name.split(".") for row in rows for name in re.findall(r"`([\w.]+)`", row)]
-    assert len(named) > 15
-    assert [name for name in named if name[0] not in known or name[1:] and name[1] not in known[name[0]]] == []
-
-
 @NAMED
 def test_configs_are_valid(page):
     """Every example with a ``fault_tolerance`` section is valid; one may be part of a config, without the outer
@@ -199,10 +190,3 @@ def test_the_table_of_messages_names_every_message():
     unions = (messages.Event, messages.Action, signals.Signal)
     known = {kind.__name__ for union in unions for kind in get_args(union)}
     assert sorted((known | orders._ORDERS.keys()) - named) == []
-
-
-def test_the_table_of_settings_names_every_setting():
-    known = settings_of(schema.FaultToleranceConfig)
-    expected = {f"{name}.{key}" if key else name for name, below in known.items() for key in below or [""]}
-    table = text_of(ROOT / "README.md").partition("## Settings")[2].partition("\n\n## ")[0]
-    assert sorted(expected - set(re.findall(r"^\| `([\w.]+)` \|", table, flags=re.MULTILINE))) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import permutations
 
 import pytest
@@ -11,6 +12,8 @@ from megatron_ft.agent.heartbeat import Change
 from megatron_ft.agent.peers import Hosts, Place
 from megatron_ft.config.schema import resolve
 from megatron_ft.core.protocol.signals import HostAssigned
+from megatron_ft.errors import LaunchError
+from megatron_ft.utils import wait_notice
 
 CONFIG = resolve({}, groups=2)
 
@@ -22,6 +25,7 @@ def hosts(tmp_path, monkeypatch):
     made = Hosts(Place(hosts=2, rank=4, store="127.0.0.1:1"), CONFIG, 1.0, tmp_path, "run")
     yield made
     made.beats.close()
+    made.keeper.close()
 
 
 def housed(host: int, incarnation: int, *ranks) -> HostAssigned:
@@ -64,3 +68,47 @@ def test_a_spare_has_room_for_as_many_ranks_as_the_first_hosts_have(hosts):
     hosts.move(4, [(0, 0)], 1)
     assert hosts.ranks == ((0, 0),) and hosts.groups(0) == set()
     assert [(part.group, part.host) for part in hosts.parts] == [(1, 1), (0, 4)]
+
+
+class Empty:
+    """A store to which no other host comes. A wait in it ends when this host has said for whom it waits."""
+
+    def __init__(self, said: threading.Event) -> None:
+        self._said = said
+
+    def add(self, *_) -> None:
+        pass
+
+    set = add
+
+    def members(self, what):
+        return {"0": {}}
+
+    def wait(self, key, timeout_s) -> None:
+        self._said.wait()
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [(0, "host 0 waits for hosts 1 2: "), (1, "host 1 waits for host 0 to meet all others: ")]
+)
+def test_a_host_that_waits_says_for_whom_and_where_it_listens(tmp_path, monkeypatch, rank, line):
+    lines, said = [], threading.Event()
+
+    def say(text: str) -> None:
+        if text.startswith(line):
+            lines.append(text)
+            said.set()
+
+    monkeypatch.setattr(wait_notice, "say", say)
+    monkeypatch.setattr(module, "boot_store", lambda *_: Empty(said))
+    monkeypatch.setattr(module, "MEET_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(module.Hosts, "_join", lambda self: "run")
+    config = resolve({"fault_tolerance": {"detector": {"stall_notice_s": 0.01}}}, groups=3)
+    made = Hosts(Place(hosts=3, rank=rank, store="127.0.0.1:0"), config, 1.0, tmp_path, "run")
+    try:
+        with pytest.raises(LaunchError, match="host [12] of 3 has not come to 127.0.0.1:.*check that it reaches that"):
+            made.meet()
+    finally:
+        made.beats.close()
+        made.keeper.close()
+    assert lines[0].startswith(f"{line}the control store is at {made.store_address}, this host at 127.0.0.1 (")

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import permutations
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.scheduling.pipeline_order import Costs, Waiting, ends, reorder
+from megatron_ft.core.scheduling.pipeline_1f1b import Progress, next_instruction
+from megatron_ft.core.scheduling.pipeline_order import Waiting, reorder
+
+
+class Costs(NamedTuple):
+    """Seconds of a forward and of a backward pass of one stage."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+
+
+def ends(ready: Sequence[float], costs: Sequence[Costs]) -> list[float]:
+    """Return when each microbatch's backward pass is through at the first stage, in the order of the list. ``ready``: when
+    the first stage has the samples of each microbatch, in the order in which they begin. ``costs``: of the stages."""
+    stages = len(costs)
+    todo = [instructions(stage, stages, len(ready)) for stage in range(stages)]
+    free, through = [0.0] * stages, dict[tuple[str, int, int], float]()  # (kind, microbatch, stage) -> when it is done
+    while any(todo):
+        for stage, own in enumerate(costs):
+            while todo[stage]:
+                kind, index = todo[stage][0]
+                before = stage - 1 if kind == "forward" else stage + 1
+                comes = through.get((kind, index, before)) if 0 <= before < stages else ready[index]
+                if comes is None:
+                    break
+                cost = own.forward if kind == "forward" else own.backward
+                free[stage] = through[kind, index, stage] = max(free[stage], comes) + cost
+                todo[stage].pop(0)
+    return [through["backward", index, 0] for index in range(len(ready))]
+
+
+def instructions(stage: int, stages: int, count: int) -> list[tuple[str, int]]:
+    """Return all that a stage does, in order: kind and microbatch."""
+    found, done = [], Progress()
+    while (move := next_instruction(stage, stages, done, count)) is not None:
+        found.append(tuple(move))
+        forward = move.kind == "forward"
+        done = Progress(done.forwards + forward, done.backwards + (not forward))
+    return found
+
 
 costs = st.builds(Costs, st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([1.0, 2.0, 5.0]))
 waiting = st.lists(st.builds(Waiting, st.booleans(), st.booleans()), min_size=1, max_size=5)

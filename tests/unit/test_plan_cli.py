@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ft import cli
 from megatron_ft.config import schema
+from megatron_ft.planning import plan_plots
 
 GOLDEN = Path(__file__).parent / "data" / "plan-spare-600k.json"
 SIZES = ["--gpus", "64", "--gpus-per-group", "8", "--step-s", "2", "--steps", "10000"]
@@ -75,10 +76,22 @@ def test_the_section_can_be_pasted_from_the_output_and_from_a_file(capsys, tmp_p
 
 
 @pytest.mark.parametrize("change", [[], ["--rejoin-s", "none"], ["--gpus", "8"]])
-def test_the_picture(capsys, tmp_path, change):
+def test_the_picture_shows_what_each_policy_costs_at_the_given_size(capsys, tmp_path, monkeypatch, change):
+    drawn = []
+    monkeypatch.setattr(plan_plots.plt, "close", drawn.append)
     path = tmp_path / "plan.png"
     assert f"picture: {path}" in plan(capsys, "--preset", "lab-64", *change, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    found, (figure,) = as_json(capsys, "--preset", "lab-64", *change), drawn
+    costs = {
+        row["policy"].replace("_rejoin", " + rejoin"): 100 * (row["relative_time"] - 1) for row in found["policies"]
+    }
+    lines = {line.get_label(): dict(line.get_xydata()) for line in figure.axes[-1].lines[: len(costs)]}
+    assert [text.get_text() for text in figure.legends[0].texts] == list(lines) == list(costs)
+    gpus = found["cluster"]["gpus"]
+    for policy, cost in costs.items():
+        if policy == "restart" or change != ["--gpus", "8"]:  # one group has nothing to share
+            assert lines[policy][gpus] == pytest.approx(max(cost, 0.001), rel=1e-2), policy
 
 
 def test_flags_replace_the_file_and_the_file_the_preset(capsys, tmp_path):

@@ -192,6 +192,13 @@ def test_replication_has_the_cost_of_the_published_times():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+def test_availability_is_the_share_of_time_that_makes_progress():
+    """An attempt of 1,000 s saves ten times, for 5 s each, after every 100 s, and half a period is made again after the
+    restart of 30 s: 950 s of progress in 1,080 s."""
+    assert spare.availability(100, 5, 1000, 30) == pytest.approx(950 / 1080)
+    assert spare.checkpoint_period(5, 1000, 30) == pytest.approx(5 + (25 + 2 * 5 * 1030) ** 0.5)
+
+
 @given(seconds, seconds, st.floats(0, 1e6))
 def test_the_period_maximises_availability(checkpoint, uptime, restart):
     best = spare.checkpoint_period(checkpoint, uptime, restart)

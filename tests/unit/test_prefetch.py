@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft.data.prefetch import Prefetcher
+from megatron_ft.errors import DataError
 from megatron_ft.types import Microbatch
 
 PATIENCE_S = 60.0
@@ -26,6 +30,8 @@ OWN, REST, NEXT = shard(0, 0), shard(0, 1), shard(1, 0)
 class Dataset:
     """A dataset that notes its calls; a microbatch in ``gates`` is loaded when its gate opens, one in ``bad``
     raises."""
+
+    read_ahead = True
 
     def __init__(self, *gated: Microbatch, bad: dict[Microbatch, BaseException] | None = None) -> None:
         self.gates = {microbatch: threading.Event() for microbatch in gated}
@@ -174,21 +180,39 @@ def test_an_error_of_the_first_call_is_the_training_threads(prefetcher):
     assert prefetcher.get(OWN[1]) == (f"samples of {OWN[1]}", False)
 
 
-def test_a_dataset_that_draws_from_training_s_random_numbers_stays_in_the_training_thread(capfd):
-    draws = []
-    prefetcher = Prefetcher(random_state=lambda: len(draws))
+class Drawing:
+    """A dataset that draws from all global generators."""
 
-    def dataset(microbatch: Microbatch) -> int:
-        draws.append(threading.current_thread())
-        return microbatch.index
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
 
+    def __call__(self, microbatch: Microbatch) -> tuple[float, float, float]:
+        self.threads.append(threading.current_thread())
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def test_draws_from_global_generators_follow_from_the_microbatch_and_stay_in_the_training_thread(prefetcher):
+    """Whatever was drawn before: the model draws between two calls, and another group makes them in another order."""
+    dataset, found = Drawing(), dict[Microbatch, list[tuple[float, float, float]]]()
+    for order in ([*OWN, *REST], [REST[1], OWN[0]]):
+        prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
+        for microbatch in order:
+            sample, prefetched = prefetcher.get(microbatch)
+            assert not prefetched
+            found.setdefault(microbatch, []).append(sample)
+            random.random(), np.random.rand(), torch.rand(1)
+    assert found[OWN[0]][0] == found[OWN[0]][1] and found[REST[1]][0] == found[REST[1]][1]
+    for numbers in zip(*(samples[0] for samples in found.values()), strict=True):
+        assert len(set(numbers)) == len(found), "each microbatch has random numbers of its own"
+    assert set(dataset.threads) == {threading.current_thread()}
+
+
+def test_a_dataset_that_draws_is_not_read_ahead_whatever_it_says(prefetcher):
+    dataset = Drawing()
+    dataset.read_ahead = True
     prefetcher.begin(dataset, OWN, [*OWN, *REST], NEXT)
-    assert [prefetcher.get(microbatch) for microbatch in [*OWN, *REST]] == [(0, False), (1, False)] * 2
-    prefetcher.close()
-    prefetcher._thread.join(PATIENCE_S)
-    assert set(draws) == {threading.current_thread()}
-    said = capfd.readouterr().err
-    assert said.count("random numbers") == 1 and "generator of its own" in said
+    with pytest.raises(DataError, match=r"random and numpy.random and torch for microbatch 0/0.0.*Remove read_ahead"):
+        prefetcher.get(OWN[0])
 
 
 def test_another_dataset_gets_nothing_of_the_one_before(prefetcher):

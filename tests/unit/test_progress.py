@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import time
 
 import pytest
 from rich.console import Console
@@ -13,6 +16,8 @@ from megatron_ft.errors import LaunchError
 from megatron_ft.report import follow, status_command
 from megatron_ft.report.progress import Progress
 from megatron_ft.runlog import history
+from megatron_ft.utils import directory_lock, steady_clock
+from megatron_ft.utils.process_status import start_of
 
 
 def step(number: int, t: float, seconds: float = 1.0, **fields) -> dict:
@@ -50,7 +55,7 @@ def test_live_groups_are_never_more_than_there_are_members():
     progress = Progress(2)
     for event in (view(1, [0, 1, 2], joined=[2]), view(2, [0, 1], lost=[2]), view(3, [0, 1, 2], joined=[2])):
         progress.take(event)
-        assert progress.live <= progress.members == 3
+        assert len(progress.state.live) <= len(progress.state.ever) == 3
 
 
 def test_a_group_whose_host_is_cut_off_is_lost_in_a_line_of_its_own():
@@ -60,7 +65,7 @@ def test_a_group_whose_host_is_cut_off_is_lost_in_a_line_of_its_own():
     assert progress.take(view(1, [0, 2], lost=[1])) is None
     silent = view(2, [0], lost=[2]) | {"lost": {"2": "cut off: host 0 (a) has heard nothing of host 2 (c) for 0.8 s"}}
     assert progress.take(silent) == "group 2 lost: cut off: host 0 (a) has heard nothing of host 2 (c) for 0.8 s"
-    assert progress.failures == 1
+    assert progress.state.failures == 1
 
 
 def test_a_group_that_is_added_joins_and_one_that_was_lost_is_back():
@@ -121,6 +126,9 @@ def test_the_output_of_the_ranks_is_shown_in_whole_lines_as_it_comes(tmp_path):
     with logs[1].open("a") as file:
         file.write(" a line\n")
     assert list(own.new()) == ["half a line"] and list(own.new()) == []
+    with logs[1].open("a") as file:
+        file.write("last words")
+    assert list(own.new()) == [] and list(own.new(last=True)) == ["last words"] and list(own.new(last=True)) == []
     lines = list(every.new())
     assert lines == ["[g0.p0] g0.p0 begins", "[g0.p1] g0.p1 begins", "[g0.p1] half a line", "[g1.p0] g1.p0 begins"]
     assert list(none.new()) == []
@@ -142,6 +150,62 @@ def test_status_shows_where_a_run_stands_and_how_it_ended(tmp_path, capsys):
     assert "ended with exit code 7: no group is left" in capsys.readouterr().out
 
 
+def test_status_of_a_killed_run_says_so(tmp_path):
+    """Its record has no last line, its list of ranks is not emptied."""
+    held = directory_lock.take(tmp_path, "abc", kind=directory_lock.RUN, beats=False)
+    (tmp_path / "config.json").write_text(json.dumps({"run_id": "abc", "groups": 2}))
+    history.append(tmp_path, "begin", t=steady_clock.now() - 7300, steps=10)
+    history.append(tmp_path, "step", t=steady_clock.now() - 7200, step=3, loss=1.5, duration_s=0.5, live=[0, 1])
+    mine = {"group": 0, "position": 0, "pid": os.getpid(), "host": socket.gethostname(), "start": start_of(os.getpid())}
+    (tmp_path / "ranks.json").write_text(json.dumps([mine, {**mine, "start": 1}]))
+    status = status_command.Status(tmp_path)
+    assert status.look()
+    told = " ".join(status.lines())
+    assert "1 ranks live on 1 host, but the last line of its record is 2:00:00 old; a process holds its lock" in told, (
+        told
+    )
+    os.close(held._fd)  # as the kernel does for a process that is killed
+    held._fd = -1
+    assert not status.look()
+    told = " ".join(status.lines())
+    assert "it was killed, for no process holds its lock; the last line of its record is 2:00:00 old" in told, told
+    assert f"ranks of it live on: pids {os.getpid()}" in told and "ETA" not in told and "  live " not in told
+    assert directory_lock.lives(tmp_path / "nothing", directory_lock.RUN) is None
+
+
+def test_a_clock_that_is_set_changes_no_duration(tmp_path, monkeypatch):
+    monkeypatch.delenv(steady_clock.VARIABLE, raising=False)
+    monkeypatch.setattr(steady_clock, "_booted", None)
+    history.append(tmp_path, "begin", steps=10)
+    wall = time.time
+    for hours in (5, -5):
+        monkeypatch.setattr(time, "time", lambda hours=hours: wall() + 3600 * hours)
+        history.append(tmp_path, "step", step=0, loss=1.0, duration_s=0.01, live=[0])
+    times = [line["t"] for line in history.read(tmp_path)]
+    assert times == sorted(times) and times[-1] - times[0] < 1800
+    steady_clock.begin()  # an agent that starts now has the present time, and so do its processes
+    assert float(os.environ[steady_clock.VARIABLE]) == steady_clock._booted and steady_clock.now() < times[0] - 3600
+    monkeypatch.delenv(steady_clock.VARIABLE)
+
+
+def test_the_output_of_a_writer_that_has_moved_is_named(tmp_path, capsys):
+    display = follow.ProgressView(
+        3, Console(force_terminal=False, width=400), tmp_path, follow.Outputs(tmp_path, 1, "0")
+    )
+    for event in (
+        view(0, [0, 1, 2]),
+        view(1, [0, 1], lost=["2"]),
+        view(2, [1], lost=["0"]),
+        view(3, [0, 1], joined=[0]),
+    ):
+        display.update(event)
+    said = [line for line in capsys.readouterr().out.splitlines() if "writer" in line]
+    assert said == [
+        f"group 1 is the writer now (session.is_writer): its output is in {tmp_path}/logs/g1.p0.log",
+        "group 0 is the writer now (session.is_writer): its output is shown here",
+    ]
+
+
 def test_status_of_no_run_says_so(tmp_path):
     with pytest.raises(LaunchError, match=r"is not the directory of a run: config\.json cannot be read"):
         status_command.Status(tmp_path)
@@ -152,3 +216,12 @@ def test_a_wrong_tee_is_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "--groups", "1", "--run-dir", "x", f"--tee={wrong}", "train.py"])
     assert "is no number of a rank; give one, all or none" in capsys.readouterr().err
+
+
+def test_a_run_that_starts_again_has_live_groups_again():
+    progress = Progress(2)
+    for event in ({"event": "start", "t": 1.0}, {"event": "stop", "t": 2.0, "reason": "", "exit_code": 3}):
+        progress.take(event)
+    assert progress.line() == "step 0"
+    progress.take({"event": "start", "t": 3.0})
+    assert progress.line() == "step 0  live 2/2"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import signal
+import socket
+import threading
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from megatron_ft import cli
-from megatron_ft.qualify import device_facts, device_seats, training_checks
+from megatron_ft.auth.secret import Secret
+from megatron_ft.doctor import hosts_check, meeting
+from megatron_ft.qualify import device_facts, device_seats, qualification, training_checks
 from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
+from megatron_ft.types import given
 
 
 def host(gpus: int = 0, nccl=(2, 29, 7), mig=()) -> dict:
@@ -129,3 +136,37 @@ def test_the_faults_of_a_seed_are_those_of_different_groups_and_both_kinds(group
 def test_impossible_options_are_refused_before_any_process_starts(capsys, options, words):
     assert cli.main(["qualify", *map(str, options)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_hosts_take_orders_from_nobody_who_only_listens_at_the_address_of_host_0(tmp_path, monkeypatch, capsys):
+    """Without MEGATRON_FT_SECRET and with --store, the secret is in the shared directory."""
+    monkeypatch.delenv("MEGATRON_FT_SECRET", raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()[:2]
+    where = meeting.Meeting(2, 0, store=(host, port), directory=tmp_path)
+    stranger = hosts_check.Hub(listener, where, given(meeting.with_secret(where).secret))
+    own = ["qualify", "--hosts", "2", "--host-rank", "1", "--store", f"{host}:{port}", "--directory", str(tmp_path)]
+    try:
+        assert cli.main([*own, "--patience-s", "0"]) == 2
+        assert "No such file" in capsys.readouterr().err, "host 0 has not begun"
+        with meeting.announced(replace(where, secret=Secret.new(), secret_by_file=True), listener):
+            assert cli.main([*own, "--patience-s", "0"]) == 2
+        assert "closed the connection" in capsys.readouterr().err and not stranger.cards
+    finally:
+        stranger.close()
+
+
+def test_hosts_meet_at_a_given_address_with_a_secret_from_the_shared_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_FT_SECRET", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()[:2]
+    where = meeting.Meeting(2, 0, store=address, directory=tmp_path, secret_by_file=True)
+    ends = []
+    other = threading.Thread(target=lambda: ends.append(qualification._attend(replace(where, rank=1))))
+    other.start()
+    with qualification._hub(where) as (hub, _):
+        assert sorted(hub.cards) == [0, 1]
+        hub.end(0, "fine")
+    other.join()
+    assert ends == [(0, "fine")] and list(tmp_path.iterdir()) == []

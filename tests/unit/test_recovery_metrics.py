@@ -28,7 +28,7 @@ def interrupted(me: int, *lost: int) -> machine.GroupState:
 def account(run_dir, group: int, writer: bool = True) -> RecoveryMetrics:
     shared = History(run_dir)
     shared.set_writer(writer)
-    return RecoveryMetrics(shared, group, PLACEMENT)
+    return RecoveryMetrics(shared, group)
 
 
 def events(run_dir, event: str) -> list[dict]:

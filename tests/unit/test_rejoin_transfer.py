@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from megatron_ft.worker.rejoin.state_receiver import Gone, StateReceiver
 from megatron_ft.worker.rejoin.state_sender import StateSender
 from megatron_ft.worker.state_checksum import StateCheck
 from megatron_ft.worker.state_guard import StateGuard
+from tests.stores import await_
 from tests.support import SECRET
 
 RUN = "a run"
@@ -54,6 +56,8 @@ class Trainer:
 
     def __init__(self, group: int) -> None:
         self.engine, self.result, self.step = engine(0), None, 0
+        self.script: Callable[[Trainer], object] = lambda trainer: None
+        """What the training script does before each step."""
         config = RunConfig(groups=4)
         env = RankEnvironment(RUN, group, 0, "", "127.0.0.1", Path(), config)
         places: queue.Queue = queue.Queue()
@@ -64,6 +68,7 @@ class Trainer:
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
+            self.script(self)
             self.donor.boundary(self.step, self.result, lambda: {"speeds": self.step})
             self.engine.begin_step()
             values = torch.randn(16, 8, generator=torch.Generator().manual_seed(self.step))
@@ -124,6 +129,44 @@ def test_a_rank_that_follows_has_the_very_bits(trainers, count):
     follower.close()
 
 
+def test_a_rank_that_follows_makes_each_step_with_the_hyperparameters_of_the_donor(trainers):
+    """A script sets the learning rate in its loop, relative to the last one, and momenta in a hook of the optimizer.
+    Neither of both runs in the right step in a group that follows: its loop does not run, and its hook may know no
+    step."""
+    (donor,) = trainers(1)
+
+    def script(trainer: Trainer) -> None:
+        trainer.engine.optimizer.param_groups[0]["lr"] *= 1 + trainer.step / 10
+
+    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        optimizer.param_groups[0]["betas"] = (0.5 + donor.step / 100, 0.99)
+
+    donor.script = script
+    donor.engine.optimizer.register_step_pre_hook(hook)
+    new, follower = follow([donor], at=4)
+    new.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: optimizer.param_groups[0].update(lr=9.0, betas=(0.1, 0.2))
+    )
+    states = {}
+    for step in range(2, 8):
+        donor.script = lambda trainer, step=step: (script(trainer), states.update({step: str(whole(trainer.engine))}))
+        donor.train()
+    assert follower.await_state(never)
+    follower.take_state()
+    while follower.stands < 7:
+        assert str(whole(new)) == states[follower.stands], (
+            "as the donor has begun the step, with what its script has set"
+        )
+        assert follower.await_step(never)
+        follower.make_step()
+    assert str(whole(new)) == states[7]
+    follower.close()
+
+
+def whole(engine: TorchNativeEngine) -> dict:
+    return {"optimizer": engine.optimizer.state_dict(), "parameters": engine.fingerprint()}
+
+
 def follow_alone(steps: int) -> TorchNativeEngine:
     """Return the result without a rank that follows."""
     trainer = Trainer(9)
@@ -148,6 +191,25 @@ def test_a_donor_that_goes_ends_the_attempt(trainers):
     donors[1].donor.close()
     with pytest.raises(Gone, match="group 1"):
         follower.await_state(never)
+
+
+def test_a_donor_that_has_sent_all_and_then_went_is_not_missed_before_the_next_step(trainers):
+    donors = trainers(2)
+    _, follower = follow(donors, at=3)
+    donors[0].train(3)  # until step 4 is complete; the other donor has not come to step 3
+    await_(lambda: 3 in follower._streams[0].steps, "its state and its gradients are there")
+    donors[0].donor.close()
+    await_(lambda: follower.broken, "it is gone")
+    assert not follower.await_state(lambda: True)
+    donors[1].train(3)
+    assert follower.await_state(never)
+    follower.take_state()
+    assert follower.await_step(never)
+    follower.make_step()
+    assert follower.stands == 4
+    with pytest.raises(Gone, match="group 0"):
+        follower.await_step(never)
+    follower.close()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
@@ -285,7 +347,7 @@ def test_only_a_step_that_was_asked_for_too_late_makes_the_next_attempt_ask_for_
     follower = following(Store([trainer.place for trainer in donors]))
     answers = {joiner.orders.Follow: joiner.DONE}
     executor = SimpleNamespace(carry_out=lambda order: answers[type(order)])
-    way_back = joiner.RejoinCoordinator(follower, executor, never)
+    way_back = joiner.RejoinCoordinator(follower, executor, never, str)
     tried = []
     for answer in (joiner.ASTRAY, joiner.LATE, joiner.ASTRAY, joiner.LATE):
         answers[joiner.orders.TakeState] = answer
@@ -326,7 +388,7 @@ def test_donors_whose_states_differ_are_reported_and_no_state_is_taken(trainers,
     assert [type(call.args[0]).__name__ for call in guard._agreement.announce.call_args_list] == said
     ((event,), line) = guard._history.note.call_args
     assert event == "divergence" and line["step"] == 3 and ("tied" in line) == (said != ["StateDiverged"])
-    found = joiner.RejoinCoordinator(follower, None, never)._find_donors()
+    found = joiner.RejoinCoordinator(follower, None, never, str)._find_donors()
     assert (1 in [donor.group for donor in found]) == (said != ["StateDiverged"])
     follower.end()
 
@@ -358,7 +420,7 @@ def test_a_single_donor_is_followed_only_if_no_other_group_that_lives_answers_fo
     monkeypatch.setattr(joiner, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     store = Store([trainer.place for trainer in donors])
     store.views[0] = View(0, (0, 1, 3), "")  # with the former start of group 3
-    way_back = joiner.RejoinCoordinator(following(store), None, never)
+    way_back = joiner.RejoinCoordinator(following(store), None, never, str)
     found = lambda: [donor.group for donor in way_back._find_donors()]  # noqa: E731
     donors[1].donor._epoch = lambda: None  # as while it has no state
     assert found() == []
@@ -381,11 +443,11 @@ def test_a_group_does_not_wait_for_a_second_donor_that_it_distrusts(trainers):
     store = Store([donor.place])
     store.views[0] = View(0, (0, 1), "")
     follower = following(store)
-    way_back = joiner.RejoinCoordinator(follower, None, never)
+    way_back = joiner.RejoinCoordinator(follower, None, never, str)
     assert way_back._find_donors() == []
     follower.distrusted.add((1, 0))
     assert [one.group for one in way_back._find_donors()] == [0]
-    unknown = joiner.RejoinCoordinator(following(Store([donor.place])), None, never)
+    unknown = joiner.RejoinCoordinator(following(Store([donor.place])), None, never, str)
     assert [one.group for one in unknown._find_donors()] == [0], "it knows no view"
 
 
@@ -399,7 +461,7 @@ def test_only_members_of_the_newest_view_are_asked_to_be_donors(trainers):
     store.views = {4: View(4, (0, 1, 2), ""), 5: View(5, (0, 1, 2), "", incarnations={2: 1}), 6: View(6, (0, 1), "")}
     for last in (6, 5):
         store.views = {epoch: view for epoch, view in store.views.items() if epoch <= last}
-        found = joiner.RejoinCoordinator(following(store, epoch=4), None, never)._find_donors()
+        found = joiner.RejoinCoordinator(following(store, epoch=4), None, never, str)._find_donors()
         assert [donor.group for donor in found] == [0, 1]
     with pytest.raises(BlockingIOError):
         gone.accept()
@@ -430,6 +492,7 @@ def test_a_follower_that_takes_nothing_is_dropped(trainers):
         while not donor.donor._followers:
             threading.Event().wait(0.001)
         (one,) = donor.donor._followers
+        one.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         longest = 0
         while not one.gone:  # the sockets' buffers hold some steps
             donor.train()
@@ -491,3 +554,23 @@ def test_a_bit_that_flips_on_the_way_is_found(where, bit):
         with pytest.raises((OSError, ValueError)):
             framing.receive_message(end)
             framing.receive(end, [torch.empty(4000, dtype=torch.uint8)])
+
+
+def test_a_step_that_donors_have_committed_in_different_epochs_is_not_held(trainers):
+    """One of them may be out, and the others may have made the step again: the state would be of two versions."""
+    donors = trainers(2)
+    follower = follow_in_view(donors, (0, 1))
+    follower._rank.history = MagicMock()
+    assert follower.take_state() == joiner.DONE and follower.held.step == 3
+    for epoch in (7, 8):  # the same in both, and then not
+        for donor, said in zip(donors, (7, epoch), strict=True):
+            boundary = donor.donor.boundary
+            carried = {"speeds": {}, "line": {"epoch": said}}
+            donor.donor.boundary = lambda step, result, _, boundary=boundary, carried=carried: boundary(
+                step, result, lambda: carried
+            )
+            donor.train(1)
+            donor.donor.boundary = boundary
+        assert follower.make_step() == joiner.DONE
+        assert (follower.held is None) == (epoch == 8)
+    follower.end()

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,7 @@ class RecordedWorld(World):
     """The malicious world, writing the record of a real run with the runtime's own writers."""
 
     def __init__(self, directory: Path, run: schema.RunConfig, buckets: int, steps: int, seed: int) -> None:
-        placement = schema.placement_of(run)
-        job = machine.Job(run.groups, run.microbatches_per_group, buckets, steps, placement=placement)
-        super().__init__(job, seed)
+        super().__init__(schema.job_of(run, schema.placement_of(run), buckets=buckets, steps=steps), seed)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps({"run_id": "world", **run.to_json()}))
         self.directory = directory
@@ -40,7 +39,7 @@ class RecordedWorld(World):
 
     def open(self, me: int, view: View) -> None:
         lines = history.History(self.directory)
-        self.books[me] = lines, RecoveryMetrics(lines, me, self.job.placement)
+        self.books[me] = lines, RecoveryMetrics(lines, me)
         lines.set_writer(me == min(view.live))
         lines.record("begin", steps=self.job.steps, microbatches=self.job.microbatches, buckets=self.job.buckets)
         lines.record("view", **view.to_json())
@@ -87,9 +86,9 @@ class RecordedWorld(World):
             history.append(self.directory, "end", step=self.job.steps - 1)
 
 
-def a_run(directory: Path, seed: int) -> RecordedWorld:
+def a_run(directory: Path, seed: int, **section: object) -> RecordedWorld:
     groups, kind = 3 + seed % 3, ("full", "golomb", "consecutive")[seed % 3]
-    section = {"gradient_accumulation_steps": 2, "fault_tolerance": {"placement": kind}}
+    section = {"gradient_accumulation_steps": 2, "fault_tolerance": {"placement": kind, **section}}
     world = RecordedWorld(directory, schema.resolve(section, groups=groups), buckets=3, steps=6, seed=seed)
     world.run(kills=1 + seed % groups, joins=seed % 2 * 2)
     world.end()
@@ -122,6 +121,17 @@ def test_every_random_run_is_decided_again(tmp_path):
         seen["followed"] += world.entries["followed"]
         seen["recoveries"] += len(record.recoveries)
     assert all(seen.values()), seen
+
+
+def test_a_microbatch_that_is_promoted_and_then_lost_again_is_taken_over_twice(tmp_path):
+    """Chaos seed 36: the group whose standby work was promoted died in the same step, and another computed it anew."""
+    twice = 0
+    for seed in range(24):
+        a_run(tmp_path / str(seed), seed, policy="spare", placement="full")
+        record = same(tmp_path / str(seed))
+        lines = [line.fields for line in record.recoveries]
+        twice += any(a["promoted"] and a["step"] == b["step"] and b["patched"] for a, b in pairwise(lines))
+    assert twice
 
 
 def test_a_run_that_did_not_measure_is_decided_again_and_measurements_decide(tmp_path):

@@ -8,16 +8,16 @@ from signal import Signals
 
 import pytest
 
-from megatron_ft.errors import NOT_SAVED, WIPED_OUT, InvariantBroken, RunStopped, StoreError, WipedOut
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.errors import NOT_SAVED
+from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.types import Exit
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 
 
 def test_hosts_that_list_their_ranks_at_the_same_time_lose_none(tmp_path, monkeypatch):
     """Host 1 lists all ranks between host 0's look at the parts and its writing of the whole."""
     (tmp_path / run_directory.RANKS).mkdir()
-    plain, interrupted = atomic_file.write_json, []
+    plain, interrupted = shared_file.write_json, []
 
     def replace(path, value) -> None:
         if path.name == "ranks.json" and not interrupted:
@@ -25,13 +25,13 @@ def test_hosts_that_list_their_ranks_at_the_same_time_lose_none(tmp_path, monkey
             run_directory.write_ranks(tmp_path, [{"group": 1}], host=1)
         plain(path, value)
 
-    monkeypatch.setattr(atomic_file, "write_json", replace)
+    monkeypatch.setattr(shared_file, "write_json", replace)
     run_directory.write_ranks(tmp_path, [{"group": 0}], host=0)
     assert interrupted and json.loads((tmp_path / "ranks.json").read_text()) == [{"group": 0}, {"group": 1}]
 
 
 def test_the_starts_of_a_group_that_took_part_in_a_step_are_found(tmp_path):
-    assert not history.summary(tmp_path).has_committed(1, 0)
+    assert not run_state.read(tmp_path).has_committed(1, 0)
     lines = [
         ("view", {"epoch": 0, "live": [0, 1], "incarnations": {}}),
         ("step", {"step": 0, "epoch": 0, "live": [0, 1]}),
@@ -41,9 +41,9 @@ def test_the_starts_of_a_group_that_took_part_in_a_step_are_found(tmp_path):
     ]
     for event, fields in lines:
         history.append(tmp_path, event, **fields)
-    assert [history.summary(tmp_path).has_committed(1, incarnation) for incarnation in range(3)] == [True, False, False]
+    assert [run_state.read(tmp_path).has_committed(1, incarnation) for incarnation in range(3)] == [True, False, False]
     history.append(tmp_path, "step", step=2, epoch=2, live=[0, 1])
-    assert [history.summary(tmp_path).has_committed(1, incarnation) for incarnation in range(3)] == [True, False, True]
+    assert [run_state.read(tmp_path).has_committed(1, incarnation) for incarnation in range(3)] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -102,42 +102,6 @@ def test_the_exit_code_of_a_run_is_that_of_its_last_line():
         {"event": "start"},
         {"event": "stop", "exit_code": 3},
     ):
-        code = run_directory.outcome(line, code)
+        code = run_state.outcome(line, code)
         codes.append(code)
     assert codes == [None, None, 0, NOT_SAVED, None, 3]
-
-
-def before_one_that_was_left_out(code: int, detail: str) -> list[tuple[Path, Exit]]:
-    """Return the exits of group 0, with that code, and after it of group 1, which was left out."""
-    ends = [(0, code, detail), (1, RunStopped.exit_code, "group 1 was left out")]
-    return [
-        (Path(f"g{group}.log"), Exit(group, 0, 100 + group, "node1", None, code, detail))
-        for group, code, detail in ends
-    ]
-
-
-def test_a_run_whose_store_stayed_away_can_be_started_again_whichever_rank_ends_last():
-    """Ranks of a group that had come apart before wait for its return, and end with another code."""
-    exits = before_one_that_was_left_out(StoreError.exit_code, "no control store has answered for 60 s")
-    code, reason = run_directory.why(7, None, exits, idle=False)
-    assert code == WIPED_OUT and "no control store has answered for 60 s" in reason
-    assert run_directory.why(None, None, exits, idle=False)[0] == RunStopped.exit_code, "there may never have been one"
-
-
-def test_a_wipe_out_is_why_a_run_has_ended_whichever_rank_ends_last():
-    """Ranks of the lost group wait for its other ranks, and end later than the groups that stopped for its loss."""
-    exits = before_one_that_was_left_out(WipedOut.exit_code, "wipe-out: no live group hosts shard 1")
-    code, reason = run_directory.why(7, None, exits, idle=False)
-    assert code == WIPED_OUT and reason.startswith("wipe-out: no live group hosts shard 1")
-
-
-def test_a_broken_invariant_is_why_a_run_has_ended_whichever_rank_ends_last():
-    exits = [
-        Exit(group, position, 100 + group, "node1", None, code, detail)
-        for group, position, code, detail in [
-            (0, 1, InvariantBroken.exit_code, "the states of group 0 and group 1 differ"),
-            (0, 0, RunStopped.exit_code, "group 0 was left out"),
-        ]
-    ]
-    code, reason = run_directory.why(7, None, [(Path("g0.log"), exit_) for exit_ in exits], idle=False)
-    assert code == InvariantBroken.exit_code and "states of group 0 and group 1 differ" in reason

@@ -110,12 +110,19 @@ def test_the_parts_of_the_time_add_up(tmp_path_factory, found):
     [
         ([], ("it is not over, or was killed", None)),
         ([{"t": 120.0, "event": "stop", "reason": "told to", "exit_code": 5}], ("stopped: told to", 5)),
+        (
+            [
+                {"t": 119.0, "event": "end", "step": 0, "params_norm": 1.0},
+                {"t": 120.0, "event": "not_saved", "reason": "step 1 is not saved", "exit_code": 8},
+            ],
+            ("all 1 steps are done; step 1 is not saved", 8),
+        ),
     ],
 )
 def test_the_report_says_how_the_run_ended_also_as_json(last, ended, tmp_path, capsys):
     lines = [START, step(106.0, 0, 4.0), *last]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = argparse.Namespace(run_dir=tmp_path, reference=None, slurm=False, json=True)
+    options = argparse.Namespace(run_dir=tmp_path, reference=None, slurm=False, json=True, check=False)
     assert report_command.run(options, lambda job: "") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["ended"], said["exit_code"]) == ended and not (tmp_path / "loss.png").exists()

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.report import follow, measured, run_plots, run_tables
+from megatron_ft.report.presence import stages
 from megatron_ft.runlog import history
 from megatron_ft.runlog.run_record import Lines, RunRecord
 
@@ -248,6 +249,19 @@ def test_pictures_are_drawn(run_dir):
         assert content.startswith(b"\x89PNG") and len(content) > 5000
 
 
+def test_a_rank_whose_record_was_lost_with_it_is_not_shown_as_idle(run_dir, monkeypatch):
+    """From its last span to its death it was alive."""
+    record, drawn = RunRecord.load(run_dir), []
+    monkeypatch.setattr(run_plots, "_save", lambda figure, path: drawn.append(figure))
+    run_plots.timeline_plot(record, run_dir / "timeline.png")
+    (stage,) = [stage for stage in stages(record)[1] if stage.state == "dead"]
+    last = max(span.end for span in record.spans((1, 0)) if span.end <= stage.start)
+    hatched = [bars for bars in drawn[0].axes[0].collections if bars.get_hatch() == run_plots._UNSAID["hatch"]]
+    (box,) = [path.get_extents() for bars in hatched for path in bars.get_paths()]
+    assert box.width == pytest.approx(stage.start - last) and box.y0 == pytest.approx(0.6)
+    run_plots.plt.close(drawn[0])
+
+
 def test_a_run_that_diverged_stays_on_the_difference_axis(run_dir):
     """0.1 is far above what a healthy run shows; an axis that ended below would hide it."""
     record = RunRecord.load(run_dir)
@@ -261,7 +275,7 @@ def test_a_run_that_diverged_stays_on_the_difference_axis(run_dir):
 def test_an_interruption_is_shown_with_a_normal_step_before_it(run_dir):
     record = RunRecord.load(run_dir)
     ((start, stop, title),) = run_plots._interruptions(record)
-    assert title == "group 1 lost (SIGKILL) in step 2: stall 0.125 s"
+    assert title == "group 1 lost (SIGKILL) in step 2: the others wait 0.125 s"
     assert start == pytest.approx(record.injects[0]["t"] - 1.5)
     assert stop > record.steps[2]["t"]
 
@@ -300,10 +314,13 @@ def test_without_a_terminal_progress_is_plain_lines(run_dir, capsys):
 def test_on_a_terminal_there_is_a_bar(run_dir):
     console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with follow.ProgressView(2, console) as view:
-        for event in history.read(run_dir):
+        *events, end = history.read(run_dir)
+        for event in events:
             view.update(event)
         assert view._bar.tasks[0].completed == 4
         assert "live 1/2" in view._bar.tasks[0].fields["line"]
+        view.update(end)
+        assert "live" not in view._bar.tasks[0].fields["line"], "a run that has ended has no live groups"
 
 
 def test_the_planner_learns_from_the_record_of_a_run(run_dir):

@@ -77,6 +77,9 @@ from megatron_ft.errors import ConfigError, EngineError
             {"fault_tolerance": {"failure_domains": list("abab"), "placement": "consecutive"}},
             ["failure_domains is given", 'placement is "consecutive"', "does not look at domains", '"golomb"'],
         ),
+        ({"fp16": {"enabled": "false"}}, ['fp16.enabled is the string "false"', "write false without quotes"]),
+        ({"fault_tolerance": {"rejoin": {"enabled": "True"}}}, ["rejoin.enabled is the string", "write true without"]),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": "false"}}, ["zero_optimization.cpu_offload is the string"]),
     ],
 )
 def test_bad_settings_are_refused(raw, words):
@@ -297,7 +300,9 @@ def test_settings_that_are_off_or_without_effect_are_no_reason_to_refuse():
         "pipeline": {"stages": 1},
         "sparse_gradients": False,
     }
-    parallelism.refuse_unused({**off, "sparse_gradients": False, "wandb": {"enabled": True}}, "session.wrap")
+    parallelism.refuse_unused({**off, "wandb": {"enabled": True}}, "session.wrap")
+    with pytest.raises(ConfigError, match="sets bf16"):
+        parallelism.refuse_unused({**off, "bf16": {"enabled": True}}, "session.wrap")
 
 
 @pytest.mark.parametrize(
@@ -336,3 +341,12 @@ def test_standby_work_that_may_need_too_much_memory_is_refused(section, parts):
             schema.check_standby_memory(run, 10**9 // parts + 1000)
     unbounded = schema.resolve({"fault_tolerance": section}, groups=8)
     schema.check_standby_memory(unbounded, 10**15)
+
+
+@pytest.mark.parametrize("gone", ["staged", "reconfigure"])
+def test_a_communicator_of_an_earlier_version_is_refused_with_the_remedy_and_its_record_can_be_read(gone):
+    with pytest.raises(ConfigError, match=f'communicator is "{gone}", which is gone; use "gloo"'):
+        schema.resolve({"fault_tolerance": {"communicator": gone}}, groups=2)
+    raw = schema.resolve({}, groups=2).to_json()
+    raw["fault_tolerance"]["communicator"] = gone
+    assert RunConfig.from_json(raw).fault_tolerance.communicator == "gloo"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CODE = "from megatron_ft.utils.signal_wakeup import stop_signals; print(*(int(number) for number in stop_signals()))"
-ENDS = {signal.SIGTERM, signal.SIGINT}
+ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 
 @pytest.mark.parametrize(("first", "numbers"), [([], {*ENDS, signal.SIGHUP}), (["nohup"], ENDS)])

@@ -7,26 +7,20 @@ import pytest
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers.slurm import commands, job_array
-from megatron_ft.launchers.slurm.supervisor import Options, Supervisor, _Lease, limits
+from megatron_ft.launchers.slurm.supervisor import Options, Supervisor, _Lease
+from megatron_ft.launchers.supervisor_loop import limits
 
 TREE = """SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]
 SwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]
 SwitchName=top Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=s[1-2]
 """
-NODES = {"n[1-2]": "n1 n2", "n[3-4]": "n3 n4", "n[1-4]": "n1 n2 n3 n4"}
 
 
 @pytest.fixture
 def said(monkeypatch):
     """Set the replies of the commands; empty when Slurm has none."""
     answers = {"topology": TREE}
-
-    def answer(*command: str) -> str:
-        if command[:3] == ("scontrol", "show", "hostnames"):
-            return NODES[command[3]]
-        return answers[command[-1]]
-
-    monkeypatch.setattr(commands, "_answer", answer)
+    monkeypatch.setattr(commands, "_answer", lambda *command: answers[command[-1]])
     return answers
 
 
@@ -49,7 +43,7 @@ def test_the_switch_of_each_node(said):
 def test_groups_are_spread_over_switches(said, tmp_path, groups, nodes, spares, domains):
     """n1, the node of the batch shell, is the last host."""
     run = schema.resolve({}, groups=groups, ranks_per_group=2)
-    options = Options(["--x"], run, tmp_path, spares, limits(run.fault_tolerance, 3, 300.0))
+    options = Options(["--x"], run, tmp_path, spares, limits(run.fault_tolerance))
     environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
     made = Supervisor(options, environ)
     assert made._nodes == ["n2", "n3", "n4", "n1"]

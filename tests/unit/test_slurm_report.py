@@ -6,11 +6,9 @@ import pytest
 
 from megatron_ft import cli
 from megatron_ft.errors import LaunchError
+from megatron_ft.launchers.notes import Notes
 from megatron_ft.launchers.slurm import commands as slurm
-from megatron_ft.launchers.slurm.notes import Notes
 from megatron_ft.runlog import history
-
-JOB = slurm.Job("12", 1, ("n1", "n2"), "n1")
 
 
 @pytest.fixture
@@ -33,30 +31,27 @@ def noted(run_dir) -> list[dict]:
 
 def test_notes_wait_for_the_record_of_the_run_that_begins(tmp_path):
     history.append(tmp_path, "start", run_id="old", groups=2, ranks_per_group=1)
-    notes = Notes(tmp_path, JOB, print)
+    notes = Notes(tmp_path, "slurm", job="12")
     notes.begin()
-    notes.note("spare step", node="n2", failures=1)
+    notes.note("job")
+    notes.note("spare agent", node="n2", failures=1)
     notes.on_line({"event": "start", "run_id": "old"})
     assert not notes.begun and not noted(tmp_path)
     notes.on_line({"event": "start", "run_id": "new"})
     assert notes.begun
-    notes.cancelled("mft/0/n1/0", "12.3")
-    notes.cancelled("mft/0/n1/0", "12.3")
-    first, *rest = noted(tmp_path)
-    assert (first["what"], first["batch"], first["nodes"], first["restarts"]) == ("job", "n1", ["n1", "n2"], 1)
-    assert [line["what"] for line in rest] == ["spare step", "cancelled step"] and {line["job"] for line in rest} == {
-        "12"
-    }
+    notes.note("requeued", reason="time")
+    found = noted(tmp_path)
+    assert [line["what"] for line in found] == ["job", "spare agent", "requeued"]
+    assert {line["job"] for line in found} == {"12"} and found[1]["node"] == "n2"
 
 
-def test_a_record_that_cannot_be_written_is_reported_once(tmp_path):
+def test_a_record_that_cannot_be_written_is_reported_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    complaints: list[str] = []
-    notes = Notes(tmp_path / "file", JOB, complaints.append)
+    notes = Notes(tmp_path / "file", "slurm")
     notes.on_line({"event": "start", "run_id": "new"})
     notes.note("requeued", reason="time")
     notes.note("requeued", reason="time")
-    assert len(complaints) == 1 and "run record not written" in complaints[0]
+    assert capsys.readouterr().err.count("run record not written") == 1
 
 
 def test_steps_are_listed_with_their_ids_and_a_silent_controller_lists_none(commands):

@@ -17,7 +17,7 @@ from megatron_ft import cli
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import hostfile
 from megatron_ft.launchers.ssh import connection, launcher, remote
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 from tests.stores import await_
 
 
@@ -107,7 +107,7 @@ def test_each_option_of_launch_is_for_all_hosts_or_for_the_launcher_alone():
     options += ["--failure-domains", "a,b,c", "--track", "tensorboard", "--preload", "x,y"]
     mine = ["--ssh", "--ssh-command", "ssh -F x", "--export", "A", "--hostfile", "hosts", "--spare-hosts", "1"]
     asked = parsed(*options, *mine, "train.py", "--", "--steps", "5", "two words", "")
-    theirs = parsed(*launcher._common_arguments(asked, "etcd"))
+    theirs = parsed(*launcher._common_arguments(asked, "etcd://a:1"))
     own = {"ssh", "ssh_command", "export", "hostfile", "spare_hosts"}
     differ = {name for name, value in vars(asked).items() if value != vars(theirs)[name]}
     assert differ == own | {"store"}, "the launcher has resolved them"
@@ -166,7 +166,7 @@ def agent(tmp_path):
 
 
 def said(state: Path) -> dict:
-    return atomic_file.read_json(state) or {"code": None, "pid": 0}
+    return shared_file.read_json(state) or {"code": None, "pid": 0}
 
 
 FOREVER = "import signal; print('here', flush=True); signal.pause()"

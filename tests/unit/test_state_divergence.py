@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_ft.core.detection import state_divergence
+from megatron_ft.core.exactness.batches import Sent
 from megatron_ft.core.protocol.messages import RunHalted
 from megatron_ft.core.protocol.signals import ChecksumsRequested, StateDiverged
 from megatron_ft.engines import tensor_checksum
 from megatron_ft.engines.port import TAIL
 from megatron_ft.engines.torch_native import TorchNativeEngine
+from megatron_ft.errors import InvariantBroken, StartOver
 from megatron_ft.types import View
 from megatron_ft.worker.state_checksum import StateCheck, differing
 from megatron_ft.worker.state_guard import StateGuard
@@ -43,6 +47,51 @@ def test_the_comparison_depends_on_equality_alone(states, renamed):
     assert state_divergence.compare(states) == state_divergence.compare(
         {g: renamed[of] for g, of in reversed(states.items())}
     )
+
+
+@given(GROUPS, st.sets(st.integers(0, 40)))
+def test_groups_that_have_just_come_back_are_no_witnesses(states, doubted):
+    """The others decide, as if they were alone; and if they are equal, the state is theirs, however few they are."""
+    found = state_divergence.compare(states, doubted)
+    witnesses = {group: state for group, state in states.items() if group not in doubted}
+    among = state_divergence.compare(witnesses)
+    if len(set(states.values())) == 1:
+        assert found == state_divergence.Comparison()
+    elif not witnesses or among.tied:
+        assert not found.minority and {group for groups in found.tied for group in groups} == states.keys()
+    else:
+        right = next(state for group, state in witnesses.items() if group not in among.minority)
+        assert set(found.minority) == {group for group, state in states.items() if state != right} and not found.tied
+
+
+def test_two_wrong_groups_that_came_back_do_not_expel_the_right_one():
+    assert state_divergence.compare({0: 7, 1: 8, 2: 8}).minority == (0,)
+    assert state_divergence.compare({0: 7, 1: 8, 2: 8}, {1, 2}).minority == (1, 2)
+    assert state_divergence.compare({0: 7, 1: 8}, {1}).minority == (1,)
+    assert state_divergence.compare({0: 7, 1: 8, 2: 8}, {0, 1, 2}).tied == ((0,), (1, 2))
+    assert state_divergence.compare({0: 7, 1: 9, 2: 8, 3: 8}, {2, 3}).tied == ((0,), (1,), (2, 3))
+
+
+def test_a_group_is_doubted_until_all_of_its_state_is_compared_after_a_step_of_its_own():
+    view = View(5, (0, 1, 2, 3), "", step=20, entered={1: 10, 2: 20, 4: 3})
+    assert [step for step in range(30) if state_divergence.compares_all(view, step)] == [20]
+    assert not state_divergence.compares_all(View(0, (0, 1), "the run starts", behind=(1,)), 0)
+    never = {step: state_divergence.doubted(view, step, 0) for step in range(40)}
+    assert never[2] == set() and never[3] == never[9] == {4}
+    assert never[10] == {1, 4}, "the entry of 1 compares all; what it finds is not yet known"
+    assert never[11] == never[19] == {1} and never[20] == {1, 2} and never[21] == never[39] == {2}
+    within = {step: state_divergence.doubted(view, step, 8) for step in range(40)}
+    assert within[18] == {1} and within[19] == set() and within[28] == {2} and within[29] == set()
+
+
+@given(st.integers(0, 3), st.integers(1, 200), st.integers(0, 300))
+def test_a_pass_looks_at_all_of_the_state_after_the_entry(more, period, entered):
+    """``pass_steps`` is what :func:`doubted` asks for, from the steps at which the checksums are really due."""
+    check = StateCheck(Words(torch.zeros(1)), period)
+    trusted = entered + 1 + check.pass_steps + more
+    view = View(1, (0, 1), "", step=entered, entered={1: entered})
+    assert not state_divergence.doubted(view, trusted, check.pass_steps)
+    assert {check.due(step) for step in range(entered + 1, trusted)} - {None} == set(range(check.chunks))
 
 
 @given(st.dictionaries(st.integers(0, 40), st.booleans(), min_size=1))
@@ -143,7 +192,7 @@ def test_the_layout_of_a_tensor_in_memory_does_not_count():
 
 @pytest.mark.parametrize("period", [1, 3, 8, 64, 100])
 def test_all_of_the_state_is_checked_in_every_period(period):
-    check = StateCheck(engine_of(), period)
+    check = StateCheck(Words(torch.zeros(1)), period)
     chunks = {check.due(step) for step in range(10 * period)} - {None}
     assert chunks == set(range(len(chunks)))
     assert {check.due(step) for step in range(1001, 1001 + period)} - {None} == chunks
@@ -164,16 +213,25 @@ def test_the_reports_of_all_groups_are_in_the_sum(positions, said):
             if position == 0:
                 slots.say_seconds(seconds)
             slots.say_suspect(suspect)
-            slots.say_state(checksum - position if checksum > position else checksum)
+            own = checksum - position if checksum > position else checksum
+            slots.say_checksums((own, checksum, 0))
+            slots.say_batches(Sent(1 + position, checksum, 7, own, group % 2))
             total += engine.buckets[0]
     engine.buckets = [total]
     read = Slots(engine, 0, 0, positions)
     assert read.seconds() == [*(seconds for seconds, _, _ in said), 0.0]
     assert read.suspects() == {group for group, (_, suspect, _) in enumerate(said) if suspect}
-    assert read.states() == {
+    for position, batches in enumerate(read.batches()):
+        owns = {
+            group: checksum - position if checksum > position else checksum for group, (*_, checksum) in enumerate(said)
+        }
+        assert batches == {group: Sent(1 + position, said[group][2], 7, own, group % 2) for group, own in owns.items()}
+    states, begun, made = read.checksums()
+    assert states == {
         group: tuple(checksum - position if checksum > position else checksum for position in range(positions))
         for group, (_, _, checksum) in enumerate(said)
     }
+    assert begun == {group: (checksum,) * positions for group, (_, _, checksum) in enumerate(said)} and not made
 
 
 class FakeEngine:
@@ -186,6 +244,73 @@ class FakeEngine:
         return self.buckets[bucket]
 
     reduced = local
+
+
+def compared(rates: list[float], made: list[float], entered=None, wrong=()) -> list[Exception | tuple[int, ...]]:
+    """Let groups compare their learning rates in step 5, which they have set (``rates``), and with which they have made the
+    step before; return what each raises, or the groups that it names. Those of ``entered`` have entered in these steps, and
+    those of ``wrong`` have another weight; then all of the state is compared."""
+    said: dict = {}
+    total = torch.zeros(len(rates) * slots_of_group(1) + TAIL)
+    guards, found = [], list[Exception | tuple[int, ...]]()
+    for group, rate in enumerate(rates):
+        engine, fake = engine_of(), FakeEngine(total.numel(), len(total) - TAIL)
+        engine.optimizer.param_groups[0]["lr"] = made[group]
+        with engine.hyperparameters.step():
+            pass
+        engine.optimizer.param_groups[0]["lr"] = rate
+        agreement = MagicMock()
+        agreement.clone.return_value = agreement
+        agreement.put, agreement.get = said.__setitem__, said.get
+        slots, env = Slots(fake, group), MagicMock(group=group, incarnation=0, position=0)
+        guards.append(StateGuard(env, slots, StateCheck(engine, 0), MagicMock(suspect=False), agreement, MagicMock()))
+        guards[-1].say(3, engine.hyperparameters)  # nothing differs then
+        fake.buckets[0].zero_()
+        guards[-1].say(5, engine.hyperparameters)
+        if group in wrong:
+            engine.model[0].weight.data[1, 2] += 1
+        if entered:
+            guards[-1].say_all(5)
+        total += fake.buckets[0]
+        fake.buckets = [total]
+    with ThreadPoolExecutor(len(rates)) as pool:
+        view = View(7, tuple(range(len(rates))), "", step=5, entered=entered or {})
+        for outcome in [pool.submit(guard.compare, 5, view) for guard in guards]:
+            found.append(outcome.exception() or outcome.result())
+    return found
+
+
+def test_hyperparameters_that_differ_are_named_in_their_step_with_both_values():
+    right, _, wrong = compared([0.1, 0.1, 0.2], [0.1] * 3)
+    assert right == () and isinstance(wrong, StartOver)
+    assert (
+        "at the beginning of step 5 was not that of groups 0 1 (lr of parameter group 0 is 0.1 in group 0 and 0.2 in "
+        in (str(wrong))
+    )
+    for tied in compared([0.1, 0.1], [0.3, 0.1]):
+        assert isinstance(tied, InvariantBroken)
+        assert "in step 4 the hyperparameters of group 0 and group 1 differ (lr of parameter group 0 is 0.3 in" in str(
+            tied
+        )
+    assert compared([0.1] * 3, [0.2] * 3) == [()] * 3
+
+
+def test_a_group_enters_only_with_the_state_of_those_that_stayed():
+    """Also two of them with the same wrong state; the message names the tensor, both checksums and the first step."""
+    same = [0.1] * 3
+    assert compared(same, same, entered={1: 5, 2: 5}) == [()] * 3
+    stayed, *wrong = compared(same, same, entered={1: 5, 2: 5}, wrong={1, 2})
+    assert stayed == (1, 2), "their part of the step must not be used"
+    for group, error in enumerate(wrong, start=1):
+        assert isinstance(error, StartOver)
+        assert re.fullmatch(
+            rf"group {group} does not enter: its state at the beginning of step 5 was not that of group 0 \(parameter "
+            rf"0.weight, float32 on cpu, checksums \w+ and \w+; from step 3 on at the earliest\); it takes theirs",
+            str(error),
+        )
+    for error in compared(same, same, entered={2: 5}, wrong={1}):
+        assert isinstance(error, InvariantBroken)
+        assert "none of them is held by most of the groups that have not just come back (group 2 has)" in str(error)
 
 
 def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told():
@@ -203,7 +328,7 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
         guards.append(StateGuard(env, MagicMock(), check, MagicMock(), agreement, MagicMock()))
     engines[1].model[0].bias.data[2] += 1
     states = {group: guard._states.whole(7) for group, guard in enumerate(guards)}
-    guards[0].accuse("at the end", 7, {}, states)
+    guards[0].accuse("at the end", 7, View(0, (0, 1), "the run starts"), states)
     ((_, line),) = guards[0]._history.note.call_args_list
     assert (line["what"], line["tensors"], line["position"]) == (["parameter 0.bias"], 1, 0)
 
@@ -212,8 +337,8 @@ def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before
     agreement = MagicMock()
     guard = StateGuard(MagicMock(), MagicMock(), MagicMock(), MagicMock(), agreement, MagicMock())
     view = View(0, (0, 1, 2), "the run starts")
-    assert guard.accuse("before", 3, {}, {0: 7, 1: 8, 2: 7}) == (1,) and guard.awaits_view(view)
-    assert guard.accuse("some", 5, {}, {0: 5, 2: 6}, everyone=False) == ()
-    assert guard.accuse("later", 9, {}, {0: 5, 2: 6}) == ()
+    assert guard.accuse("before", 3, view, {0: 7, 1: 8, 2: 7}) == (1,) and guard.awaits_view(view)
+    assert guard.accuse("some", 5, view, {0: 5, 2: 6}) == ()
+    assert guard.accuse("later", 9, View(1, (0, 2), "group 1 is out"), {0: 5, 2: 6}) == ()
     said = [call.args[0] for call in agreement.announce.call_args_list]
     assert [type(signal) for signal in said if not isinstance(signal, MagicMock)] == [StateDiverged, RunHalted]

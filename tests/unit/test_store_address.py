@@ -16,10 +16,10 @@ PATHS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), m
 
 
 @given(ENDPOINTS, st.booleans(), PATHS, PATHS, PATHS, st.text(min_size=1, max_size=8), PATHS)
-def test_a_written_address_reads_back(endpoints, own, ca, cert, key, user, file):
-    address = EtcdAddress(tuple(endpoints), True, own, ca, cert, key, user, file)
+def test_a_written_address_reads_back(endpoints, tls, ca, cert, key, user, file):
+    address = EtcdAddress(tuple(endpoints), True, ca, cert, key, user, file)
     assert EtcdAddress.parse(str(address)) == address
-    plain = EtcdAddress(tuple(endpoints), own=own)
+    plain = EtcdAddress(tuple(endpoints), tls)
     assert EtcdAddress.parse(str(plain)) == plain
 
 
@@ -34,7 +34,7 @@ def test_a_written_address_reads_back(endpoints, own, ca, cert, key, user, file)
         ("etcds://h:1?ca=", "not be empty"),
         ("etcds://h:1?certificate=/a", "option 'certificate' is not known; known are: ca, cert"),
         ("etcd://h:1?user=u", "options need TLS"),
-        ("etcd+own://h:1", 'give "etcd"'),
+        ("etcd+own://h:1", 'it must be "etcd://HOST:PORT'),
         ("https://h:1", 'it must be "etcd://HOST:PORT'),
     ],
 )

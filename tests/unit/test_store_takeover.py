@@ -121,6 +121,18 @@ def test_a_host_that_was_faster_is_followed_and_not_the_one_before_it(agent):
     assert agent.claims() == [(0, OLD), (2, OTHER)] and agent.locator.text == OTHER and not agent.keeper.serves
 
 
+def test_a_store_that_was_just_claimed_is_asked_at_once_and_waited_for_as_long_as_the_one_before(agent):
+    """This host hears no other one, and has waited long enough for the store before."""
+    agent.said = {}
+    agent.agent._poll()
+    agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 0 is silent"))
+    agent.agent._waited_s, agent.agent._read_at = 100.0, 0.0
+    for _ in range(2):
+        agent.agent._poll()
+    assert agent.claims() == [(0, OLD), (2, OTHER)] and agent.locator.text == OTHER
+    assert agent.agent._probe.get.call_count == 2
+
+
 def test_the_store_ends_at_a_host_that_finds_it_at_another_host(agent):
     agent.agent._poll()
     agent.log.create(store_failover.taken_over(agent.log.read()[-1], 2, OTHER, "host 1 is silent"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,8 @@ from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination.store import ControlStore, Log, listen, serve_on
 from megatron_ft.core.lifecycle import restart_policy, store_failover, supervisor_policy
 from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.errors import WIPED_OUT
+from megatron_ft.errors import WIPED_OUT, StoreError
+from megatron_ft.launchers import supervisor_loop
 from megatron_ft.launchers.slurm import commands, supervisor
 from megatron_ft.runlog import history
 
@@ -109,7 +111,8 @@ def record_of(run_dir, run_id: str, job: str, *events: dict) -> None:
 def test_the_record_of_an_earlier_job_does_not_end_this_one(tmp_path, here, monkeypatch, restarted):
     """The agents need minutes to start, and move the old record away only then."""
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
+    for module in (supervisor, supervisor_loop):
+        monkeypatch.setattr(module, "time", clock)
     run_dir = tmp_path / "run"
     record_of(run_dir, "old", "6.0.0.1", {"event": "stop", "exit_code": 3, "reason": "asked by megatron-ft stop"})
     if restarted:
@@ -132,7 +135,8 @@ def test_the_record_of_an_earlier_job_does_not_end_this_one(tmp_path, here, monk
 
 def test_a_restarted_supervisor_knows_that_its_run_has_stopped(tmp_path, here, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
+    for module in (supervisor, supervisor_loop):
+        monkeypatch.setattr(module, "time", clock)
     record_of(tmp_path / "run", "one", "7.0.0.1", {"event": "stop", "exit_code": 3, "reason": "a model that diverged"})
     here.start(None, "n1", "mft/0/n1/0", [], None)
     limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
@@ -144,7 +148,8 @@ def test_a_restarted_supervisor_knows_that_its_run_has_stopped(tmp_path, here, m
 def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node(tmp_path, here, monkeypatch):
     """Slurm has not noticed the loss of n2: its step seems to run, and the node to be up."""
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
+    for module in (supervisor, supervisor_loop):
+        monkeypatch.setattr(module, "time", clock)
     run_dir = tmp_path / "run"
 
     def ended() -> None:
@@ -161,7 +166,31 @@ def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
     assert own.run() == 0
     assert [name for name in here.steps if name.startswith("mft/")] == ["mft/0/n2/0", "mft/0/n1/0", "mft/1/n1/0"]
-    assert here.cancelled and not own._job.nodes["n1"].failures
+    assert here.cancelled and not own._loop.job.nodes["n1"].failures
+
+
+def test_a_run_whose_store_does_not_answer_is_told_to_stop_again(tmp_path, here, monkeypatch, capsys):
+    clock, asked = Clock(), []
+    for module in (supervisor, supervisor_loop):
+        monkeypatch.setattr(module, "time", clock)
+
+    def stop(run_dir, why: str) -> None:
+        asked.append(why)
+        if len(asked) < 3:
+            raise StoreError("no answer")
+        record_of(run_dir, "first", "7.0.0.1", {"event": "stop", "exit_code": 3, "reason": why})
+        here.end()
+
+    monkeypatch.setattr(supervisor_loop.operator_requests, "stop", stop)
+    monkeypatch.setattr(commands, "ending", lambda job: False)
+    monkeypatch.setattr(commands, "requeue", lambda job: "")
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0)
+    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
+    clock.at = {5.0: lambda: own._signalled(signal.SIGUSR1, None)}
+    assert own.run() == supervisor.REQUEUED
+    assert asked == ["SIGUSR1: the job is to end soon"] * 3
+    said = capsys.readouterr().err
+    assert said.count("is told to save and to stop") == said.count("cannot be told to stop yet") == 1
 
 
 def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, here, monkeypatch):
@@ -171,7 +200,7 @@ def test_an_adopted_node_is_not_given_up_for_ends_that_may_be_excused(tmp_path, 
     own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), tmp_path / "run", 0, limits), {})
     own._ask_slurm()
     own._adopt(own._found())
-    node = own._job.nodes["n1"]
+    node = own._loop.job.nodes["n1"]
     assert (node.step, node.failures, node.failures + node.excused) == ("mft/0/n1/5", 2, 5)
 
 
@@ -189,7 +218,7 @@ def test_the_supervisor_on_duty_keeps_its_lease_when_the_control_store_moves(tmp
 
     def on_duty(one: supervisor.Supervisor) -> bool:
         one._beat_at = -float("inf")
-        return one._on_duty()
+        return one._holds_lease()
 
     stores[0].begin()
     assert [on_duty(first), on_duty(second), on_duty(first)] == [True, False, True]

@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from datasets import Dataset
 
 from megatron_ft.data import prepare, read_meta, tokenizer_pool
 from megatron_ft.data.tokenizer import Tokenizer, _SentencePiece
@@ -90,3 +93,10 @@ def test_the_processes_end_with_a_prepare_that_is_interrupted(tmp_path, text_fil
     assert bool(list((tmp_path / "out").glob(".preparing-*"))) == (number == signal.SIGKILL)
     prepare(tmp_path / "out", [text_file], 310, log=lambda line: None)
     assert read_meta(tmp_path / "out") and not list((tmp_path / "out").glob(".preparing-*"))
+
+
+def test_a_document_that_would_end_inside_of_itself_is_refused():
+    tokenizer = SimpleNamespace(eod_id=1, eod_token="<eod>", unknown=0, encode_blocks=lambda text: [[5], [1, 6]])
+    encode = tokenizer_pool._Encoder(Dataset.from_dict({"text": ["a"]}), tokenizer, np.dtype("<u2"))
+    with pytest.raises(DataError, match="gives a text the token that ends documents, <eod>: name another one"):
+        encode(0)

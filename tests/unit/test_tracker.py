@@ -91,6 +91,7 @@ def test_the_tracker_ends_when_its_agent_is_gone(run_dir, monkeypatch):
     assert Good.logged[-2:] == [3, "closed"]
 
 
+@pytest.mark.long
 def test_wandb_writes_offline_and_into_the_run_directory_only(run_dir, tmp_path_factory, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     home = tmp_path_factory.mktemp("home")

@@ -56,6 +56,11 @@ def test_in_the_course_of_a_run_every_group_verifies_every_other_and_every_place
     assert len(places) == groups * per_shard
 
 
+def test_the_room_holds_a_third_opinion_on_everything_and_the_common_check_of_the_first_step():
+    """Two groups are left of four that verify one microbatch each, with a third opinion on all; and the check of all."""
+    assert [verification.slots(per_step, 4) for per_step in (0, 1, 4, 5)] == [0, 7, 7, 13]
+
+
 def test_in_the_first_step_all_groups_compute_one_microbatch():
     first, *_ = verification.checks(plan_of(5, 2, 0), range(5), 0, 1, 4, everyone=True)
     assert set(first.groups) == set(range(5))
@@ -126,3 +131,7 @@ def test_a_group_that_contradicts_itself_is_guilty_even_where_there_are_two():
 def test_a_missing_digest_accuses_nobody():
     check = Check(Microbatch(3, 0, 0), (0, 1))
     assert verification.verdict([check], {0: [7]}, {}) == Verdict({})
+
+
+def test_the_room_for_digests_has_two_shares_of_three_opinions_and_the_first_steps_common_check():
+    assert [verification.slots(per_step, 4) for per_step in (0, 1, 4, 5)] == [0, 7, 7, 13]

@@ -32,7 +32,7 @@ from megatron_ft.coordination.store.base import StoreGone
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Seat
 from megatron_ft.errors import RunStopped
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 from megatron_ft.utils.vital_thread import VitalThread
 
 TOLD = "claim"
@@ -78,11 +78,11 @@ class Log:
 
         def make() -> bool:
             if claim.number == 0:
-                self._directory.mkdir(exist_ok=True)
+                shared_file.make_directory(self._directory)
             elif len(self._read()) != claim.number:
                 return False
             raw = {"claim": text, "mac": self._mac(text, self._last_mac)}
-            return atomic_file.create(self._path(claim.number), json.dumps(raw) + "\n")
+            return shared_file.create(self._path(claim.number), json.dumps(raw) + "\n")
 
         return self._bounded(make)
 
@@ -97,7 +97,7 @@ class Log:
                 "this run makes no claim there any more"
             )
         while (path := self._path(len(self._claims))).name in there:
-            claim, self._last_mac = self._open(path, path.read_bytes(), len(self._claims))
+            claim, self._last_mac = self._open(path, shared_file.read_record(path), len(self._claims))
             self._claims += (claim,)
         return self._claims
 
@@ -268,7 +268,7 @@ class Locator:
 def read_told(path: Path) -> int:
     """Return the number in such a file; -1 while there is none."""
     try:
-        return int(path.read_text(encoding="ascii"))
+        return int(shared_file.read_record(path))
     except (OSError, ValueError):
         return -1
 

@@ -7,6 +7,7 @@ Failures it assumes: a file is missing or wrong, and the error names it; files a
 from __future__ import annotations
 
 import os
+import shlex
 import ssl
 import stat
 from collections.abc import Callable
@@ -99,7 +100,8 @@ class Access:
             mode = stat.S_IMODE(os.stat(file).st_mode)
             if mode & 0o077:
                 raise Refused(
-                    f"the store's password_file {file} has mode {mode:04o}; others can read it: chmod 600 {file}"
+                    f"the store's password_file {file} has mode {mode:04o}; others can read it: run chmod 600 "
+                    f"{shlex.quote(str(file))}"
                 )
             return Path(file).read_text(encoding="utf-8").rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:

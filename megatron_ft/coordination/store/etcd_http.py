@@ -17,12 +17,11 @@ import functools
 import http.client
 import json
 import math
-import random
+import secrets
 import socket
 import ssl
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,16 +45,13 @@ _UNHEARD_S = 0.5
 that, so a slow one is not mistaken for a lost one."""
 _AWAY_S, _AWAY_MOST_S = 3.0, 60.0
 """For this long a node that was found away is asked last; twice as long each time it is still away, up to the second."""
-_LEARN_S, _LEARN_AGAIN_S = 10.0, 1.0
-"""The greatest age of the list of nodes, where they change: two of three would have to be replaced in that time. The
-greatest age of a list in which a member has no address yet."""
 
 
 class _Nodes:
-    """The addresses of the nodes, when (monotonic) one of them has reported them, and which of them were found away."""
+    """The addresses of the nodes, and which of them were found away."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        self.endpoints, self.learned = endpoints, -math.inf
+        self.endpoints = endpoints
         self._away: dict[tuple[str, int] | None, tuple[float, float]] = {}
         """node -> (since when, for how long) it is asked last"""
 
@@ -71,33 +67,20 @@ class _Nodes:
     def answered(self, node: tuple[str, int] | None) -> None:
         self._away.pop(node, None)
 
-    def learn(self, listed: Mapping[str, Any]) -> None:
-        """Take the nodes' addresses from etcd's list of members. A learner answers no client. A member that is only just
-        starting has no address yet: until it has one, the nodes of before stay known, and the list is asked for sooner.
-        """
-        serving = [member.get("clientURLs", ())[:1] for member in listed["members"] if not member.get("isLearner")]
-        urls = [urllib.parse.urlsplit(url) for own in serving for url in own]
-        found = tuple((url.hostname, url.port) for url in urls if url.hostname and url.port)
-        complete = len(found) == len(serving)
-        self.endpoints = found if found and complete else tuple(dict.fromkeys(found + self.endpoints))
-        self.learned = time.monotonic() - (0.0 if complete else _LEARN_S - _LEARN_AGAIN_S)
-
     def others(self) -> Endpoints:
         """Return the nodes that no client here has found away just now; all of them if there are none."""
         endpoints = self.endpoints
         return tuple(node for node in endpoints if not self.is_away(node)) or endpoints
 
 
-_KNOWN: dict[tuple[Endpoints, bool], _Nodes] = {}
-"""The nodes by their first addresses, and whether they may change. All clients of a process share them, so that only
-one has to wait for a lost node."""
+_KNOWN: dict[Endpoints, _Nodes] = {}
+"""The nodes by their addresses. All clients of a process share them, so that only one has to wait for a lost node."""
 
 
 class Gateway:
     """One client with one open connection, for any thread. ``timeout_s`` bounds a call over all nodes together.
 
-    ``learns``: the nodes may be replaced, so they are asked regularly for their present addresses. ``access``: TLS and
-    user to get access to them; by default there is neither.
+    ``access``: TLS and user to get access to the nodes; by default there is neither.
     """
 
     def __init__(
@@ -105,30 +88,18 @@ class Gateway:
         endpoints: Endpoints,
         timeout_s: float,
         verify: Verifier | None = None,
-        learns: bool = False,
         access: Access | None = None,
     ) -> None:
-        self.timeout_s, self.learns = timeout_s, learns
+        self.timeout_s, self.endpoints = timeout_s, endpoints
         self._access = access or Access(EtcdAddress(endpoints))
         scheme = "etcds" if self._access.address.tls else "etcd"
         self.name = f"{scheme}://" + ",".join(f"{host}:{port}" for host, port in endpoints)
-        self._first = endpoints
-        self._nodes = _KNOWN.setdefault((endpoints, learns), _Nodes(endpoints))
+        self._nodes = _KNOWN.setdefault(endpoints, _Nodes(endpoints))
         self._verify = verify
-        self._turn, self._at = random.randrange(len(endpoints)), 0
+        self._turn, self._at = secrets.randbelow(len(endpoints)), 0
         self._node: tuple[str, int] | None = None
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
-
-    @property
-    def endpoints(self) -> Endpoints:
-        """The nodes that are known now."""
-        return self._nodes.endpoints
-
-    def learn(self) -> None:
-        """Ask the nodes for their present addresses. Raises what :meth:`call` raises."""
-        self._nodes.learned = -math.inf
-        self.call("/v3/cluster/member/list", {})
 
     def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Make a request to the first node that answers it. Raises ``StoreGone`` when all refuse, else ``StoreSilent``."""
@@ -223,7 +194,7 @@ class Gateway:
         self._at += 1
 
     def clone(self) -> Gateway:
-        return Gateway(self._first, self.timeout_s, self._verify, self.learns, self._access)
+        return Gateway(self.endpoints, self.timeout_s, self._verify, self._access)
 
     def close(self) -> None:
         """Close a gateway that only this thread uses."""
@@ -248,8 +219,6 @@ class Gateway:
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
-        if self.learns and time.monotonic() - self._nodes.learned > _LEARN_S:
-            self._nodes.learn(self._post(self._connection, "/v3/cluster/member/list", {}))
         answer = self._post(self._connection, path, body)
         self._access.worked = True
         self._nodes.answered(self._node)

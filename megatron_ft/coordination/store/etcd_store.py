@@ -23,8 +23,7 @@ _DELETE_AT_ONCE = 100
 
 
 class EtcdStore:
-    """The port over etcd's transactions, watches and leases. ``timeout_s`` bounds the silence of all nodes together.
-    If its nodes are the run's own, they may be replaced by others (:class:`.etcd_http.Gateway`)."""
+    """The port over etcd's transactions, watches and leases. ``timeout_s`` bounds the silence of all nodes together."""
 
     def __init__(
         self, address: EtcdAddress, timeout_s: float, verify: Verify | None = None, access: Access | None = None
@@ -33,7 +32,7 @@ class EtcdStore:
         verified: Verifier | None = None
         if verify is not None:
             verified = lambda post: verify(lambda key: _value(post("/v3/kv/range", {"key": encoded(key)})))  # noqa: E731
-        self._gateway = Gateway(address.endpoints, timeout_s, verified, address.own, self._access)
+        self._gateway = Gateway(address.endpoints, timeout_s, verified, self._access)
         self._torch: TorchEtcdStore | None = None
         self._leases: dict[str, str] = {}
         self.name = self._gateway.name

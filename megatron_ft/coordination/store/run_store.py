@@ -44,8 +44,7 @@ NOTICES = "notice"
 _SAYS_NOTHING = signals.to_json(signals.ForgedNotice())
 
 Address = tuple[str, int] | str | Locator
-"""``(host, port)`` or ``"host:port"`` of an embedded store, or an etcd's address (``store_address``). An etcd that the
-run has started is ``etcd+own://...``: its lost hosts are replaced, so clients ask it for its nodes. A ``Locator`` for
+"""``(host, port)`` or ``"host:port"`` of an embedded store, or an etcd's address (``store_address``). A ``Locator`` for
 an embedded store that another host may take over."""
 
 

@@ -26,7 +26,7 @@ from megatron_ft.coordination.store.base import RETRY_PAUSE_S, StoreGone, StoreS
 from megatron_ft.coordination.store.call_guard import Guard, Overdue
 from megatron_ft.coordination.store.claim_log import Locator
 from megatron_ft.errors import LaunchError
-from megatron_ft.utils import socket_tracker
+from megatron_ft.utils import net, socket_tracker
 from megatron_ft.utils.log import first_line
 
 Answer = TypeVar("Answer")
@@ -36,6 +36,9 @@ _ABSENT = uuid.uuid4().hex
 """No value equals it, because no other process knows it; torch returns the expected value for a key that is not there."""
 _PROBE_EVERY_S = 0.5
 _MOVED = "it has moved to another address"
+_OWN_S = 5.0
+"""Seconds for a connection of this host to itself."""
+_JITTER = random.SystemRandom()  # not the global generator: the user's code may be drawing from it
 _CONNECTING = threading.Lock()
 """Only one client is made at a time: the socket that appears meanwhile is that client's."""
 
@@ -194,7 +197,7 @@ class TcpStore:
 
     def _failed(self, error: StoreGone | StoreSilent) -> StoreGone | StoreSilent:
         self._last = error
-        self._not_before = time.monotonic() + self._pause_s * (0.5 + random.random() / 2)
+        self._not_before = time.monotonic() + self._pause_s * (0.5 + _JITTER.random() / 2)
         self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S[1])
         return error
 
@@ -351,13 +354,26 @@ def listen(bind: str, port: int) -> socket.socket:
     knows.
     """
     try:
-        return socket.create_server((bind, port), family=_family(bind), backlog=1024)
+        listener = socket.create_server((bind, port), family=_family(bind), backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 f"port {port} is in use by another program; give another --port, or leave it out to take a free one"
             ) from None
         raise LaunchError(f"the control store cannot listen on {bind}:{port}: {error.strerror or error}") from None
+    here = (_reachable(bind), listener.getsockname()[1])
+    try:
+        with socket.create_connection(
+            here, timeout=_OWN_S
+        ):  # torch's server tries it for 30 s, and its clients for longer
+            listener.accept()[0].close()
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"the control store cannot be reached on this host at {net.joined(*here)}: {error.strerror or error}; see that "
+            f"the interface with that address is up (ip addr; for loopback: ip link set lo up), or give another --address"
+        ) from None
+    return listener
 
 
 def serve_on(listener: socket.socket, timeout: timedelta = timedelta(seconds=30)) -> Any:

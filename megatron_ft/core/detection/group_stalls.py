@@ -1,7 +1,9 @@
 """Lines for the job's log that name the group the others wait for, and its place, from the agents' looks at their ranks.
 
 Training is synchronous, so one group that does not get on keeps all others waiting, without an error and without a limit
-that is soon reached: a rank may evaluate or save between two steps for half an hour. So each agent reports the places
+that is soon reached: a rank may evaluate or save between two steps for half an hour. At the end all groups wait: for a group
+that still waits in a step or an evaluation, which no group at the end takes part in, or for the lowest group, which saves
+and completes the record. So each agent reports the places
 of its ranks (:class:`Spot`), and one agent reports which groups wait for which, after ``notice_s`` and when that time
 has doubled.
 
@@ -17,8 +19,9 @@ from typing import Literal
 from megatron_ft.core.detection.rank_health import Health, Limits
 from megatron_ft.types import GroupId
 
-Place = Literal["starting", "outside", "dataset", "kernel", "working", "waiting", "busy"]
-"""The place of a rank. ``busy``: at work, for no longer than usual."""
+Place = Literal["starting", "outside", "dataset", "kernel", "working", "waiting", "ended", "busy"]
+"""The place of a rank. ``ended``: it has made its last step and waits for the end of the run. ``busy``: at work, for no
+longer than usual."""
 
 WORDS: Mapping[Place, str] = {
     "starting": "before its first step",
@@ -26,6 +29,8 @@ WORDS: Mapping[Place, str] = {
     "dataset": "inside the dataset",
     "kernel": "inside the kernel (disk, network file system or driver)",
     "working": "in one piece of work",
+    "waiting": "in a call of the session, such as evaluate, that needs all groups",
+    "ended": "after its last step, where it saves the last checkpoint and completes the record",
 }
 """The words for the place of a group that others wait for."""
 _UNUSUAL = 3.0
@@ -52,7 +57,7 @@ class Spot:
 
     @property
     def is_late(self) -> bool:
-        return self.place in WORDS
+        return self.place not in ("waiting", "ended", "busy")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Line:
 
     Attributes:
         late: groups that are waited for.
-        waiting: groups that wait; empty if storage does not answer for all groups.
+        waiting: groups that wait; empty if storage does not answer for all groups, or for the only group at the end.
         place: of the late groups.
         seconds: the longest time that a late group has been there.
         over: True if the late groups go on.
@@ -78,9 +83,8 @@ class Line:
         if self.over:
             return f"{late} {'goes' if one else 'go'} on after {self.seconds:.0f} s {WORDS[self.place]}"
         if not self.waiting:
-            return (
-                f"{late} {'is' if one else 'are'} {WORDS[self.place]} for {self.seconds:.0f} s: storage does not answer"
-            )
+            ends = "" if self.place == "ended" else ": storage does not answer"
+            return f"{late} {'is' if one else 'are'} {WORDS[self.place]} for {self.seconds:.0f} s{ends}"
         waits = "waits" if len(self.waiting) == 1 else "wait"
         return f"{_names(self.waiting)} {waits} for {late}, {WORDS[self.place]}, {self.seconds:.0f} s"
 
@@ -111,8 +115,8 @@ def _place(health: Health, least_s: float) -> Place:
     if sample is None or health.still_s < least_s:
         return "busy"
     match sample.phase:
-        case "waiting":
-            return "waiting"
+        case "waiting" | "ended" as waits:
+            return waits
         case "outside":
             return "outside" if sample.progress else "starting"
     if sample.dataset % 2:
@@ -136,10 +140,11 @@ def together(spots: Iterable[Spot]) -> dict[GroupId, Spot]:
 
 
 def _rank(one: Spot) -> tuple[int, float]:
-    """Return the sort key: late spots first, the longest of them; then busy ones; then the shortest wait."""
+    """Return the sort key: late spots first, the longest of them; then busy ones; then a leader that has ended; then the
+    shortest wait."""
     if one.is_late:
         return 0, -one.seconds
-    return (1, 0.0) if one.place == "busy" else (2, one.seconds)
+    return {"busy": 1, "ended": 2, "waiting": 3}[one.place], 0.0 if one.place == "busy" else one.seconds
 
 
 def observe(
@@ -152,13 +157,15 @@ def observe(
         groups: the spot of each member of the present view.
         notice_s: seconds after which the first line about a group is due.
     """
-    late = {group: spot for group, spot in groups.items() if spot.is_late}
-    waiting = tuple(sorted(group for group, spot in groups.items() if spot.place == "waiting"))
+    late = {group: spot for group, spot in groups.items() if spot.is_late} or _late_at_the_end(groups)
+    waits = ("waiting", "ended")
+    waiting = tuple(sorted(group for group, spot in groups.items() if spot.place in waits and group not in late))
     lines = _over({group: one for group, one in told.items() if not _goes_on(one, late.get(group))})
     told = {group: one for group, one in told.items() if _goes_on(one, late.get(group))}
     told = {group: replace(one, seconds=late[group].seconds) for group, one in told.items()}
     away = bool(groups) and all(spot.is_late and spot.storage for spot in groups.values())
-    for place in WORDS if waiting or away else ():
+    ends = any(spot.place == "ended" for spot in late.values())
+    for place in WORDS if waiting or away or ends else ():
         here = {group: spot.seconds for group, spot in late.items() if spot.place == place}
         due = [
             group for group, seconds in here.items() if seconds >= (told[group].due_s if group in told else notice_s)
@@ -167,6 +174,16 @@ def observe(
             lines.append(Line(tuple(sorted(here)), waiting, place, max(here.values())))
             told |= {group: Told(place, seconds, 2 * max(here.values())) for group, seconds in here.items()}
     return told, lines
+
+
+def _late_at_the_end(groups: Mapping[GroupId, Spot]) -> dict[GroupId, Spot]:
+    """Return the groups that a group at the end of the run waits for, while all groups wait; none while one is at work."""
+    ended = [group for group, spot in groups.items() if spot.place == "ended"]
+    if not ended or any(spot.place == "busy" for spot in groups.values()):
+        return {}
+    return {group: spot for group, spot in groups.items() if spot.place == "waiting"} or {
+        min(ended): groups[min(ended)]
+    }
 
 
 def _goes_on(told: Told, spot: Spot | None) -> bool:

@@ -27,8 +27,9 @@ from typing import Literal
 
 from megatron_ft.types import GroupId
 
-Phase = Literal["outside", "working", "waiting"]
-"""The activity of the training thread: the user's own code between steps, work of a step, or waiting for other groups."""
+Phase = Literal["outside", "working", "waiting", "ended"]
+"""The activity of the training thread: the user's own code between steps, work of a step, waiting for other groups in a
+step or an evaluation, or, after the last step, waiting for the end of the run."""
 
 LOOK_S = 0.25
 """The most seconds that one look adds to any time, because an agent that did not look has not seen anything."""
@@ -80,6 +81,11 @@ class Sample:
     phase: Phase
     dataset: int = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether the training thread waits for other groups."""
+        return self.phase in ("waiting", "ended")
+
 
 @dataclass(frozen=True)
 class Health:
@@ -124,7 +130,7 @@ class Health:
 
     def is_overdue(self, limits: Limits) -> bool:
         """Return whether the rank has worked on one piece of work for longer than the limit."""
-        return self.last is not None and self.last.phase != "waiting" and self.still_s > self.limit_s(limits)[0]
+        return self.last is not None and not self.last.waits and self.still_s > self.limit_s(limits)[0]
 
     def in_storage(self, limits: Limits) -> bool:
         """Return whether the rank has been in storage for long enough to conclude that storage does not answer.

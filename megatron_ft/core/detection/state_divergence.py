@@ -2,9 +2,14 @@
 
 Intuition. All groups start a step from the same parameters, buffers and optimizer state, to the bit. Each group's checksum
 of them travels in a slot of its own with bucket 0, so every group that commits the step compares the same numbers and comes
-to the same conclusion without another message. Two corruptions do not end in the same wrong state, so the state that
-most groups hold is taken for right, provided that at least two groups hold it and no other state is held by as many
-groups. Otherwise the right state is unknown, and the run must stop.
+to the same conclusion without another message. Most steps compare a part of the state, the step in which a group enters
+compares all of it.
+
+Two corruptions do not end in the same wrong state, so the state that most groups hold is taken for right, provided that at
+least two groups hold it and no other state is held by as many groups. Groups that have come back are no such independent
+witnesses: what a return does not restore (a value that only the script knows) is missing in all of them alike. So the
+groups that have not entered since all of the state was last compared decide, and if they do not agree, the right state is
+unknown, and the run must stop.
 
 The same holds for gradients that are not finite: when a strict minority of the groups has produced them in several steps in
 a row, the fault is in these groups and not in the model or the data.
@@ -12,10 +17,11 @@ a row, the fault is in these groups and not in the model or the data.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
-from megatron_ft.types import GroupId
+from megatron_ft.types import GroupId, View
 
 
 @dataclass(frozen=True)
@@ -23,25 +29,50 @@ class Comparison:
     """The outcome of comparing states.
 
     Attributes:
-        minority: groups, ascending, whose state is not the one that most groups hold.
-        tied: if no state is held by most groups, all sets of groups with equal states; empty otherwise.
+        minority: groups, ascending, whose state is not the right one.
+        tied: if it is not known which state is right, all sets of groups with equal states; empty otherwise.
     """
 
     minority: tuple[GroupId, ...] = ()
     tied: tuple[tuple[GroupId, ...], ...] = ()
 
+    def __bool__(self) -> bool:
+        """True if some states differ."""
+        return bool(self.minority or self.tied)
 
-def compare(checksums: Mapping[GroupId, Hashable]) -> Comparison:
-    """Compare the checksums of the groups that have sent one."""
+
+def compare(checksums: Mapping[GroupId, Hashable], doubted: Collection[GroupId] = ()) -> Comparison:
+    """Compare the checksums of the groups that have sent one. ``doubted``: the groups of :func:`doubted`."""
     if len(set(checksums.values())) <= 1:
         return Comparison()
+    witnesses = Counter(checksum for group, checksum in checksums.items() if group not in doubted)
+    ranked = witnesses.most_common(2)
+    agree = len(ranked) == 1
+    if agree or (len(ranked) == 2 and ranked[0][1] > max(ranked[1][1], 1)):
+        right = ranked[0][0]
+        return Comparison(minority=tuple(sorted(group for group, found in checksums.items() if found != right)))
     holders: dict[Hashable, list[GroupId]] = {}
     for group in sorted(checksums):
         holders.setdefault(checksums[group], []).append(group)
-    ranked = sorted(map(tuple, holders.values()), key=lambda groups: (-len(groups), groups))
-    if len(ranked[0]) == 1 or len(ranked[0]) == len(ranked[1]):
-        return Comparison(tied=tuple(sorted(ranked)))
-    return Comparison(minority=tuple(sorted(group for groups in ranked[1:] for group in groups)))
+    return Comparison(tied=tuple(sorted(map(tuple, holders.values()))))
+
+
+def compares_all(view: View, step: int) -> bool:
+    """Return whether the groups compare all of their states when they reduce ``step`` under ``view``: a group has entered
+    in this step."""
+    return step == view.step and step in view.entered.values()
+
+
+def doubted(view: View, step: int, pass_steps: int) -> frozenset[GroupId]:
+    """Return the groups that have entered since all of the state was last compared and found equal, before ``step``.
+
+    All of it is compared in a step in which a group enters, and piece by piece in any ``pass_steps`` steps (0: never). A
+    group that has entered in such a step counts from its next one on: it had not yet made a step by itself.
+    """
+    entries = {group: entered for group, entered in view.entered.items() if entered <= step}
+    compared = max((entered for entered in entries.values() if entered < step), default=-1)
+    passed = step - 1 - pass_steps if pass_steps else -1
+    return frozenset(group for group, entered in entries.items() if entered >= compared and entered > passed)
 
 
 def nonfinite_minority(flagged: Mapping[GroupId, bool]) -> tuple[GroupId, ...]:

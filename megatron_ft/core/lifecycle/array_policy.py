@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megatron_ft.core.lifecycle import restart_policy
-from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError, StoreError
+from megatron_ft.core.lifecycle import restart_policy, supervisor_policy
+from megatron_ft.errors import WIPED_OUT, GroupLeft, LaunchError
+from megatron_ft.types import given
 
 ElementId = int
 _SIGNALLED = 128
-_LOST = (WIPED_OUT, StoreError.exit_code)
-"""Exit codes after which a run can be begun again."""
 
 
 @dataclass(frozen=True)
@@ -101,22 +100,10 @@ Decision = Begin | Requeue | Over
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The limits of restarts.
+class Limits(supervisor_policy.Limits):
+    """The limits of a supervisor, and ``hosts``: the number of elements that a run needs."""
 
-    Attributes:
-        hosts: number of elements that a run needs.
-        per_node: number of agents that may fail on a node before its element asks for another node.
-        whole: limits for beginning the whole run again; None: never (there are no checkpoints).
-        first_s: first pause before another start, in seconds; each further pause is twice as long.
-        longest_s: the longest pause, in seconds.
-    """
-
-    hosts: int
-    per_node: int = 3
-    whole: restart_policy.Limits | None = None
-    first_s: float = 1.0
-    longest_s: float = 60.0
+    hosts: int = 1
 
 
 @dataclass(frozen=True)
@@ -167,22 +154,24 @@ def _after(run: Begin, made: Sequence[Decision], seen: Seen, limits: Limits) -> 
     if to_come or working(run, beats):
         return None
     told = next((beat.told for beat in beats.values() if beat.told), "")
-    if told:
-        return Requeue(number, {k: beat.restarts for k, beat in seen.beats.items()}, told)
-    if seen.outcome is not None and seen.outcome not in _LOST and seen.outcome < _SIGNALLED:
-        return Over(number, seen.outcome, "the run has stopped; its record says why")
+    cancelled = seen.outcome is not None and seen.outcome >= _SIGNALLED  # one element, and not the run
+    code = None if cancelled else seen.outcome
     refused = all(k in beats and beats[k].code == LaunchError.exit_code for k in run.hosts)
-    if refused and seen.outcome is None:
+    if refused and seen.outcome is None and not told:
         return Over(number, LaunchError.exit_code, "the run could not be started; the elements' logs say why")
-    if limits.whole is None:
-        return Over(number, WIPED_OUT, "no group is left, and there are no checkpoints to go on from")
+    match supervisor_policy.verdict(code, told, limits.whole):
+        case supervisor_policy.Requeue(why=why):
+            return Requeue(number, {k: beat.restarts for k, beat in seen.beats.items()}, why)
+        case supervisor_policy.Finish(code=ended_with, why=why):
+            return Over(number, ended_with, why)
+    whole = given(limits.whole)
     again = [b.at for a, b in pairwise(made) if isinstance(a, Begin) and isinstance(b, Begin)]
     recent = [at for at in again if at > seen.now - restart_policy.HOUR_S]
-    if len(recent) >= limits.whole.per_hour:
+    if len(recent) >= whole.per_hour:
         why = f"it was begun again {len(recent)} times within an hour, and fault_tolerance.rejoin.restarts_per_hour is "
-        return Over(number, WIPED_OUT, f"the whole run is lost: {why}{limits.whole.per_hour}")
-    pause = min(limits.first_s * 2.0 ** min(len(recent), 30), limits.longest_s)
-    return _begin(number, _ready(seen, run), seen, limits) if seen.now - run.at >= pause else None
+        return Over(number, WIPED_OUT, f"the whole run is lost: {why}{whole.per_hour}")
+    due = run.at + restart_policy.pause_s(len(recent) + 1, limits.pauses)
+    return _begin(number, _ready(seen, run), seen, limits) if seen.now >= due else None
 
 
 def working(run: Begin, beats: Mapping[ElementId, Beat]) -> bool:
@@ -251,8 +240,7 @@ def ended(own: Own, beat: Beat, now: float, quick: int, limits: Limits) -> Own:
     whose state is looked at again after a pause. ``quick``: number of such ends in a row.
     """
     broke = beat.code is not None and (beat.code < 0 or beat.code == 1 or beat.code >= _SIGNALLED)
-    pause = min(limits.first_s * 2.0 ** min(quick, 30), limits.longest_s)
-    return Own(beat, own.failures + broke, now + pause)
+    return Own(beat, own.failures + broke, now + restart_policy.pause_s(quick + 1, limits.pauses))
 
 
 def act(

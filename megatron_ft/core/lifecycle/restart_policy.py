@@ -123,7 +123,7 @@ def lost(group: Group, loss: Loss, now: float, limits: Limits) -> Group:
         return group
     words = loss.why if loss.kind == "failed" and not loss.begun else None
     quick = 0 if _lived_well(group, now, limits) else group.quick
-    due = now + _pause_s(quick + (loss.kind == "failed"), limits)
+    due = now + pause_s(quick + (loss.kind == "failed"), limits)
     again = tuple(start for start in group.again if start > due - HOUR_S)
     down = replace(group, down=True, due=due, again=again, quick=quick + 1, words=words, lost_at=now)
     return replace(down, never=group.never or _refusal(down, group.words, loss, limits))
@@ -135,7 +135,7 @@ def _lived_well(group: Group, now: float, limits: Limits) -> bool:
     return group.back is not None and now - group.back >= limits.well_times * (group.back - group.lost_at)
 
 
-def _pause_s(doublings: int, limits: Limits) -> float:
+def pause_s(doublings: int, limits: Limits) -> float:
     """Return the pause in seconds: 0 the first time, then ``first_s``, twice that, ..."""
     if not doublings:
         return 0.0

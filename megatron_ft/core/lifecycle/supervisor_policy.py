@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_ft.core.lifecycle import restart_policy
+from megatron_ft.core.lifecycle import restart_policy, run_ending
 from megatron_ft.errors import NOT_SAVED, WIPED_OUT, StoreError
 from megatron_ft.types import given
 
@@ -37,8 +37,7 @@ class Limits:
         stop_before_s: seconds before the end of the job's time at which the run is stopped.
         grace_s: seconds for which steps may go on when the run is over.
         whole: limits for starting the whole job again, when all groups are lost and there are checkpoints; None: never.
-        first_s: first pause before another start on a node, in seconds; each further one is twice as long.
-        longest_s: the longest pause, in seconds.
+        pauses: the pauses before another start on a node.
         patience_s: seconds for which an agent waits for a control store.
     """
 
@@ -46,8 +45,7 @@ class Limits:
     stop_before_s: float = 300.0
     grace_s: float = 15.0
     whole: restart_policy.Limits | None = None
-    first_s: float = 1.0
-    longest_s: float = 60.0
+    pauses: restart_policy.Limits = restart_policy.Limits()
     patience_s: float = 60.0
 
     @property
@@ -83,8 +81,7 @@ class Job:
     Attributes:
         nodes: the nodes by name.
         attempt: number of the start of the whole job, from 0.
-        stopping: why the run was told to stop before its end; empty if it was not.
-        requeue: True if a run that was told to stop is to go on later.
+        stopping: why the run was told to stop before its end, to go on later; empty if it was not.
         over_since: time at which the run was first seen to be over; None before.
         whole: restarts of the whole job.
         heard_at: time at which the newest view or step of this attempt was read; None: none yet.
@@ -95,7 +92,6 @@ class Job:
     nodes: Mapping[str, Node]
     attempt: int = 0
     stopping: str = ""
-    requeue: bool = False
     over_since: float | None = None
     whole: restart_policy.Group = restart_policy.Group()
     heard_at: float | None = None
@@ -198,7 +194,7 @@ def observe(job: Job, seen: Seen, limits: Limits) -> tuple[Job, tuple[Action, ..
     near = seen.left_s is not None and seen.left_s < limits.stop_before_s
     why = seen.told or (f"the job's time is up in {seen.left_s:.0f} s" if near else "")
     if why and not job.stopping and seen.over is None:
-        job = replace(job, stopping=why, requeue=True)
+        job = replace(job, stopping=why)
         actions.append(StopRun(why))
     if seen.steps is None:
         return job, tuple(actions)
@@ -233,20 +229,18 @@ def _node(job: Job, name: str, node: Node, seen: Seen, limits: Limits) -> tuple[
             node = replace(node, step="", due=None, excused=node.excused + 1, gave_up=seen.now)
         else:
             failures = node.failures + 1
-            node = replace(node, step="", failures=failures, due=seen.now + _pause_s(failures, limits))
+            node = replace(
+                node, step="", failures=failures, due=seen.now + restart_policy.pause_s(failures, limits.pauses)
+            )
             if failures >= limits.per_node:
                 actions.append(Drain(name, f"megatron_ft: {failures} agents have ended there within one job"))
                 node = replace(node, due=None)
     if node.gave_up is not None and node.due is None and job.heard_at is not None and job.heard_at > node.gave_up:
-        node = replace(node, due=node.gave_up + _pause_s(node.excused, limits))
+        node = replace(node, due=node.gave_up + restart_policy.pause_s(node.excused, limits.pauses))
     if node.due is not None and seen.now >= node.due and seen.up.get(name) and not job.stopping:
         actions.append(StartSpare(name, node.failures + node.excused))
         node = replace(node, due=None)
     return replace(job, nodes={**job.nodes, name: node}), actions
-
-
-def _pause_s(ends: int, limits: Limits) -> float:
-    return min(limits.first_s * 2.0 ** min(ends - 1, 30), limits.longest_s)
 
 
 def started(job: Job, node: str, step: str) -> Job:
@@ -267,21 +261,32 @@ def _over(job: Job, seen: Seen, running: tuple[str, ...], limits: Limits) -> tup
     job = replace(job, over_since=since)
     if running and seen.now - since < 2 * limits.grace_s:  # steps that still run later are those of a lost node
         return job, [CancelSteps(running)] if seen.now - since >= limits.grace_s else []
-    # The agent that would report the run's exit code may have been lost with all others.
-    code = WIPED_OUT if seen.over is None else seen.over
+    code = seen.over
     if job.lost and code not in (0, NOT_SAVED):  # an agent that was cut off may say that it was cancelled
-        code = WIPED_OUT
+        code = None
+    ending = verdict(code, job.stopping, limits.whole)
+    return (job, [ending]) if ending is not None else _start_over(job, seen, given(limits.whole))
+
+
+def verdict(code: int | None, stopping: str, whole: restart_policy.Limits | None) -> Requeue | Finish | None:
+    """Return how a job ends whose run is over; None: the whole job is to be started again.
+
+    Args:
+        code: exit code of the run by its record; None if the record has none.
+        stopping: reason for which the run was stopped, to go on later; empty if it was not.
+        whole: limits for starting the whole job again; None: never.
+    """
     if code == 0:
-        return job, [Finish(0, "the run has got to its end")]
+        return Finish(0, "the run has got to its end")
     if code == NOT_SAVED:
-        return job, [Finish(code, "all steps are done, but not all of the end is saved; the run's record says what")]
-    if job.requeue:
-        return job, [Requeue(job.stopping)]
-    if code != WIPED_OUT:
-        return job, [Finish(code, "the run has stopped; its record says why")]
-    if limits.whole is None:
-        return job, [Finish(code, "no group is left, and there are no checkpoints to go on from")]
-    return _start_over(job, seen, limits.whole)
+        return Finish(code, "all steps are done, but not all of the end is saved; the run's record says what")
+    if stopping:
+        return Requeue(stopping)
+    if code is not None and not run_ending.starts_again(code):
+        return Finish(code, "the run has stopped; its record says why")
+    if whole is None:
+        return Finish(WIPED_OUT, "no group is left, and there are no checkpoints to go on from")
+    return None
 
 
 def _start_over(job: Job, seen: Seen, limits: restart_policy.Limits) -> tuple[Job, list[Action]]:

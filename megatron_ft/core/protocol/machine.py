@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from megatron_ft.core.detection import link_detector, stragglers
+from megatron_ft.core.detection import link_detector, state_divergence, stragglers
 from megatron_ft.core.detection.stragglers import Speeds
 from megatron_ft.core.protocol import membership
 from megatron_ft.core.protocol.membership import admissible
@@ -175,6 +175,16 @@ def _compute(state: GroupState) -> Compute:
 def plan_ahead(state: GroupState) -> Plan:
     """Return the plan of the next step, if until then no group dies, enters, or becomes faster or slower."""
     return state.job.plan(state.step + 1, state.next_origin, state.speeds)
+
+
+def discardable(state: GroupState) -> tuple[GroupId, ...]:
+    """Return the groups that enter in the complete step and may have computed a part of it, because another group was lost.
+    If their states differ, the step is computed again, unless other groups have decided it: those knew of no such part."""
+    if not state_divergence.compares_all(state.view, state.step):
+        return ()
+    entering = (group for group, step in sorted(state.view.entered.items()) if step == state.step)
+    # The plan no longer names the part of a group that is lost, and the sums of the view before can contain it.
+    return tuple(group for group in entering if state.plan.of(group) or group not in state.view.live)
 
 
 def _died(state: GroupState, event: GroupFailed) -> GroupState:
@@ -515,7 +525,8 @@ def _adopt(state: GroupState, view: View) -> GroupState:
         return state
     if not view.seats(state.me, state.incarnation):
         why = view.lost.get(state.me, view.reason)
-        return changed(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}")
+        # After a view without members there is no other one: no group goes on.
+        return changed(state, stopped=f"group {state.me} is outside view {view.epoch}: {why}", wiped_out=not view.live)
     # A group that misses a view has not reported in its epoch, so it is no member of the one after.
     assert view.epoch == state.view.epoch + 1, f"view {view.epoch} seen in epoch {state.view.epoch}"
     if len(view.live) < state.job.min_groups:

@@ -83,6 +83,10 @@ def next_view(
         final=final,
         missing=missing,
         incarnations={**view.incarnations, **joined},
+        entered={
+            **view.entered,
+            **dict.fromkeys((*joined, *(g for g in behind if view.entered.get(g) == step - 1)), step),
+        },
         reports=tuple(report for _, report in sorted(told.items())),
         noticed=noticed if noticed != cause else "",
     )
@@ -97,7 +101,7 @@ def _cause(gone: Mapping[GroupId, str]) -> str:
 
 def _wipe_out(view: View, live: tuple[GroupId, ...], gone: Mapping[GroupId, str]) -> View:
     """Return the view without members: all groups with the model are lost, before those that had just entered got it."""
-    why = "no live group has the model state any more (wipe-out); start again from a checkpoint"
+    why = f"no live group has the model state any more (wipe-out): {_cause(gone)}"
     return View(view.epoch + 1, (), why, lost={**gone, **dict.fromkeys(live, why)})
 
 

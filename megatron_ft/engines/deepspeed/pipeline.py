@@ -21,9 +21,10 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_ft.data import generators
 from megatron_ft.engines.layout import Layout
 from megatron_ft.engines.pipeline_flush import Flow
-from megatron_ft.engines.port import Control, Work, manual_seed
+from megatron_ft.engines.port import Control, Work
 from megatron_ft.types import Microbatch, given
 
 _META = 64
@@ -190,12 +191,13 @@ class FlushingEngine(PipelineEngine):
         self.adds_to(part)
 
     def _exec_begin(self, buffer_id: int, microbatch: Microbatch) -> None:
+        work, needs_samples = given(self._work), self.is_first_stage() or self.is_last_stage()
+        batch = work.batch(microbatch) if needs_samples else None
         # The same seed in all slices of a stage (they drop from the same activations), another one in each stage.
-        manual_seed((given(self._work).seed(microbatch) + self.stage_id) % 2**63)
+        generators.seed((work.seed(microbatch) + self.stage_id) % 2**63)
         self.begins()
-        if not self.is_first_stage() and not self.is_last_stage():
+        if not needs_samples:
             return
-        batch = given(self._work).batch(microbatch)
         if isinstance(batch, Mapping):
             batch = batch["input_ids"], batch["labels"]
         self._next_batch = lambda: batch

@@ -157,7 +157,9 @@ class MegatronEngine(Staged):
             )
 
     def _batch(self, listed: Listed) -> Any:
-        return self._share(self._work.batch(listed.microbatch))
+        batch = self._share(self._work.batch(listed.microbatch))
+        self._seed_pass()  # a call of the dataset in the middle of the pass has seeded for itself
+        return batch
 
     # --- around Megatron's passes ---------------------------------------------------------------------------------------
 
@@ -210,9 +212,9 @@ class MegatronEngine(Staged):
 
         return output, counted
 
-    def _seed_pass(self, seed: int) -> None:
-        super()._seed_pass(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    def _seed_pass(self) -> None:
+        super()._seed_pass()
+        tensor_parallel.model_parallel_cuda_manual_seed(self._pass_seed)
 
     def begin_step(self, microbatches: int = 1) -> None:
         super().begin_step(microbatches)
@@ -296,6 +298,9 @@ class MegatronEngine(Staged):
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self._inner[0]
+
+    def _torch_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._inner
 
     def state(self) -> Mapping[str, Any]:
         state = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.core.lifecycle.array_policy import Beat, Begin, Decision, ElementId, Over, Requeue
-from megatron_ft.utils import atomic_file
+from megatron_ft.utils import shared_file
 
 SILENT_S = 30.0
 _KINDS = {"begin": Begin, "requeue": Requeue, "over": Over}
@@ -29,12 +29,15 @@ class ArrayState:
         self._seen: dict[ElementId, tuple[str, float, bool]] = {}
         self._count = 0
         self.decisions: list[Decision] = []
-        directory.mkdir(parents=True, exist_ok=True)
+        run_dir = directory.parent.parent
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for place in (directory.parent, directory):
+            shared_file.make_directory(place)
 
     def beat(self, beat: Beat) -> None:
         """Writes the beat of this element."""
         self._count += 1
-        atomic_file.write_json(self._directory / f"beat-{beat.element}.json", {**asdict(beat), "count": self._count})
+        shared_file.write_json(self._directory / f"beat-{beat.element}.json", {**asdict(beat), "count": self._count})
 
     def last(self, element: ElementId) -> Beat | None:
         """Returns the last beat of an element, which may be from an earlier start."""
@@ -67,7 +70,7 @@ class ArrayState:
         """Returns all decisions in order."""
         while True:
             try:
-                raw = json.loads(self._path(len(self.decisions)).read_text(encoding="utf-8"))
+                raw = json.loads(shared_file.read_record(self._path(len(self.decisions))))
             except FileNotFoundError:
                 return self.decisions
             self.decisions.append(_decision(raw))
@@ -76,14 +79,14 @@ class ArrayState:
         """Writes a decision. Only the first one with a given number counts; :meth:`read` returns it."""
         path = self._path(decision.number)
         kind = next(name for name, its in _KINDS.items() if isinstance(decision, its))
-        atomic_file.create(path, json.dumps({"kind": kind, **asdict(decision)}) + "\n")
+        shared_file.create(path, json.dumps({"kind": kind, **asdict(decision)}) + "\n")
 
     def _path(self, number: int) -> Path:
         return self._directory / f"decision-{number:04d}.json"
 
     def _text(self, element: ElementId) -> str:
         try:
-            return (self._directory / f"beat-{element}.json").read_text(encoding="utf-8")
+            return shared_file.read_record(self._directory / f"beat-{element}.json").decode()
         except FileNotFoundError:
             return ""
 

@@ -7,7 +7,6 @@ the reason, or "" for success.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ft.errors import LaunchError
+from megatron_ft.utils import hostlist, net
 
 _ASK_S = 20.0
 _START_S = 20
@@ -45,28 +45,24 @@ def job(environ: Mapping[str, str]) -> Job:
         raise LaunchError(
             "this is not a Slurm job (SLURM_JOB_ID is not set); run the command in a batch script, or in salloc"
         )
-    names = tuple(node_names(nodes))
+    names = tuple(hostlist.expand(nodes))
     return Job(number, int(environ.get("SLURM_RESTART_COUNT", 0)), names, environ.get("SLURMD_NODENAME", names[0]))
 
 
-def node_names(nodes: str) -> list[str]:
-    """Expands ``n[1-3]``. Raises ``LaunchError``."""
-    return _answer("scontrol", "show", "hostnames", nodes).split()
-
-
 def node_address(name: str) -> str:
-    """Returns the node's address in Slurm, else its name. Raises ``LaunchError``."""
-    words = _answer("scontrol", "--oneliner", "show", "node", name).split()
+    """Returns the node's address in Slurm, else its name: a container has no ``scontrol``."""
+    words = (_ask("scontrol", "--oneliner", "show", "node", name) or "").split()
     return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)
 
 
 def numeric_address(node: str) -> str:
-    """Returns the node's IP address. Raises ``LaunchError``."""
+    """Returns the node's IP address for the other nodes. Raises ``LaunchError``."""
     name = node_address(node)
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError as error:
-        raise LaunchError(f"node {node} has the address {name}, which cannot be resolved here: {error}") from None
+    found = net.of(name)
+    if not found:
+        raise LaunchError(f"node {node} has the address {name}, which cannot be resolved here; correct it in Slurm")
+    # A node may give its own name a loopback address.
+    return next((address for address in found if not net.is_loopback(address)), None) or net.own_address(None)
 
 
 def switches(nodes: Sequence[str]) -> dict[str, str]:
@@ -75,7 +71,7 @@ def switches(nodes: Sequence[str]) -> dict[str, str]:
     for line in (_ask("scontrol", "show", "topology") or "").splitlines():
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if fields.get("Level") == "0" and "Nodes" in fields:
-            found |= dict.fromkeys(set(node_names(fields["Nodes"])) & set(nodes), fields["SwitchName"])
+            found |= dict.fromkeys(set(hostlist.expand(fields["Nodes"])) & set(nodes), fields["SwitchName"])
     return found if found.keys() == set(nodes) and len(set(found.values())) > 1 else {}
 
 
@@ -151,11 +147,6 @@ def start_step(job_: Job, node: str, name: str, command: Sequence[str], log: Pat
 def cancel(number: str) -> None:
     """Ask Slurm to cancel a job or one of its steps."""
     _ask("scancel", number)
-
-
-def kill_step(step: str) -> str:
-    """Kills all processes of a step at once."""
-    return _order("scancel", "--signal=KILL", step)
 
 
 def comment(job_id: str, what: str) -> None:

@@ -26,7 +26,7 @@ from megatron_ft.errors import FTError, LaunchError
 from megatron_ft.launchers.slurm import commands
 from megatron_ft.launchers.slurm.array_board import ArrayState
 from megatron_ft.launchers.slurm.supervisor import REQUEUED
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.types import given
 from megatron_ft.utils import lifeline
 from megatron_ft.utils.console import say
@@ -103,10 +103,9 @@ class ArrayTask:
     def run(self) -> int:
         """Returns the exit code when the run is over, or when this element was requeued."""
         run_lock.check_free(self._run_dir, f"{self._where.array}.")
-        signal.signal(signal.SIGUSR1, self._told)
         for number in stop_signals():
             if number != signal.SIGINT:
-                signal.signal(number, self._terminated)
+                signal.signal(number, self._told if number in lifeline.SAVE_SIGNALS else self._terminated)
         known = f"the run has {self._limits.hosts} working elements and {self._spares} in reserve"
         say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
         while True:
@@ -159,7 +158,7 @@ class ArrayTask:
 
     def _read_record(self) -> None:
         for line in self._tail.new():
-            self._said = run_directory.outcome(line, self._said)
+            self._said = run_state.outcome(line, self._said)
             self._closing |= line["event"] == run_directory.CLOSING
 
     def _outcome(self, made: Sequence[array_policy.Decision]) -> int | None:
@@ -266,7 +265,7 @@ class ArrayTask:
 
     def _buried(self, code: int) -> None:
         self._agent = None
-        self._quick = 0 if time.monotonic() - self._since > self._limits.longest_s else self._quick + 1
+        self._quick = 0 if time.monotonic() - self._since > self._limits.pauses.longest_s else self._quick + 1
         beat = replace(self._own.beat, runs=False, asks=False, code=None if self._killed else code)
         self._killed = False
         self._own = array_policy.ended(self._own, beat, time.time(), self._quick, self._limits)
@@ -310,4 +309,4 @@ def limits(settings: FaultToleranceConfig, where: Place, spares: int, per_node: 
         raise LaunchError(
             f"--spare-hosts is {spares} and the array has {where.count} elements; at least one must not be spare"
         )
-    return array_policy.Limits(where.count - spares, per_node, job_restore.whole_job(settings))
+    return array_policy.Limits(hosts=where.count - spares, per_node=per_node, whole=job_restore.whole_job(settings))

@@ -1,8 +1,8 @@
 """``megatron-ft supervise``: starts an agent on each node of a Slurm job, in its own step, and follows the run.
 
-``core.lifecycle.supervisor_policy`` decides. The node of the batch shell is the last host: the control store is on
-another node, and the batch node is a spare one if there are any. The run therefore survives the loss of the batch node
-and the first supervisor: a second supervisor waits in a step on another node until the first one, which holds a lease
+The loop is :class:`.SupervisorLoop`. The node of the batch shell is the last host: the control store is on another node,
+and the batch node is a spare one if there are any. The run therefore survives the loss of the batch node and the first
+supervisor: a second supervisor waits in a step on another node until the first one, which holds a lease
 on the control store, has been silent for a while. It learns from Slurm and the run record what runs.
 
 Failures assumed: slurmctld does not respond for minutes; the supervisor is killed (the batch script starts it again),
@@ -21,23 +21,24 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.agent import job_restore, join, operator_requests, run_lock
-from megatron_ft.agent.etcd import binary
+from megatron_ft.agent import join, run_lock
 from megatron_ft.agent.peers import ranks_of
-from megatron_ft.config.schema import OWN_ETCD, FaultToleranceConfig, RunConfig
+from megatron_ft.config.schema import RunConfig
 from megatron_ft.coordination.store import ControlStore, StoreLostMemory
-from megatron_ft.core.lifecycle import etcd_membership, supervisor_policy
-from megatron_ft.errors import FTError, LaunchError, RunStopped, StoreError
+from megatron_ft.core.lifecycle import supervisor_policy
+from megatron_ft.core.lifecycle.supervisor_policy import Seen
+from megatron_ft.errors import LaunchError, RunStopped, StoreError
+from megatron_ft.launchers.notes import Notes
 from megatron_ft.launchers.slurm import commands
-from megatron_ft.launchers.slurm.notes import Notes
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.launchers.supervisor_loop import Port, SupervisorLoop
+from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.utils.console import say
 from megatron_ft.utils.signal_wakeup import stop_signals
 
 REQUEUED = 75
 """Exit code of a supervisor whose job continues later (EX_TEMPFAIL)."""
-_LOOK_S = 0.5
 _ASK_SLURM_S = 10.0
 """Interval of queries to Slurm while nothing happens."""
 _YOUNG_S = 60.0
@@ -69,8 +70,10 @@ class _Step:
     since: float = field(default_factory=time.monotonic)
 
 
-class Supervisor:
+class Supervisor(Port):
     """One supervisor. Raises ``LaunchError`` outside of a Slurm job, or with too few nodes."""
+
+    look_s, stop_hint, off_duty = 0.5, "", False
 
     def __init__(self, options: Options, environ: Mapping[str, str] = os.environ) -> None:
         self._options = options
@@ -81,34 +84,29 @@ class Supervisor:
             raise LaunchError(
                 f"--spare-hosts is {options.spares} and the job has {len(self._nodes)} nodes; at least one must not be spare"
             )
-        if options.run.fault_tolerance.store == OWN_ETCD:
-            binary.check(len(self._nodes) - options.spares, None)
-        self._job = supervisor_policy.Job({node: supervisor_policy.Node() for node in self._nodes})
+        notes = Notes(options.run_dir, "slurm", job=self._slurm.id)
+        self._loop = SupervisorLoop(self, self._nodes, options.run_dir, options.launch, options.limits, notes)
         self._steps: dict[str, _Step] = {}
         self._codes: dict[str, int] = {}
         self._listed: Mapping[str, str] | None = {}
-        self._untold = ""
+        self._cancelled: set[str] = set()
         self._ends_at: float | None = None
         self._asked_at = self._beat_at = -float("inf")
         self._second, self._seconds = "", 0
         self._told = ""
-        self._over: int | None = None
         self._over_since: float | None = None
-        self._closing = self._goes_on = False
-        self._tail = history.Tail(options.run_dir)
         self._lease: _Lease | None = None
         self._me, self._waits = f"{socket.gethostname()} {os.getpid()}", options.waits
-        self._notes = Notes(options.run_dir, self._slurm, say)
 
     def run(self) -> int:
         """Returns the exit code when the job is over."""
-        for number in (signal.SIGUSR1, *stop_signals()):
+        for number in stop_signals():
             if number != signal.SIGINT:
                 signal.signal(number, self._signalled)
         code = None
         for line in history.lines(self._options.run_dir):
-            self._notes.on_line(line)
-            code = run_directory.outcome(line, code)
+            self._loop.notes.on_line(line)
+            code = run_state.outcome(line, code)
         self._ask_slurm()
         if code == 0:
             say("the run is complete already")
@@ -120,18 +118,13 @@ class Supervisor:
             return 0  # no step is left to supervise
         else:
             run_lock.check_free(self._options.run_dir, self._launches)
-            self._start_all(0)
-        while True:
-            code = self._poll()
-            if code is not None:
-                self._end_steps()
-                return code
-            time.sleep(_LOOK_S)
+            self._loop.start_all()
+        return self._loop.follow()
 
     # --- observing ----------------------------------------------------------------------------------------------------
 
-    def _poll(self) -> int | None:
-        self._read_record()
+    def look(self) -> Seen:
+        """See :class:`Port`."""
         ended = [name for name, step in self._steps.items() if step.srun.poll() is not None]
         if ended:  # ask Slurm soon: the srun may have ended without its step
             self._asked_at = min(self._asked_at, time.monotonic() - _ASK_SLURM_S + 1.0)
@@ -139,57 +132,39 @@ class Supervisor:
             self._codes[name] = self._steps.pop(name).srun.returncode
         if time.monotonic() - self._asked_at >= _ASK_SLURM_S:
             self._ask_slurm()
-        if not self._on_duty() and not self._left_alone():
-            return self._over if self._over is not None and not self._found() else None
-        left_s = None if self._ends_at is None else self._ends_at - time.time()
-        due = [name for name, node in self._job.nodes.items() if node.due is not None]
-        seen = supervisor_policy.Seen(
-            now=time.monotonic(),
-            steps=self._running(),
-            up={node: commands.node_up(node) for node in due},
-            over=self._over,
-            left_s=left_s,
-            told=self._told,
-            closing=self._closing,
-            ended=self._codes,
-            goes_on=self._goes_on,
-        )
-        self._closing = self._goes_on = False
-        self._job, actions = supervisor_policy.observe(self._job, seen, self._options.limits)
-        for action in actions:
-            code = self._do(action)
-            if code is not None:
-                return code
-        if self._untold and self._over is None:  # the run had not begun, or its store did not respond
-            self._stop_run(self._untold)
+        now = time.monotonic()
+        self.off_duty = not self._holds_lease() and not self._left_alone()
+        if self.off_duty:
+            return Seen(now, None if self._listed is None else frozenset(self._found().values()), {})
         self._look_after_second()
-        return None
+        left_s = None if self._ends_at is None else self._ends_at - time.time()
+        return Seen(now, self._running(), {}, ended=self._codes, told=self._told, left_s=left_s)
+
+    def ready(self, node: str) -> bool | None:
+        """See :class:`Port`."""
+        return commands.node_up(node)
+
+    def on_start(self, line: Mapping[str, Any]) -> None:
+        """See :class:`Port`."""
+        if "store" in line:
+            say(line["store"])
 
     def _look_after_second(self) -> None:
         """Starts a second supervisor on another node, when there is none."""
         running = self._running()
-        if self._lease is None or not self._lease.held or self._over is not None or running is None:
+        if self._lease is None or not self._lease.held or self._loop.over is not None or running is None:
             return
         if self._second in running:
             return
-        others = [node for node, its in self._job.nodes.items() if node != self._slurm.here and its.step in running]
+        others = [
+            node for node, its in self._loop.job.nodes.items() if node != self._slurm.here and its.step in running
+        ]
         if others:
             own = ["--stop-before-s", str(self._options.limits.stop_before_s)]
             own += ["--failures-per-node", str(self._options.limits.per_node), "--second"]
             self._seconds += 1
             self._second = f"mft-second/{os.getpid()}/{self._seconds}"
-            self._ask_for(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch])
-
-    def _read_record(self) -> None:
-        for line in self._tail.new():
-            self._notes.on_line(line)
-            if self._notes.begun:  # earlier lines are of an earlier start, which agents move away
-                if line["event"] == "start" and "store" in line:
-                    say(line["store"])
-                self._over = run_directory.outcome(line, self._over)
-                if line["event"] == run_directory.CLOSING:
-                    self._closing, self._over_since = True, None
-                self._goes_on |= line["event"] in run_directory.PROGRESS
+            self._start_step(others[-1], self._second, ["supervise", *own, "launch", *self._options.launch])
 
     def _ask_slurm(self) -> None:
         self._asked_at = time.monotonic()
@@ -219,7 +194,7 @@ class Supervisor:
 
     # --- the lease ----------------------------------------------------------------------------------------------------
 
-    def _on_duty(self) -> bool:
+    def _holds_lease(self) -> bool:
         """Returns whether this supervisor acts; the others wait until it is silent."""
         if time.monotonic() - self._beat_at < _BEAT_S:
             return self._acts
@@ -237,7 +212,7 @@ class Supervisor:
             lease = self._lease
             if lease.held and not before and lease.number > 1:
                 say(f"the supervisor is lost; the one on {self._slurm.here} takes over")
-                self._notes.note("takes over", node=self._slurm.here)
+                self._loop.notes.note("takes over", node=self._slurm.here)
         except (LaunchError, StoreError):
             return self._acts
         return lease.held
@@ -262,7 +237,7 @@ class Supervisor:
 
     def _left_alone(self) -> bool:
         """Returns True when a first supervisor would have ended the job by now. The store with the lease may have ended."""
-        if self._over is None:
+        if self._loop.over is None or self._loop.closing:
             self._over_since = None
             return False
         self._over_since = self._over_since or time.monotonic()
@@ -270,65 +245,59 @@ class Supervisor:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _do(self, action: supervisor_policy.Action) -> int | None:
-        match action:
-            case supervisor_policy.StartSpare(node=node, number=number):
-                name = _name(self._job.attempt, node, number)
-                asked = self._ask_for(node, name, ["join", str(self._options.run_dir), "--spare"])
-                self._job = supervisor_policy.started(self._job, node, asked)
-                self._notes.note("spare step", node=node, failures=self._job.nodes[node].failures)
-            case supervisor_policy.Drain(node=node, why=why):
-                refused = commands.drain(node, why)
-                say(
-                    f"node {node} gets no further agent: {why}"
-                    + (f"; not drained: {refused}" if refused else "; drained")
-                )
-                self._notes.note("drained" if not refused else "not drained", node=node, reason=refused or why)
-            case supervisor_policy.StopRun(why=why):
-                self._stop_run(why)
-            case supervisor_policy.CancelSteps(names=names):
-                for name in names:
-                    if step := (self._listed or {}).get(name):
-                        commands.cancel(step)
-                        self._notes.cancelled(name, step)
-                self._asked_at = -float("inf")
-            case supervisor_policy.StartAll(attempt=attempt, lost=lost):
-                say(f"no group is left: the whole job is started again (restart {attempt})")
-                self._start_all(attempt, lost)
-            case supervisor_policy.Requeue(why=why):
-                return self._requeue(why)
-            case supervisor_policy.Finish(code=code, why=why):
-                say(f"{why} (exit code {code})")
-                if not self._options.waits:
-                    self._notes.note("ends", exit_code=code, reason=why)
-                commands.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
-                if self._options.waits:
-                    time.sleep(_LEASE_S)  # a living batch shell ends the job, and this process with it
-                    self._notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
-                    commands.cancel(self._slurm.id)
-                return code
-        return None
-
-    def _start_all(self, attempt: int, lost: Sequence[str] = ()) -> None:
-        """Starts an agent on every node but those that are lost, which may look well to Slurm; the last ones are in
-        reserve."""
-        self._over, self._waits, self._lease = None, not self._acts, None
-        self._notes.begin()
-        well = [node for node in self._nodes if self._job.nodes[node].failures < self._options.limits.per_node]
-        left = [node for node in well if not attempt or (node not in lost and commands.node_up(node) is not False)]
-        nodes = left or well  # Slurm takes all nodes for lost: it may be wrong
-        job = f"{self._launches}{attempt}.{os.getpid()}"
-        common = ["--hosts", str(len(nodes)), "--job-id", job]
-        common += self._domains(nodes[: len(nodes) - self._options.spares])
-        steps = {}
-        for rank, node in enumerate(nodes):
-            where = [*common, "--host-rank", str(rank), "--address", commands.numeric_address(node)]
-            steps[node] = self._ask_for(node, _name(attempt, node, 0), ["launch", *where, *self._options.launch])
-        self._job = supervisor_policy.begun(self._job, steps)
-        own = self._options.run.fault_tolerance.store == OWN_ETCD
-        names = f"the control store is on {' '.join(nodes[: etcd_membership.SIZE])}" if own else f"{nodes[0]} is host 0"
-        say(f"job {self._slurm.id}: {len(nodes)} nodes, {self._options.spares} of them in reserve; {names}")
+    def begin(self, attempt: int, nodes: Sequence[str], lost: Sequence[str]) -> tuple[Sequence[str], int, list[str]]:
+        """See :class:`Port`."""
+        self._waits, self._lease = not self._acts, None
+        self._note_job()
         self._asked_at = time.monotonic() - _ASK_SLURM_S + 1.0
+        if attempt:
+            well = [node for node in nodes if node not in lost and commands.node_up(node) is not False]
+            nodes = well or nodes  # Slurm takes all nodes for lost: it may be wrong
+        spares = self._options.spares
+        domains = self._domains(nodes[: len(nodes) - spares])
+        return nodes, spares, ["--job-id", f"{self._launches}{attempt}.{os.getpid()}", *domains]
+
+    def start(self, node: str, attempt: int, number: int, command: Sequence[str]) -> str:
+        """See :class:`Port`."""
+        name, (verb, *rest) = _name(attempt, node, number), command
+        # A spare agent detects its address itself: the supervisor must not end when Slurm does not know it.
+        address = ["--address", commands.numeric_address(node)] if verb == "launch" else []
+        return self._start_step(node, name, [verb, *address, *rest])
+
+    def cancel(self, steps: Sequence[str]) -> None:
+        """See :class:`Port`."""
+        for name in steps:
+            if step := (self._listed or {}).get(name):
+                commands.cancel(step)
+                if name not in self._cancelled:
+                    self._cancelled.add(name)
+                    self._loop.notes.note("cancelled step", name=name, id=step)
+        self._asked_at = -float("inf")
+
+    def drain(self, node: str, why: str) -> None:
+        """See :class:`Port`."""
+        refused = commands.drain(node, why)
+        say(f"{node} gets no further agent: {why}; " + (f"not drained: {refused}" if refused else "drained"))
+        self._loop.notes.note("drained" if not refused else "not drained", node=node, reason=refused or why)
+
+    def end(self, action: supervisor_policy.Requeue | supervisor_policy.Finish) -> int:
+        """See :class:`Port`."""
+        if isinstance(action, supervisor_policy.Requeue):
+            return self._requeue(action.why)
+        code, why = action.code, action.why
+        say(f"{why} (exit code {code})")
+        if not self._options.waits:
+            self._loop.notes.note("ends", exit_code=code, reason=why)
+        commands.comment(self._slurm.id, f"megatron_ft: {why} (exit code {code})")
+        if self._options.waits:
+            time.sleep(_LEASE_S)  # a living batch shell ends the job, and this process with it
+            self._loop.notes.note("cancels the job", node=self._slurm.here, reason=why, exit_code=code)
+            commands.cancel(self._slurm.id)
+        return code
+
+    def _note_job(self) -> None:
+        job = self._slurm
+        self._loop.notes.note("job", batch=job.here, nodes=list(job.nodes), restarts=job.restarts)
 
     @property
     def _launches(self) -> str:
@@ -344,7 +313,7 @@ class Supervisor:
                 home.setdefault(group, switch[node])
         return ["--failure-domains", ",".join(home[group] for group in sorted(home))] if home else []
 
-    def _ask_for(self, node: str, name: str, command: Sequence[str]) -> str:
+    def _start_step(self, node: str, name: str, command: Sequence[str]) -> str:
         """Starts a step on a node. Returns its name, or "" when srun cannot be run."""
         log = self._options.run_dir.parent / f"{self._options.run_dir.name}.agents.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -368,32 +337,23 @@ class Supervisor:
             number = ends.get(node, 0)
             failures = min(number, self._options.limits.per_node - 1)
             nodes[node] = supervisor_policy.Node(running.get(node, ""), failures, excused=number - failures)
-        self._job = supervisor_policy.Job(nodes, attempt)
+        self._loop.job = supervisor_policy.Job(nodes, attempt)
         if not run_directory.launch_of(self._options.run_dir).startswith(self._launches):
-            self._notes.begin()
-
-    def _stop_run(self, why: str) -> None:
-        again, self._untold = bool(self._untold), ""
-        if not again:
-            say(f"{why}; the run is told to save and to stop")
-        try:
-            operator_requests.stop(self._options.run_dir, why)
-        except FTError as error:
-            self._untold = why
-            if not again:
-                say(f"the run cannot be told to stop yet: {error}")
+            self._loop.notes.begin()
+            self._note_job()
 
     def _requeue(self, why: str) -> int:
         if commands.ending(self._slurm.id):  # a cancelled job must not come back
             say(f"{why}: the job is cancelled, and not requeued; submit it again to go on")
-            self._notes.note("not requeued", reason="the job is cancelled")
+            self._loop.notes.note("not requeued", reason="the job is cancelled")
             return RunStopped.exit_code
         refused = commands.requeue(self._slurm.id)
         say(f"{why}: the job is " + (f"not requeued ({refused}); submit it again" if refused else "requeued"))
-        self._notes.note("requeued" if not refused else "not requeued", reason=refused or why)
+        self._loop.notes.note("requeued" if not refused else "not requeued", reason=refused or why)
         return REQUEUED
 
-    def _end_steps(self) -> None:
+    def close(self) -> None:
+        """See :class:`Port`."""
         for step in self._steps.values():
             if step.srun.poll() is None:
                 step.srun.kill()
@@ -437,13 +397,3 @@ def _name(attempt: int, node: str, number: int) -> str:
     """Returns the name of a step, from which a second supervisor learns attempt, node and the steps that have ended
     there."""
     return f"mft/{attempt}/{node}/{number}"
-
-
-def limits(settings: FaultToleranceConfig, per_node: int, stop_before_s: float) -> supervisor_policy.Limits:
-    """Returns the limits from the options of a job."""
-    return supervisor_policy.Limits(
-        per_node=per_node,
-        stop_before_s=stop_before_s,
-        whole=job_restore.whole_job(settings),
-        patience_s=settings.store_patience_s,
-    )

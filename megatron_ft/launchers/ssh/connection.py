@@ -77,7 +77,9 @@ def _lines_of(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"--export @{path} cannot be read: {error}") from None
     if mode:
-        raise LaunchError(f"--export @{path}: other users have access to that file; run chmod 600 {path}")
+        raise LaunchError(
+            f"--export @{path}: other users have access to that file; run chmod 600 {shlex.quote(str(path))}"
+        )
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -157,10 +159,13 @@ def failure(code: int | None, output: str, login: str, python: str, patience_s: 
         return f"has not answered within {patience_s:g} s; check that the host and its file systems are up"
     if code == _SSH_FAILED:
         remedies = (remedy for words, remedy in _REMEDIES if words in output.lower())
-        remedy = next(remedies, "check that the host is up, and try `ssh {login} true`").format(login=login)
+        remedy = next(remedies, "check that the host is up, and try `ssh {login} true`").format(
+            login=shlex.quote(login)
+        )
         return f"cannot be reached: {last}; {remedy}"
     if code in _NO_PROGRAM:
         return f"cannot run {python} ({last}); install the same Python at the same path on all hosts"
     if "No module named" in output:
         return f"lacks this megatron_ft for {python} ({last}); install the same on all hosts"
-    return f"has not answered ({last}, exit code {code}); try `ssh {login} {python} -m megatron_ft.cli --version`"
+    tried = shlex.join(["ssh", login, python, "-m", "megatron_ft.cli", "--version"])
+    return f"has not answered ({last}, exit code {code}); try `{tried}`"

@@ -2,8 +2,8 @@
 
 The launcher checks all hosts, then starts an agent on each that needs neither the connection nor the launcher
 (:mod:`.remote`). From then on it reads files in the run directory: the agents' logs and states, and the run record,
-which alone says how the run ends. ``core.lifecycle.supervisor_policy`` decides what to do, as in a Slurm job: an agent
-that has ended on a healthy host is replaced by a spare agent, and a run that has lost all groups is started again.
+which alone says how the run ends. The loop is that of a Slurm job (``supervisor_loop``): an agent that has ended on a
+healthy host is replaced by a spare agent, and a run that has lost all groups is started again.
 
 Failures assumed: the launcher, its machine or any connection is lost at any moment; the run continues, but agents are
 no longer replaced. Hosts are lost, and return with or without their agent.
@@ -23,17 +23,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megatron_ft.agent import job_restore, operator_requests
 from megatron_ft.config.schema import RunConfig
 from megatron_ft.core.lifecycle import supervisor_policy
-from megatron_ft.errors import FTError, LaunchError
-from megatron_ft.launchers import hostfile
+from megatron_ft.core.lifecycle.supervisor_policy import Seen
+from megatron_ft.errors import LaunchError
+from megatron_ft.launchers import hostfile, supervisor_loop
 from megatron_ft.launchers.hostfile import Host
+from megatron_ft.launchers.notes import Notes
 from megatron_ft.launchers.ssh import connection, remote
-from megatron_ft.runlog import history, run_directory
+from megatron_ft.launchers.supervisor_loop import Port, SupervisorLoop
 from megatron_ft.types import given
-from megatron_ft.utils import atomic_file, net
+from megatron_ft.utils import net, shared_file
 from megatron_ft.utils.console import say, show
 from megatron_ft.utils.signal_wakeup import stop_signals
 
@@ -95,17 +97,19 @@ def launch(options: Options, displayed: Callable[[], contextlib.AbstractContextM
     job = SshLauncher(options)
     try:
         job.check()
-        code = job.start()
+        code = job.begin_run()
         if code is None:
             with displayed():
-                code = job.follow()
+                code = job.loop.follow()
         return code
     finally:
-        job.close()
+        job.disconnect()
 
 
-class SshLauncher:
-    """One run on many hosts. Call :meth:`check`, :meth:`start` and :meth:`follow` in this order."""
+class SshLauncher(Port):
+    """One run on many hosts. Call :meth:`check`, :meth:`begin_run` and ``loop.follow`` in this order."""
+
+    stop_hint, off_duty = "; a second signal ends all agents", False
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -114,26 +118,19 @@ class SshLauncher:
         self._addresses: dict[str, str] = {}
         self._directory = options.run_dir / AGENTS
         self._name = f"ssh-{uuid.uuid4().hex[:8]}"
-        whole = job_restore.whole_job(options.run.fault_tolerance)
-        self._limits = supervisor_policy.Limits(
-            per_node=_FAILURES_PER_HOST,
-            grace_s=_GRACE_S,
-            whole=whole,
-            patience_s=options.run.fault_tolerance.store_patience_s,
-        )
-        self._job = supervisor_policy.Job({name: supervisor_policy.Node() for name in self._hosts})
+        settings = options.run.fault_tolerance
+        limits = supervisor_loop.limits(settings, per_node=_FAILURES_PER_HOST, grace_s=_GRACE_S)
+        notes = Notes(options.run_dir, "ssh")
+        self.loop = SupervisorLoop(self, list(self._hosts), options.run_dir, options.launch, limits, notes)
+        self._newest: dict[str, str] = {}
         self._agents: dict[str, _Agent] = {}
         self._probes: dict[str, tuple[Future, float]] = {}
-        self._ending: list[Future] = []
         self._signals: list[str] = []
-        self._begun = self._ended = self._complained = False
-        self._over: int | None = None
-        self._closing = self._goes_on = False
-        self._tail = history.Tail(options.run_dir)
-        self._poll_s = max(_POLL_S, _POLL_HOST_S * len(self._hosts))
+        self._ended = False
+        self.look_s = max(_POLL_S, _POLL_HOST_S * len(self._hosts))
         self._logs = _Logs({name: self._log(name) for name in self._hosts})
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
         """Ends the connections. Agents continue."""
         self._ssh.close()
 
@@ -169,8 +166,9 @@ class SshLauncher:
         """Creates a file by which hosts recognise the run directory. Raises ``LaunchError``."""
         token = self._directory / f"seen.{uuid.uuid4().hex}"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            token.touch()
+            self._directory.parent.mkdir(parents=True, exist_ok=True)
+            shared_file.make_directory(self._directory)
+            shared_file.write(token, "")
         except OSError as error:
             raise LaunchError(
                 f"--run-dir {self._options.run_dir} is not writable: {error}; choose another one"
@@ -193,15 +191,14 @@ class SshLauncher:
             wanted=remote.versions(),
         )
 
-    def start(self) -> int | None:
+    def begin_run(self) -> int | None:
         """Starts all agents. Returns None when the run has begun, else the exit code of the failed start."""
         for number in stop_signals():
             signal.signal(number, self._signalled)
-        self._tail.new()  # skips the record of an earlier run
-        self._start_all(0, list(self._hosts))
+        self.loop.start_all()
         while True:
-            self._read_record()
-            if self._begun:
+            self.loop.read_record()
+            if self.loop.notes.begun:
                 return None
             self._logs.show()
             ended = {name: code for name in self._hosts if (code := self._exit_code(name)) is not None}
@@ -211,11 +208,11 @@ class SshLauncher:
                 self._end_agents(wait=True)
                 self._logs.show(last=True)
                 return max(ended.values(), default=0) or 130
-            time.sleep(self._poll_s)
+            time.sleep(self.look_s)
 
     def _exit_code(self, name: str) -> int | None:
         """Returns the exit code of the host's agent; 1 when the start failed, None while it runs."""
-        step = self._job.nodes[name].step
+        step = self._newest[name]
         agent = self._agents[step]
         if agent.request is not None and agent.request.done() and agent.request.result().content is None:
             say(f"{name} {agent.request.result().reason}")
@@ -224,51 +221,23 @@ class SshLauncher:
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
-    def follow(self) -> int:
-        """Returns the exit code of the run, when it is over."""
-        while True:
-            self._logs.show()
-            if len(self._signals) > 1 and not self._ended:
-                say("second signal: all agents are ended")
-                self._end_agents()
-            running = frozenset(name for name, agent in self._agents.items() if self._runs(agent))
-            self._read_record()  # later: an agent that has ended by then has written its last line
-            code = self._act(running)
-            if code is not None:
-                self._logs.show(last=True)
-                return code
-            time.sleep(self._poll_s)
+    def look(self) -> Seen:
+        """See :class:`Port`."""
+        self._logs.show()
+        if len(self._signals) > 1 and not self._ended:
+            say("second signal: all agents are ended")
+            self._end_agents()
+        running = frozenset(step for step, agent in self._agents.items() if self._runs(agent))
+        ended = {step: self._code(step) for step in self._newest.values() if step not in running}
+        return Seen(time.monotonic(), running, {}, ended=ended, told=self._signals[0] if self._signals else "")
 
-    def _act(self, running: frozenset[str]) -> int | None:
-        due = [name for name, node in self._job.nodes.items() if node.due is not None and time.monotonic() >= node.due]
-        seen = supervisor_policy.Seen(
-            now=time.monotonic(),
-            steps=running,
-            up={name: self._ready(name) for name in due},
-            over=self._over,
-            told=self._signals[0] if self._signals else "",
-            closing=self._closing,
-            ended={node.step: self._code(node.step) for node in self._job.nodes.values() if node.step not in running},
-            goes_on=self._goes_on,
-        )
-        self._closing = self._goes_on = False
-        self._job, actions = supervisor_policy.observe(self._job, seen, self._limits)
-        for action in actions:
-            code = self._do(action)
-            if code is not None:
-                return code
-        return None
-
-    def _read_record(self) -> None:
-        for line in self._tail.new():
-            self._begun |= line["event"] == "start"
-            self._over = run_directory.outcome(line, self._over)
-            self._closing |= line["event"] == run_directory.CLOSING
-            self._goes_on |= line["event"] in run_directory.PROGRESS
+    def close(self) -> None:
+        """See :class:`Port`."""
+        self._logs.show(last=True)
 
     def _code(self, step: str) -> int | None:
         """Returns the exit code that the host has written for an agent; None if it has not."""
-        state = atomic_file.read_json(self._agents[step].state) if step in self._agents else None
+        state = shared_file.read_json(self._agents[step].state) if step in self._agents else None
         return None if state is None else state["code"]
 
     def _runs(self, agent: _Agent) -> bool:
@@ -278,24 +247,24 @@ class SshLauncher:
             if answer is None:
                 return False
             agent.state, agent.request = Path(answer["state"]), None
-        state = atomic_file.read_json(agent.state)
+        state = shared_file.read_json(agent.state)
         if state is None:
             return now - agent.since < _YOUNG_S
         if state["beat"] != agent.beat:
             agent.beat, agent.beat_at = state["beat"], now
         return state["code"] is None and now - agent.beat_at < _SILENT_S
 
-    def _ready(self, name: str) -> bool | None:
-        """Returns True when the host can take a new agent; checks it in the background."""
-        probe, since = self._probes.get(name, (None, 0.0))
+    def ready(self, node: str) -> bool | None:
+        """See :class:`Port`. The host is checked in the background."""
+        probe, since = self._probes.get(node, (None, 0.0))
         if probe is not None and not probe.done():
             return None
         if probe is not None and probe.exception() is None and not probe.result():
-            del self._probes[name]
+            del self._probes[node]
             return True
         if probe is None or time.monotonic() - since > _PROBE_S:
-            host = self._hosts[name]
-            self._probes[name] = self._ssh.submit(lambda: self._not_ready([host])), time.monotonic()
+            host = self._hosts[node]
+            self._probes[node] = self._ssh.submit(lambda: self._not_ready([host])), time.monotonic()
         return None
 
     def _signalled(self, number: int, _frame: object) -> None:
@@ -304,68 +273,55 @@ class SshLauncher:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _do(self, action: supervisor_policy.Action) -> int | None:
-        match action:
-            case supervisor_policy.StartSpare(node=name, number=number):
-                node = self._job.nodes[name]
-                how = f"failure {node.failures}" if node.gave_up is None else "it found no control store or no group"
-                say(f"the agent on {name} has ended ({how}); a spare agent is started there")
-                own = ["join", str(self._options.run_dir), "--spare", "--address", self._addresses[name]]
-                self._job = supervisor_policy.started(self._job, name, self._start_on(name, number, own))
-                self._note("spare agent", host=name, failures=node.failures)
-            case supervisor_policy.Drain(node=name, why=why):
-                say(f"{name} gets no further agent: {why}")
-                self._note("given up", host=name, reason=why)
-            case supervisor_policy.StopRun(why=why):
-                self._stop_run(why)
-            case supervisor_policy.CancelSteps():
-                self._end_agents()
-            case supervisor_policy.StartAll(attempt=attempt):
-                say(f"no group is left: the whole job is started again (restart {attempt})")
-                names = [name for name, node in self._job.nodes.items() if node.failures < self._limits.per_node]
-                bad = self._not_ready([self._hosts[name] for name in names])
-                for name, reason in bad.items():
-                    say(f"{name} {reason}")
-                self._start_all(attempt, [name for name in names if name not in bad])
-            case supervisor_policy.Requeue(why=why):
-                code = 130 if self._over is None else self._over  # the host that writes the record may have ended first
-                say(f"{why} (exit code {code})")
-                return code
-            case supervisor_policy.Finish(code=code, why=why):
-                say(f"{why} (exit code {code})")
-                return code
-        return None
+    def begin(self, attempt: int, nodes: Sequence[str], lost: Sequence[str]) -> tuple[Sequence[str], int, list[str]]:
+        """See :class:`Port`. Lost hosts reduce the number of spare hosts first."""
+        self._ended = False
+        bad = self._not_ready([self._hosts[node] for node in nodes]) if attempt else {}
+        for name, reason in bad.items():
+            say(f"{name} {reason}")
+        nodes = [node for node in nodes if node not in bad]
+        spares = max(0, len(nodes) - (len(self._hosts) - self._options.spares))
+        return nodes, spares, ["--job-id", f"{self._name}.{attempt}"]
 
-    def _start_all(self, attempt: int, names: Sequence[str]) -> None:
-        """Starts an agent on each host. Lost hosts reduce the number of spare hosts first."""
-        self._over, self._ended = None, False
-        spares = max(0, len(names) - (len(self._hosts) - self._options.spares))
-        common = ["--hosts", str(len(names)), "--spare-hosts", str(spares), "--job-id", f"{self._name}.{attempt}"]
-        steps = {}
-        for rank, name in enumerate(names):
-            where = [*common, "--host-rank", str(rank), "--address", self._addresses[name]]
-            steps[name] = self._start_on(name, 0, ["launch", *where, *self._options.launch], attempt)
-        self._job = supervisor_policy.begun(self._job, steps)
-        if names:
-            say(f"{len(names)} hosts, {spares} of them in reserve; {names[0]} is host 0")
+    def drain(self, node: str, why: str) -> None:
+        """See :class:`Port`."""
+        say(f"{node} gets no further agent: {why}")
+        self.loop.notes.note("given up", node=node, reason=why)
 
-    def _start_on(self, name: str, number: int, arguments: Sequence[str], attempt: int | None = None) -> str:
-        """Requests an agent on a host. Returns the name of the agent."""
-        rank = list(self._hosts).index(name)
-        step = f"{self._name}.{self._job.attempt if attempt is None else attempt}.{rank}.{number}"
+    def end(self, action: supervisor_policy.Requeue | supervisor_policy.Finish) -> int:
+        """See :class:`Port`. A run that was told to stop does not go on later: nothing would start it."""
+        # The host that writes the record may have ended before it has written the run's end.
+        given_up = 130 if self.loop.over is None else self.loop.over
+        code = action.code if isinstance(action, supervisor_policy.Finish) else given_up
+        say(f"{action.why} (exit code {code})")
+        return code
+
+    def on_start(self, line: Mapping[str, Any]) -> None:
+        """See :class:`Port`. The agent of host 0 has said where the store is."""
+
+    def cancel(self, steps: Sequence[str]) -> None:
+        """See :class:`Port`."""
+        self._end_agents()
+
+    def start(self, node: str, attempt: int, number: int, command: Sequence[str]) -> str:
+        """See :class:`Port`."""
+        rank = list(self._hosts).index(node)
+        step = f"{self._name}.{attempt}.{rank}.{number}"
         state = self._directory / f"{step}.json"
         before = [str(other.state) for key, other in self._agents.items() if key.split(".")[2] == str(rank)]
+        verb, *rest = command
         request = remote.request(
             "start",
             directory=self._options.directory,
-            command=[sys.executable, "-m", "megatron_ft.cli", *arguments],
+            command=[sys.executable, "-m", "megatron_ft.cli", verb, "--address", self._addresses[node], *rest],
             environment=dict(self._options.environment),
-            log=str(self._log(name)),
+            log=str(self._log(node)),
             state=str(state),
             before=before,
         )
-        host = self._hosts[name]
+        host = self._hosts[node]
         self._agents[step] = _Agent(state, time.monotonic(), self._ssh.submit(lambda: self._ssh.ask(host, request)))
+        self._newest[node] = step
         return step
 
     def _end_agents(self, wait: bool = False) -> None:
@@ -373,11 +329,9 @@ class SshLauncher:
         if self._ended:
             return
         self._ended = True
-        for name, node in self._job.nodes.items():
-            if node.step in self._agents:
-                host, agent = self._hosts[name], self._agents[node.step]
-                self._ending.append(self._ssh.submit(partial(self._end, host, agent)))
-        for end in self._ending if wait else ():
+        tasks = [partial(self._end, self._hosts[name], self._agents[step]) for name, step in self._newest.items()]
+        ends = list(map(self._ssh.submit, tasks))
+        for end in ends if wait else ():
             end.result()
 
     def _end(self, host: Host, agent: _Agent) -> None:
@@ -385,24 +339,8 @@ class SshLauncher:
             agent.request.result()  # the agent must not start after this request has ended it
         self._ssh.ask(host, remote.request("end", state=str(agent.state), patience_s=_END_S))
 
-    def _stop_run(self, why: str) -> None:
-        say(f"{why}: the run is told to save and to stop; a second signal ends all agents")
-        try:
-            operator_requests.stop(self._options.run_dir, why)
-        except FTError as error:
-            say(f"the run cannot be told to stop ({error}); all agents are ended")
-            self._end_agents()
-
     def _log(self, name: str) -> Path:
         return self._directory / f"{name}.log"
-
-    def _note(self, what: str, **fields: object) -> None:
-        try:
-            history.append(self._options.run_dir, "ssh", what=what, **fields)
-        except OSError as error:
-            if not self._complained:
-                say(f"run record not written: {error}")
-            self._complained = True
 
 
 class _Logs:
@@ -416,7 +354,7 @@ class _Logs:
     def show(self, last: bool = False) -> None:
         """Prints complete lines; with ``last`` also an incomplete one."""
         for name, path in self._paths.items():
-            with contextlib.suppress(OSError), path.open("rb") as file:
+            with contextlib.suppress(OSError), shared_file.open_record(path) as file:
                 file.seek(self._at[name])
                 data = file.read()
                 self._at[name] += len(data)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.utils import atomic_file, net
+from megatron_ft.utils import net, shared_file
 from megatron_ft.utils.process_status import process_status
 
 MARK = "megatron_ft answers: "
@@ -129,9 +129,9 @@ def _start(
 ) -> dict[str, Any]:
     """Returns the state file of the agent. ``before``: those of earlier agents; one that is alive is not replaced."""
     for path in (*before, state):
-        if _alive(atomic_file.read_json(Path(path))):
+        if _alive(shared_file.read_json(Path(path))):
             return {"state": path}
-    with open(log, "ab", buffering=0) as output:
+    with shared_file.append_to(log) as output:
         if os.fork() == 0:
             _keep(output.fileno(), directory, command, environment, Path(state))
     return {"state": state}
@@ -176,7 +176,7 @@ def _watch(agent: subprocess.Popen, state: Path) -> int:
 
 def _write(path: Path, content: Mapping[str, Any]) -> bool:
     try:
-        atomic_file.write_json(path, content)
+        shared_file.write_json(path, content)
     except OSError:
         return False
     return True
@@ -203,7 +203,7 @@ def _alive(state: Mapping[str, Any] | None) -> bool:
 
 def _end(state: str, patience_s: float) -> dict[str, Any]:
     """Sends SIGTERM twice, and SIGKILL after ``patience_s``; an agent takes its ranks with it."""
-    agent, killed = atomic_file.read_json(Path(state)), False
+    agent, killed = shared_file.read_json(Path(state)), False
     deadline = time.monotonic() + patience_s
     for _ in range(2):
         if _alive(agent):

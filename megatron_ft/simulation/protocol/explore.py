@@ -25,8 +25,10 @@ from megatron_ft.simulation.protocol.scenario import (
     Scenario,
     draw,
     draw_fail_over,
+    draw_impure,
     draw_of,
     draw_on_devices,
+    draw_wiped_out,
 )
 from megatron_ft.simulation.protocol.simulated_cluster import History, play
 from megatron_ft.types import listed
@@ -34,8 +36,13 @@ from megatron_ft.types import listed
 _CHUNK = 500
 COMMAND = "python -m megatron_ft.simulation.protocol.explore"
 
-
 Draw = Callable[[int], Scenario]
+_KINDS: dict[str, tuple[Draw, str]] = {
+    "fail-over": (draw_fail_over, "the control store can fail over"),
+    "impure": (draw_impure, "groups come back with another state"),
+    "wiped-out": (draw_wiped_out, "all others die while groups are on their way back"),
+}
+"""Options that ask for histories of one kind."""
 
 
 def explore(
@@ -103,8 +110,7 @@ def command(scenario: Scenario, draw: Draw = draw) -> str:
         which, draw = " --device", draw.args[0]
     if isinstance(draw, partial):
         which += f" --policy {draw.args[0]}"
-    elif draw is draw_fail_over:
-        which += " --fail-over"
+    which += "".join(f" --{kind}" for kind, (of, _) in _KINDS.items() if of is draw)
     kept = [index for index, fault in enumerate(whole.faults) if fault in scenario.faults]
     if len(kept) == len(whole.faults):
         return f"{COMMAND}{which} --seed {scenario.seed}"
@@ -115,6 +121,10 @@ def tell(history: History) -> Iterator[str]:
     """A history for people, a line each; then what is wrong with it."""
     yield str(history.scenario)
     for line in history.lines:
+        yield f"{line['t']:9.3f}  {_sentence(line)}"
+    if history.resumed:
+        yield "the job goes on from the newest state that was saved"
+    for line in history.resumed:
         yield f"{line['t']:9.3f}  {_sentence(line)}"
     yield from (f"VIOLATION {violation}" for violation in history.violations)
     yield f"fingerprint {history.fingerprint}"
@@ -137,6 +147,10 @@ def _sentence(line: dict[str, Any]) -> str:
             return f"{who} takes the state of step {line['step']} from group {line['source']}"
         case "commit":
             return f"{who} commits step {line['step']} under view {line['epoch']}, model {line['params'][:8]}"
+        case "kept":
+            return f"{who} saves the state of step {line['step']}: no member is left"
+        case "unsaved":
+            return f"{who} cannot save the state of step {line['step']}: {line['why']}"
         case "dead":
             return f"{who} is dead"
         case "stop":
@@ -151,7 +165,7 @@ def _sentence(line: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: nothing found; 1: a violation; 2: misuse."""
     options = _options().parse_args(arguments)
-    of: Draw = draw_fail_over if options.fail_over else draw
+    of: Draw = _KINDS[options.kind][0] if options.kind else draw
     if options.policy:
         of = partial(draw_of, options.policy)
     if options.device:
@@ -219,10 +233,12 @@ def _options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
     parser.add_argument("--seed", type=_whole_number, help="replay this one, with its transcript")
-    parser.add_argument(
-        "--fail-over", action="store_true", help="only histories in which the control store can fail over"
-    )
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    for name, (_, what) in _KINDS.items():
+        kind.add_argument(
+            f"--{name}", action="store_const", dest="kind", const=name, help=f"only histories in which {what}"
+        )
+    kind.add_argument(
         "--policy",
         choices=(*DRAWN, EACH),
         help="histories with this policy, or with one that each seed draws (default: stacked_quota)",

@@ -61,6 +61,8 @@ class Scenario:
     ``verify``: number of microbatches of a step that a second group computes, too.
     ``policy``, ``slack``: see ``core.scheduling.policies.policy``; the copies of ``replication`` are ``redundancy``.
     ``device``: reductions run on devices whose communicators behave like NCCL's (``simulated_device``), not gloo's.
+    ``impure``: every group that comes back lacks something that only its script knows: its state differs ``before`` it
+    enters, or ``after`` its first step of its own. Empty: none does.
     ``spare_hosts``: number of hosts without a group where the store can fail over; None: the store is on no host and
     outlives everything."""
 
@@ -79,6 +81,7 @@ class Scenario:
     policy: str = STACKED_QUOTA
     slack: bool = False
     device: bool = False
+    impure: str = ""
 
     def per_shard_at(self, step: int) -> int:
         """Return the number of microbatches in a shard of that step."""
@@ -183,6 +186,28 @@ def draw_on_devices(draw: Callable[[int], Scenario], seed: int) -> Scenario:
     """The scenario that ``draw`` makes of a seed, with devices."""
     scenario = draw(seed)
     return scenario if scenario.device else with_devices(scenario)
+
+
+def draw_impure(seed: int) -> Scenario:
+    """The scenario that :func:`draw_fixed` makes of a seed, with groups that come back with another state."""
+    rng = random.Random(f"impure {seed}")
+    scenario = draw_fixed(seed)
+    steps = scenario.steps + rng.randint(2, 6)
+    return replace(scenario, steps=steps, impure=rng.choice(["before", "after"]))
+
+
+def draw_wiped_out(seed: int) -> Scenario:
+    """A scenario in which some groups are on their way back when all others die, at nearly the same moment."""
+    rng = random.Random(f"wiped out {seed}")
+    groups = rng.randint(2, 4)
+    back = rng.sample(range(groups), rng.randint(1, groups - 1))
+    first = rng.uniform(3.0, 12.0)
+    last = first + rng.uniform(2.0, 25.0)
+    faults = [Fault(first + rng.uniform(0.0, 2.0), "kill", (group,)) for group in back]
+    faults += [Fault(first + rng.uniform(2.5, 6.0), "start", (group,)) for group in back]
+    faults += [Fault(last + rng.uniform(0.0, 2.0), "kill", (group,)) for group in range(groups) if group not in back]
+    per_shard, buckets, steps = rng.randint(1, 3), rng.randint(1, 4), rng.randint(4, 8)
+    return Scenario(seed, groups, per_shard, buckets, steps, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def with_devices(scenario: Scenario) -> Scenario:

@@ -11,21 +11,24 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron_ft.core.exactness import verification
-from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
+from megatron_ft.core.lifecycle import checkpoint_protocol, last_state, store_failover
+from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.machine import Job
 from megatron_ft.core.protocol.membership import first_view
+from megatron_ft.core.protocol.messages import GroupFailed
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling import policies
 from megatron_ft.runlog import invariants, lineage
 from megatron_ft.simulation.protocol.kernel import Kernel
 from megatron_ft.simulation.protocol.network import STORE, Network
-from megatron_ft.simulation.protocol.returning_group import Following
+from megatron_ft.simulation.protocol.returning_group import RANKS, Following, Outcome
 from megatron_ft.simulation.protocol.scenario import (
     GENTLE,
     GENTLE_ON_DEVICE,
@@ -50,18 +53,29 @@ SAVE_SHARE = 0.5
 """Share of the boundaries at which a checkpoint is ordered."""
 REMOTE_ERROR_SHARE = 0.2
 """Share of the aborts and deaths of a group with a device that a peer ever sees by itself."""
+FATE_PATIENCE = 10.0
+"""A joining group that has asked and lost its donors waits this long for notices and views that tell what has become of the
+members."""
+LAST_PATIENCE = 40.0
+"""With no group left, groups on their way back have this long to save what they hold."""
+RANK_DIES = 0.15
+"""Share of the last saves in which a rank of the group dies before its part is written."""
+LONGEST_LAG = 8.0
+"""Longest time in which a rank puts a state in place."""
 FOLLOW_PATIENCE, SEAT_PATIENCE = 20.0, 60.0
 """A joining group waits this long for a state before it asks other donors, and to become a member before it gives up."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The lines of a played scenario, its violations, and a fingerprint of every call that the kernel made."""
+    """The lines of a played scenario, its violations, and a fingerprint of every call that the kernel made. ``resumed``: the
+    lines of the job that goes on from what groups on their way back have saved, if no group is left."""
 
     scenario: Scenario
     lines: list[dict[str, Any]]
     violations: list[str]
     fingerprint: str
+    resumed: Sequence[dict[str, Any]] = ()
 
 
 def play(scenario: Scenario) -> History:
@@ -79,8 +93,22 @@ def play(scenario: Scenario) -> History:
     if all(fault.kind in gentle for fault in scenario.faults):
         check = lineage.check_nobody_ends if scenario.fails_over else invariants.check_nobody_left_out
         violations += check(cluster.lines)
-    text = json.dumps([cluster.lines, cluster.kernel.count, cluster.kernel.now])
-    return History(scenario, cluster.lines, violations, hashlib.sha256(text.encode()).hexdigest())
+    again = _resume(scenario, cluster)
+    resumed = again.lines if again is not None else []
+    violations += invariants.check_last_states(cluster.lines, resumed)
+    text = json.dumps([cluster.lines, cluster.kernel.count, cluster.kernel.now, resumed])
+    return History(scenario, cluster.lines, violations, hashlib.sha256(text.encode()).hexdigest(), resumed)
+
+
+def _resume(scenario: Scenario, cluster: Cluster) -> Cluster | None:
+    """Play the job that goes on from the newest state that a group on its way back has saved, without faults; None if no
+    group has saved any."""
+    if not cluster.kept or cluster.groups:
+        return None
+    newest = max(cluster.kept, key=lambda outcome: outcome.step)
+    again = Cluster(replace(scenario, faults=(), discards=()), newest)
+    again.run()
+    return again
 
 
 @dataclass
@@ -96,6 +124,9 @@ class Seeker(Process):
     client: Client | Plain | None = None
     asking: signals.JoinRequested | None = None
     fenced: str = ""
+    held: Following | None = None
+    """The last attempt in which it has received a state."""
+    lost_since: float | None = None
 
     def knows(self) -> list[Operation]:
         asking = self.asking
@@ -107,15 +138,17 @@ class Seeker(Process):
 
 
 class Cluster:
-    """One history in the making."""
+    """One history in the making. ``origin``: the state that a job goes on from."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
+    def __init__(self, scenario: Scenario, origin: Outcome | None = None) -> None:
+        self.scenario, self.origin = scenario, origin
+        self.kept: list[Outcome] = []
+        """The states that groups on their way back have saved."""
         self.kernel = Kernel()
         self.rng = random.Random(f"cluster {scenario.seed}")
         self.network = Network(self.kernel, random.Random(f"network {scenario.seed}"))
         self.store = Store(self.kernel, self.network)
-        self.job = _job(scenario)
+        self.job = _job(scenario, 0 if origin is None else origin.step)
         self.lines: list[dict[str, Any]] = []
         self.written: set[str] = set()
         self.over = ""
@@ -131,7 +164,7 @@ class Cluster:
             fields |= {"shrinks": job.policy.shrinks, "hosts": _able(job)}
         sizes = [self.scenario.per_shard_at(step) for step in range(job.steps)]
         self.record("begin", **fields, steps=job.steps, microbatches=sizes)
-        view = first_view(job.shards)
+        view = first_view(job.shards, self.origin.step if self.origin else 0)
         self.hosts: Hosts | None = None
         if self.scenario.fails_over:
             self.hosts = Hosts(self, self.scenario.hosts)
@@ -222,6 +255,8 @@ class Cluster:
         """The process ends by itself; its agent sees that like any other end."""
         state = group.state
         group.record("stop", epoch=state.view.epoch, reason=reason, synced=state.synced, wiped_out=state.wiped_out)
+        if state.wiped_out and group.following is not None:
+            self._save_last(group.me, group.incarnation, group.following, state.view.epoch)
         if self.hosts is not None and group.me not in self.hosts.agents:
             self._gone(group)
             return
@@ -231,9 +266,16 @@ class Cluster:
     def look_for_end(self) -> None:
         """The history is over when no group is left, or every living group is done."""
         if not self.groups:
-            self.over = "nobody is left"
+            if any(seeker.held is not None for seeker in self.seekers.values()):
+                self.kernel.after(LAST_PATIENCE, self._give_up)
+            else:
+                self.over = "nobody is left"
         elif all(group.done for group in self.groups.values()):
             self.over = "finished"
+
+    def _give_up(self) -> None:
+        if not self.groups:
+            self.over = "nobody is left"
 
     # --- life and death -----------------------------------------------------------------------------------------------
 
@@ -346,15 +388,24 @@ class Cluster:
             return
         following, now = seeker.following, self.kernel.now
         if following is not None and following.asked is not None:
-            if following.lost or now > following.asked + SEAT_PATIENCE:
+            self.advance(following)
+            if now > following.asked + SEAT_PATIENCE:
                 self._kill_seeker(me, "gives up")
+            elif following.lost:
+                seeker.lost_since = now if seeker.lost_since is None else seeker.lost_since
+                self._look_at_members(me, seeker, lambda: self._await_fate(me, seeker))
             else:
                 self._look_for_seat(me, seeker)
             return
         if following is None or following.lost or now > following.since + FOLLOW_PATIENCE:
             seeker.following = self._follow(me, seeker)
-        elif following.advance() is not None:
-            following.asked = now
+            if seeker.following is None and seeker.held is not None:
+                self._look_at_members(
+                    me, seeker, lambda: self.kernel.after(SEEK_INTERVAL, lambda: self._seek(me, seeker))
+                )
+                return
+        elif self.advance(following) is not None:
+            following.asked, seeker.held = now, following
             asking = signals.JoinRequested(me, seeker.incarnation, following.donors, following.newest)
             seeker.asking = asking
             assert seeker.client is not None
@@ -371,6 +422,74 @@ class Cluster:
             group, who = self.groups[donor], (me, seeker.incarnation)
             self.network.send(me, donor[0], partial(group.followed_by, who, following))
         return following
+
+    def advance(self, following: Following, limit: int | None = None) -> Outcome | None:
+        """The ranks of a following group put in place what has come."""
+        before = following.holds(0, float("inf"))
+        outcome = following.advance(limit)
+        if outcome is not None and (before is None or before.step != outcome.step):
+            dice = random.Random(f"lags {self.scenario.seed} {following.donors} {following.since} {outcome.step}")
+            following.hold(outcome, self.kernel.now, [0.0, *(dice.uniform(0.0, LONGEST_LAG) for _ in range(RANKS - 1))])
+        return outcome
+
+    def _look_at_members(self, me: GroupId, seeker: Seeker, otherwise: Callable[[], None]) -> None:
+        """A joining group whose donors are lost looks whether any member is left, and saves what it holds if none is."""
+
+        def read(store: Store) -> list[Any]:
+            views = [value for key, value in store.values.items() if key[0] == "view"]
+            return [max(views, key=lambda view: view.epoch, default=None), list(store.notices)]
+
+        def answer(found: list[Any]) -> None:
+            view, notices = found
+            if seeker.gone:
+                return
+            held = seeker.held
+            if view is None or held is None:
+                otherwise()
+                return
+            members = Seats(view)
+            for verdict in map(signals.classify, notices):
+                if isinstance(verdict, GroupFailed):
+                    members = members.without(verdict.group, verdict.incarnation)
+            fate = last_state.fate(members, me, held.donors)
+            if fate == "lost":
+                self._save_last(me, seeker.incarnation, held, view.epoch)
+                self._kill_seeker(me, "has saved the last state")
+            elif fate == "goes on" and seeker.lost_since is not None:
+                self._kill_seeker(me, "gives up")
+            else:
+                otherwise()
+
+        assert seeker.client is not None
+        seeker.client.call(read).then(answer)
+
+    def _await_fate(self, me: GroupId, seeker: Seeker) -> None:
+        """The notices may be on their way, and so may the view with its seat."""
+        assert seeker.lost_since is not None
+        if self.kernel.now > seeker.lost_since + FATE_PATIENCE:
+            self._kill_seeker(me, "gives up")
+        else:
+            self._look_for_seat(me, seeker)
+
+    def _save_last(self, me: GroupId, incarnation: int, following: Following, epoch: int) -> None:
+        """The ranks of a group on its way back write what each holds, and the group publishes it if it is one state."""
+        dice, now = random.Random(f"last {self.scenario.seed} {me}.{incarnation}"), self.kernel.now
+        held = {rank: following.holds(rank, now) for rank in range(RANKS) if dice.random() >= RANK_DIES}
+        newest = following.holds(0, now)
+        if newest is None or not newest.step:
+            return
+        parts = [last_state.Part(rank, None if one is None else one.step) for rank, one in held.items()]
+        who: dict[str, Any] = {"group": me, "incarnation": incarnation, "epoch": epoch}
+        who |= {"attempt": f"f{me}.{incarnation}", "step": newest.step}
+        why = last_state.refusal(parts, RANKS, newest.step)
+        if why:
+            self.record("unsaved", **who, why=why)
+            return
+        for rank, one in held.items():
+            step, params = (one.step, one.params) if one is not None else (None, "none")
+            self.record("part", **{**who, "step": step}, part=0, parts=1, rank=rank, params=params)
+        self.record("kept", **who, ranks=RANKS)
+        self.kept.append(newest)
 
     def _look_for_seat(self, me: GroupId, seeker: Seeker) -> None:
         def find(store: Store) -> View | bool:
@@ -479,7 +598,7 @@ class Cluster:
             self.hosts.agents[group.me].say(said)
 
 
-def _job(scenario: Scenario) -> Job:
+def _job(scenario: Scenario, first: int = 0) -> Job:
     groups, copies = scenario.groups, scenario.redundancy or 1
     placement = replication.consecutive(groups, min(copies, groups)) if scenario.redundancy else None
     if scenario.policy == policies.REPLICATION:
@@ -497,7 +616,7 @@ def _job(scenario: Scenario) -> Job:
         policy=policies.policy(scenario.policy, copies=copies, slack=scenario.slack),
         verify=scenario.verify,
         digests=verification.slots(scenario.verify, scenario.groups),
-        first=0,
+        first=first,
     )
 
 

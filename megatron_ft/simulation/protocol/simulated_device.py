@@ -44,20 +44,23 @@ WATCHDOG_S: float | None = None
 
 class Sum(NamedTuple):
     """A bucket, or a group's part of one; ``seconds`` per microbatch of each group are with bucket 0. ``attempts``:
-    the attempts of the step in which the parts were computed; there must be one."""
+    the attempts of the step in which the parts were computed; there must be one. ``states``: what groups compare, with
+    bucket 0."""
 
     gradient: int = 0
     seconds: Mapping[GroupId, float] = {}
     attempts: frozenset[int] = frozenset()
+    states: Mapping[GroupId, str] = {}
 
 
 def added(parts: Iterable[Sum]) -> Sum:
     """Returns the sum of the groups' parts."""
-    gradients, seconds, attempts = zip(*parts, strict=True)
+    gradients, seconds, attempts, states = zip(*parts, strict=True)
     return Sum(
         sum(gradients),
         {group: s for part in seconds for group, s in sorted(part.items())},
         frozenset[int]().union(*attempts),
+        {group: state for part in states for group, state in sorted(part.items())},
     )
 
 

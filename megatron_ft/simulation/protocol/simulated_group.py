@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import machine, signals
-from megatron_ft.runlog import lineage
+from megatron_ft.runlog import invariants, lineage
 from megatron_ft.simulation.protocol.kernel import Future, Thread
 from megatron_ft.simulation.protocol.returning_group import Donor, Following, Outcome
 from megatron_ft.simulation.protocol.simulated_device import Body, Device, Sum, added
@@ -58,6 +59,9 @@ class Group(Process):
         self.state = machine.start(me, cluster.job, view)
         self.next = machine.next_action(self.state)
         self.params = f"initial model of {me}.{self.incarnation}"
+        if cluster.origin is not None and not self.incarnation:
+            self.params = cluster.origin.params
+        self.committed_in = -1
         self.attempt = 0
         """The number of discarded attempts of the step whose reasons it knows: it saw their sums, or took the state."""
         self.reset_step()
@@ -99,6 +103,11 @@ class Group(Process):
 
     def record(self, event: str, **fields: Any) -> None:
         self.cluster.record(event, group=self.me, incarnation=self.incarnation, **fields)
+
+    @property
+    def following(self) -> Following | None:
+        """What a group that is on its way back has received; None once it has the state of its view."""
+        return self._following if self.state.following else None
 
     @property
     def done(self) -> bool:
@@ -411,7 +420,8 @@ class Group(Process):
         self._contribute()
         keys = {bucket: ("sum", self._name(view), step, self.attempt, bucket) for bucket in buckets}
         for bucket, key in keys.items():
-            part = Sum(self.local[bucket], {} if bucket else dict(self.seconds), frozenset({self.attempt}))
+            states = {} if bucket or not self._compares(view, step) else {self.me: self.params}
+            part = Sum(self.local[bucket], {} if bucket else dict(self.seconds), frozenset({self.attempt}), states)
             if self.device is not None:
                 self.device.all_reduce(key, part)
             else:
@@ -431,6 +441,21 @@ class Group(Process):
                 self.reduced[bucket] = added(self._inbound[key][group] for group in view.live)
             yield from self._feed(machine.Reduced(bucket))
         return ""
+
+    def _compares(self, view: View, step: int) -> bool:
+        """Whether the sums of the step carry the groups' states: in some steps, and where a group enters."""
+        if not self.cluster.scenario.impure:  # all other differences are for the checkers of histories to find
+            return False
+        return not step % CHECK_STEPS or state_divergence.compares_all(view, step)
+
+    def _judge(self, step: int, states: Mapping[GroupId, str]) -> Body:
+        """Compare the states that came with the sums, before the update; True if the sums must not be used."""
+        found = state_divergence.compare(states, state_divergence.doubted(self.state.view, step, CHECK_STEPS))
+        if self.me in found.minority or found.tied:
+            self.record("differs", step=step, params=self.params, tied=bool(found.tied))
+            self.cluster.stopped(self, invariants.DIFFERS)
+            yield Future()
+        return bool(set(found.minority) & set(machine.discardable(self.state)))
 
     def _confirm(self, view: View, step: int) -> Body:
         """Tell the members, not through the device, that all sums were seen here before an abort, and hear it of them."""
@@ -471,13 +496,17 @@ class Group(Process):
         return (yield from self._gather(key, (source,)))
 
     def _outcome(self) -> Outcome:
-        return Outcome(self.state.step, self.params, self.state.speeds, self.attempt)
+        return Outcome(self.state.step, self.params, self.state.speeds, self.attempt, self.committed_in)
 
     def _take(self, outcome: Outcome, view: View) -> None:
         if (outcome.step, outcome.attempt) > (self.state.step, self.attempt):
             self.reset_step()
-        self.params, self.attempt = outcome.params, outcome.attempt
-        told = {"step": outcome.step, "source": view.source, "params": outcome.params}
+        self.params, self.attempt, self.committed_in = outcome.params, outcome.attempt, -1
+        impure = self.cluster.scenario.impure
+        mixed = impure and outcome.params.startswith("mixed")  # of donors one of which is wrong
+        if view.source is None and (impure == "before" or mixed):
+            self.params = invariants.WRONG + self.params
+        told = {"step": outcome.step, "source": view.source, "params": self.params}
         self.record("state", epoch=view.epoch, **told)
 
     def _update(self, step: int) -> Body:
@@ -486,14 +515,19 @@ class Group(Process):
         sums = [part.gradient for part in parts]
         attempts = {attempt for part in parts for attempt in part.attempts}
         assert attempts == {self.attempt} == {self.state.attempt}, f"step {step}: sums of the attempts {attempts}"
-        if (step, self.attempt) in self.cluster.scenario.discards:
+        discards = yield from self._judge(step, parts[0].states)
+        if discards or (step, self.attempt) in self.cluster.scenario.discards:
             self.attempt += 1
             self.reset_step()
             yield from self._feed(machine.Discarded(step))
             return
         self.attempt = 0
+        wrong = self.params.startswith(invariants.WRONG)
+        wrong |= self.incarnation > 0 and self.cluster.scenario.impure == "after"
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
+        self.params = invariants.WRONG + self.params if wrong else self.params
         view, known = self.state.view, self.state.speeds.to_json()
+        self.committed_in = view.epoch
         told = {"step": step, "sums": sums, "params": self.params, "speeds": known}
         self.record("commit", epoch=view.epoch, **self._branch("view", view), **told)
         self.reset_step()
@@ -566,7 +600,7 @@ class Group(Process):
         deadline = self._seated + self.pace.patience
         following = given(self._following)
         while not self._inbox:
-            outcome = following.advance(step)
+            outcome = self.cluster.advance(following, step)
             if outcome is not None and outcome.step >= step:
                 if outcome.step > step:
                     yield from self._feed(machine.CatchUpFailed(f"it stands at {outcome.step}, the others at {step}"))
@@ -574,7 +608,9 @@ class Group(Process):
                 self._take(outcome, self.state.view)
                 yield from self._feed(machine.CaughtUp(outcome.speeds))
                 return
-            if following.lost or self.cluster.kernel.now >= deadline:
+            # The notice of a lost donor may be on its way; the view after it decides.
+            out = not all(self.state.view.seats(*donor) for donor in following.donors)
+            if (following.lost and out) or self.cluster.kernel.now >= deadline:
                 yield from self._feed(machine.CatchUpFailed("a donor is gone"))
                 return
             yield self._wait(deadline)
@@ -626,6 +662,8 @@ class Group(Process):
 
 
 _HEARD = "a notice has come in"
+CHECK_STEPS = 3
+"""Groups compare their states in every step whose number is a multiple of this."""
 
 
 def read_view(store: Store, epoch: int, missing: Collection[GroupId]) -> tuple[View | None, list[machine.Report]]:

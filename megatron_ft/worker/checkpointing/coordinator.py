@@ -37,6 +37,7 @@ from megatron_ft.core.protocol.state import GroupState
 from megatron_ft.errors import CheckpointError, RunStopped
 from megatron_ft.runlog.history import History
 from megatron_ft.types import View, given
+from megatron_ft.utils import directory_lock
 from megatron_ft.worker import orders
 from megatron_ft.worker.checkpointing.participant import saved_key
 from megatron_ft.worker.group_executor import GroupExecutor
@@ -109,7 +110,7 @@ class CheckpointCoordinator:
         self._told: set[int] = set()
         self._why = ""
         self._background = checkpoint.Saver()
-        self._lock: checkpoint.Lock | None = None
+        self._lock: directory_lock.Lock | None = None
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
@@ -260,9 +261,8 @@ class CheckpointCoordinator:
             self._order = None
         if attempt.states:
             when = f"at the beginning of step {attempt.order.at}"
-            states, everyone = attempt.states, attempt.states.keys() == set(attempt.view.live)
-            self._rank.guard.accuse(when, attempt.order.at, attempt.view.incarnations, states, everyone)
-            self._asks_all = not everyone
+            self._rank.guard.accuse(when, attempt.order.at, attempt.view, attempt.states)
+            self._asks_all = attempt.states.keys() != set(attempt.view.live)
         self._history.note("checkpoint_failed", step=attempt.order.at, reason=why)
         self._log_beside(f"step {attempt.order.at} is not saved: {why}")
 
@@ -430,4 +430,4 @@ class CheckpointCoordinator:
         except CheckpointError:
             given(self._lock).release()  # another leader of this run held it, or another run: the new lock decides
             self._lock = None
-        self._lock = checkpoint.lock(self._directory, self._agreement.run_id)
+        self._lock = directory_lock.lock(self._directory, self._agreement.run_id)

@@ -34,6 +34,8 @@ from megatron_ft.worker.state_checksum import StateCheck
 
 _log = logging.getLogger(__name__)
 
+_UNCOPIED = (FTError, MemoryError, RuntimeError)
+"""What a copy of the state raises; torch raises the last one when memory runs out."""
 _POLL_S = 0.02
 _PATIENCE_S = 600.0
 """Seconds: a file system that hangs does not keep a job from ending."""
@@ -72,6 +74,24 @@ class CheckpointParticipant:
             self.decline(order, refused)
         self.cost_s = time.monotonic() - started
 
+    def write_alone(self, step: int, attempt: str, engine: Engine) -> dict[str, Any]:
+        """Write all of this rank's state, which ``step`` starts from; no other group writes a part of it. Returns the
+        receipt once it is durable, or why there is none (``error``)."""
+        try:
+            copy = checkpoint.snapshot(self._state(engine), 0, 1)
+        except _UNCOPIED as error:
+            return {"error": f"its state cannot be copied: {error}"}
+        try:
+            return self._write_part(step, attempt, copy)
+        except CheckpointError as error:
+            return {"error": str(error)}
+
+    def _state(self, engine: Engine) -> dict[str, Any]:
+        state = dict(engine.state())
+        if self._registered:
+            state[registered_state.KEY] = self._registered.state()
+        return state
+
     def _copy_and_start(self, order: Saves, engine: Engine, states: StateCheck) -> str | None:
         if order.last:
             self._wait_for_former()
@@ -79,11 +99,8 @@ class CheckpointParticipant:
         if self._saver.busy:  # before the copy: memory for two may not be there
             return self._saver.start(f"step {order.at}", lambda: None)
         try:
-            state = dict(engine.state())
-            if self._registered:
-                state[registered_state.KEY] = self._registered.state()
-            copy = checkpoint.snapshot(state, given(order.part_of(self._group)), len(order.writers))
-        except (FTError, MemoryError, RuntimeError) as error:  # torch raises the last one when memory runs out
+            copy = checkpoint.snapshot(self._state(engine), given(order.part_of(self._group)), len(order.writers))
+        except _UNCOPIED as error:
             return f"its state cannot be copied: {error}"
         whole = states.whole(order.at) if len(order.voices) > 1 else 0
         return self._saver.start(f"step {order.at}", lambda: self._write(order, copy, whole))
@@ -97,16 +114,19 @@ class CheckpointParticipant:
     def _write(self, order: Saves, copy: checkpoint.Snapshot, whole: int) -> None:
         said: dict[str, Any] = {"error": "its writer ended for an unknown reason"}
         try:
-            said = checkpoint.write_part(self._directory, order.at, order.attempt, self._position, copy)
-            said["state"] = whole
-            # Before the receipt: after the last save of a run no rank waits for anything.
-            place = place_of(self._directory, order.at, order.attempt)
-            for name, entry in said["files"].items():
-                self._replicas.take(place / name, entry["sha256"], entry["bytes"])
+            said = {**self._write_part(order.at, order.attempt, copy), "state": whole}
         except CheckpointError as error:
             said = {"error": str(error)}
         finally:
             self._say(order, said)
+
+    def _write_part(self, step: int, attempt: str, copy: checkpoint.Snapshot) -> dict[str, Any]:
+        said = checkpoint.write_part(self._directory, step, attempt, self._position, copy)
+        # Before the receipt: after the last save of a run no rank waits for anything.
+        place = place_of(self._directory, step, attempt)
+        for name, entry in said["files"].items():
+            self._replicas.take(place / name, entry["sha256"], entry["bytes"])
+        return said
 
     def decline(self, order: Saves, why: str, late: bool = False) -> None:
         """Report that this rank does not save as ordered."""

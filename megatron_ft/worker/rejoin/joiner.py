@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.coordination.client import CoordinationClient
+from megatron_ft.core.lifecycle import last_state
+from megatron_ft.core.lifecycle.restart_policy import Seats
 from megatron_ft.core.protocol import signals
 from megatron_ft.core.protocol.messages import GroupFailed
+from megatron_ft.engines.hyperparameters import Values
 from megatron_ft.engines.port import StepResult
-from megatron_ft.errors import RunStopped, StartOver, StoreError
-from megatron_ft.types import View, given
+from megatron_ft.errors import RunStopped, StartOver, StoreError, WipedOut
+from megatron_ft.types import GroupId, View, given
 from megatron_ft.utils.vital_thread import VitalThread
 from megatron_ft.worker import orders
 from megatron_ft.worker.rejoin.state_receiver import Gone, Peer, StateReceiver, look_up
@@ -53,13 +57,28 @@ def address_key(group: int, position: int) -> str:
     return f"donor/{group}/{position}"
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds beside the state in its engine: that state is the one that ``step`` starts from. ``result`` is that
+    of the step before, None if the donors had not made it themselves."""
+
+    step: int
+    result: StepResult | None
+    carried: Mapping[str, Any]
+    hyperparameters: Values | None
+    registered: Mapping[str, Any]
+
+
 class RejoinClient:
     """One rank's part.
 
     ``astray`` is the reason why the last attempt is over. ``view`` is the newest view since it began: a thread looks
     for it, because the training thread may be in a step, and the others wait for this rank's connections. ``donors``:
     the incarnation of each. ``received``: when the model state was put in place (monotonic clock). ``distrusted``:
-    donors, (group, incarnation), whose state was not that of most."""
+    donors, (group, incarnation), whose state was not that of most. ``makes``: the step that is being made now as the donors
+    have made it; else None. ``held``: the state that the engine has, also after the attempt in which it came; None before
+    the first, and once it may be of two versions of a step. ``failed``: group -> its newest start that is
+    known to be lost."""
 
     def __init__(self, rank: RankExecutor, env: RankEnvironment, agreement: CoordinationClient) -> None:
         self.env, self.agreement, self._rank = env, agreement, rank
@@ -70,6 +89,9 @@ class RejoinClient:
         self.bytes = 0
         self.received = 0.0
         self.view: View | None = None
+        self.makes: int | None = None
+        self.held: Held | None = None
+        self.failed: dict[GroupId, int] = {}
 
     @property
     def stands(self) -> int:
@@ -89,6 +111,11 @@ class RejoinClient:
     @property
     def carried(self) -> Mapping[str, Any]:
         return given(self._receiver).carried
+
+    @property
+    def hyperparameters(self) -> Values | None:
+        """Those with which the donors have begun step ``stands``."""
+        return None if self._receiver is None else self._receiver.hyperparameters
 
     @property
     def result(self) -> StepResult | None:
@@ -155,12 +182,21 @@ class RejoinClient:
         this rank then holds differs from that of its donors."""
         answer = self._wait_then(self._await_one_state, StateReceiver.take_state, interrupted)
         self.received = time.monotonic()
-        if answer == DONE and {self._rank.states.whole(self.stands)} != set(given(self._receiver).checksums.values()):
-            raise StartOver(
-                f"group {self.env.group} starts over: the state it has put in place for step {self.stands} is not that of "
-                f"its donors"
-            )
+        if answer == DONE:
+            self._check_state(self.stands)
+            self._hold()
         return answer
+
+    def _check_state(self, step: int) -> None:
+        guard = self._rank.guard
+        if {self._rank.states.whole(step)} != set(given(self._receiver).checksums.values()):
+            donor, incarnation = min(self.donors.items())
+            named = guard.differs_from(step, donor, incarnation)
+            raise StartOver(
+                f"group {self.env.group} starts over: the state it has put in place for step {step} is not that of its "
+                f"donors{named}"
+            )
+        guard.found_equal(step)
 
     def _await_one_state(self, guest: StateReceiver, interrupted: Callable[[], bool]) -> bool:
         """As :meth:`StateReceiver.await_state`; also reports donors whose states differ, and raises ``Gone``."""
@@ -173,14 +209,53 @@ class RejoinClient:
         epoch, *others = guest.epochs
         if epoch is not None and not others:  # else one may be out already, and the others have redone a step
             view = self.agreement.look_at_view(epoch)
-            everyone = view is not None and view.epoch == epoch and states.keys() == set(view.live)
-            accused = self._rank.guard.accuse(when, guest.at, self.donors, states, everyone)
-            self.distrusted.update((group, self.donors[group]) for group in accused)
+            if view is not None and view.epoch == epoch:
+                accused = self._rank.guard.accuse(when, guest.at, view, states)
+                self.distrusted.update((group, self.donors[group]) for group in accused)
         raise Gone(f"the states of groups {groups} differ {when}")
+
+    def donors_live(self) -> bool:
+        """Return whether all donors answer: then the end of a connection does not mean that a donor is lost. A donor that
+        had to take a state itself cannot hand on the step."""
+        for donor in self.donors.items():
+            try:
+                found = look_up(self._find(*donor), self.env.key, self.env.position, "")
+            except Gone:
+                return False
+            if found is None:
+                return False
+            found[1].close()
+        return True
+
+    def await_rest(self) -> None:
+        """Wait for what lost donors have sent and has not been read yet."""
+        if self._receiver is not None:
+            self._receiver.await_rest(self.env.config.fault_tolerance.detector.heartbeat_timeout_s)
 
     def make_step(self, interrupted: Callable[[], bool] = lambda: False) -> int:
         """Wait for the next step; all ranks make it, or none."""
-        return self._wait_then(StateReceiver.await_step, StateReceiver.make_step, interrupted)
+        answer = self._wait_then(StateReceiver.await_step, self._make, interrupted)
+        if answer == DONE:
+            self._hold()
+        return answer
+
+    def _hold(self) -> None:
+        """Note that the engine has a complete state now, and that the run may have none but this."""
+        guest = given(self._receiver)
+        if not guest.one_version:
+            self.held = None
+            return
+        self.held = Held(guest.stands, guest.result, guest.carried, guest.hyperparameters, guest.registered)
+        self._rank.progress.take_state()
+        if self.env.position == 0 and (line := guest.carried.get("line")):
+            self._rank.history.record("step", later=True, **line)  # written only if this group becomes the writer
+
+    def _make(self, guest: StateReceiver) -> None:
+        self.makes = guest.stands  # hooks of the script may ask for it
+        try:
+            guest.make_step()
+        finally:
+            self.makes = None
 
     def _wait_then(
         self, wait: Callable[..., bool], act: Callable[[StateReceiver], None], interrupted: Callable[[], bool]
@@ -204,8 +279,11 @@ class RejoinClient:
 
     def on_signal(self, verdict: signals.Verdict) -> None:
         """Give up a donor that is frozen: it sends nothing more, and its connection stays. Callable from any thread."""
+        if not isinstance(verdict, GroupFailed):
+            return
+        self.failed[verdict.group] = max(verdict.incarnation, self.failed.get(verdict.group, -1))
         guest = self._receiver
-        if guest is None or not isinstance(verdict, GroupFailed):
+        if guest is None:
             return
         if verdict.incarnation >= self.donors.get(verdict.group, float("inf")):
             guest.give_up(verdict.group, verdict.reason)
@@ -226,22 +304,29 @@ class RejoinClient:
 
 
 class RejoinCoordinator:
-    """The leader's part, from the search for donors to the seat. ``poll`` is called regularly, and raises to end it."""
+    """The leader's part, from the search for donors to the seat. ``poll`` is called regularly, and raises to end it.
+    ``save`` saves the state that the group holds, and returns what became of it (``last_save``)."""
 
-    def __init__(self, following: RejoinClient, executor: GroupExecutor, poll: Callable[[], None]) -> None:
-        self._following, self._executor, self._poll = following, executor, poll
+    def __init__(
+        self, following: RejoinClient, executor: GroupExecutor, poll: Callable[[], None], save: Callable[[], str]
+    ) -> None:
+        self._following, self._executor, self._poll, self._save = following, executor, poll, save
         self._env, self._agreement = following.env, following.agreement
         self._margin, self._tries, self._late = _MARGIN[0], 0, False
         self._epoch = self._env.epoch
         self._view: View | None = None
+        self._patience_s = self._env.config.fault_tolerance.detector.heartbeat_timeout_s
         self._alone_since: float | None = None
 
     def seat(self) -> View:
-        """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had."""
+        """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had, and
+        ``WipedOut`` when no member is left and this group holds a complete state, which it has saved."""
         while True:
             self._poll()
             self._late = False
             donors = self._find_donors()
+            if not donors and self._fate() == "lost":
+                self._end_with_state()
             view = self._follow(donors) if donors else None
             if view is not None:
                 return view
@@ -251,9 +336,7 @@ class RejoinCoordinator:
 
     def _find_donors(self) -> list[Peer]:
         """Return a few live groups at the same step, or nearly; each try begins with other groups."""
-        # A group without a seat only looks: it does not put a view back when the store has forgotten.
-        while (view := self._agreement.look_at_view(self._epoch)) is not None:
-            self._view, self._epoch = view, view.epoch + 1
+        self._look_at_views()
         me, groups = self._env.group, self._env.config.max_groups
         found: list[Peer] = []
         for number in range(groups - 1):
@@ -274,6 +357,11 @@ class RejoinCoordinator:
         # The other donors have been left out, or are about to be ahead.
         donors = [donor for donor in found if donor.epoch == newest]
         return [] if self._waits_for_second(donors) else donors
+
+    def _look_at_views(self) -> None:
+        """Take in the newest view. A group without a seat does not put a view back when the store has forgotten it."""
+        while (view := self._agreement.look_at_view(self._epoch)) is not None:
+            self._view, self._epoch = view, view.epoch + 1
 
     def _waits_for_second(self, donors: Sequence[Peer]) -> bool:
         """Return True while a second donor may come: the state of a single one can be compared with no other."""
@@ -325,9 +413,40 @@ class RejoinCoordinator:
                 time.sleep(_POLL_S)
 
     def _over(self, asked: bool, why: str) -> View | None:
-        if asked:
-            raise StartOver(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
-        return None
+        """End this attempt. After it has asked for a seat the group ends; or goes on as a member, if it has the seat by now:
+        what members do when donors are lost belongs to the protocol."""
+        if not asked:
+            return None
+        following, env, deadline = self._following, self._env, time.monotonic() + self._patience_s
+        # The end of a donor's connection is seen before the notice of its loss, and that of others may come later still.
+        while True:
+            self._poll()
+            view = following.view
+            if view is not None and view.seats(env.group, env.incarnation):
+                if following.has_seat(view):
+                    return view
+                break
+            if (fate := self._fate()) == "lost":
+                self._end_with_state()
+            if fate != "unknown" or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        raise StartOver(f"group {self._env.group} has asked for a seat and cannot take it: {why}; it starts over")
+
+    def _fate(self) -> last_state.Fate:
+        """Return what is known of the members of the newest view."""
+        self._look_at_views()
+        if self._view is None:
+            return "unknown"
+        members = Seats(self._view, graves=dict(self._following.failed))
+        return last_state.fate(members, self._env.group, list(self._following.donors.items()))
+
+    def _end_with_state(self) -> None:
+        """Save the state and end. Returns if there is none: the agent ends groups that wait for members in vain."""
+        if self._following.held is not None:
+            reason = f"no member of the run is left, and group {self._env.group} was on its way back{self._save()}"
+            self._executor.carry_out(orders.Stop(reason, WipedOut.__name__))
+            raise WipedOut(reason)
 
     def _look_for_end(self) -> None:
         if self._agreement.get("ended") is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from megatron_ft.auth.handshake import LONGEST_HELLO
 from megatron_ft.auth.secret import Key
 from megatron_ft.collectives import device_copies, framing, state_transfer
+from megatron_ft.engines.hyperparameters import Values
 from megatron_ft.engines.port import Engine, StepResult
 from megatron_ft.types import given
 from megatron_ft.worker import registered_state
@@ -76,7 +78,9 @@ class StateReceiver:
     """One attempt to follow ``donors``. ``at`` is the step whose state is asked for (-1: none yet), ``stands`` the one
     whose state the engine has, ``received`` how many bytes have come; ``soonest``: the first step that no donor had begun
     when it answered; ``registered``: the state of the script's objects at ``stands``; ``late``: a donor had begun step
-    ``at`` before it was asked; ``patience_s``: seconds after which a donor that sends nothing is given up.
+    ``at`` before it was asked; ``patience_s``: seconds after which a donor that sends nothing is given up;
+    ``hyperparameters``: those with which the donors have begun step ``stands``; ``one_version``: each step was made of parts
+    that all donors had committed in one epoch. Else a part may be of a step that the others have made again.
 
     Raises :class:`Gone`."""
 
@@ -92,14 +96,16 @@ class StateReceiver:
         self._engine, self._patience_s = engine, patience_s
         self.stands = self.at = -1
         self.received = self.soonest = 0
-        self.late = False
+        self.late, self.one_version = False, True
         self.carried: Mapping[str, Any] = {}
         self.registered: Mapping[str, Any] = {}
+        self.hyperparameters: Values | None = None
         self.result: StepResult | None = None
         self._changed = threading.Condition()
         self._tensors: list[torch.Tensor] = []
         self._skeleton: Any = None
         self._streams: list[_Stream] = []
+        self._threads: list[threading.Thread] = []
         for part, donor in enumerate(donors):
             found = look_up(donor, key, position, who)
             if found is None:
@@ -118,7 +124,9 @@ class StateReceiver:
             except OSError as error:
                 self._fail(stream, f"group {stream.group}: {error}")
                 continue
-            threading.Thread(target=self._receive, args=(stream,), name="megatron_ft-guest", daemon=True).start()
+            thread = threading.Thread(target=self._receive, args=(stream,), name="megatron_ft-guest", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     # --- receiving, a thread for each donor ---------------------------------------------------------------------------
 
@@ -204,7 +212,9 @@ class StateReceiver:
         """Load the received state into the engine."""
         self._engine.load_state(_filled(self._skeleton, self._tensors))
         self._tensors, self._skeleton = [], None
-        self.carried, self.registered = given(self._streams[0].words)["carried"], self._streams[0].registered
+        words, self.registered = given(self._streams[0].words), self._streams[0].registered
+        self.carried, self.hyperparameters = words["carried"], words["hyperparameters"]
+        self.result = None if words["result"] is None else StepResult.from_json(words["result"])
         self.stands = self.at
 
     @property
@@ -217,6 +227,12 @@ class StateReceiver:
         """The epochs in which the donors began the step, once the state is there; in one, their states are equal."""
         return {given(stream.words)["epoch"] for stream in self._streams}
 
+    def await_rest(self, limit_s: float) -> None:
+        """Wait until all that lost donors have sent is here: their connections have ended, or that takes too long."""
+        deadline = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def ready(self) -> bool:
         """True if the next step has come, from all donors."""
         with self._changed:
@@ -227,15 +243,19 @@ class StateReceiver:
         return self._await(lambda stream: self.stands in stream.steps, interrupted)
 
     def make_step(self) -> None:
-        """Make the next step as the donors have made it."""
-        step = self.stands
+        """Make the next step as the donors have made it, and take over what their scripts have set for the one after it."""
+        step, epochs = self.stands, set[int | None]()
         for stream in self._streams:
             words, room, registered = stream.steps.pop(step)
+            epochs.add(words["carried"].get("line", {}).get("epoch"))
             self.registered = registered or self.registered
             device_copies.fill(self._own_share(stream), room)
+        self.one_version &= len(epochs) == 1
         self.result = StepResult.from_json(words["result"])
         self.carried = words["carried"]
-        self._engine.repeat(self.result)
+        self._engine.repeat(self.result, words["made"])
+        self.hyperparameters = words["hyperparameters"]
+        self._engine.hyperparameters.write(self.hyperparameters)
         self.stands = step + 1
 
     def _await(self, there: Callable[[_Stream], bool], interrupted: Callable[[], bool]) -> bool:

@@ -191,15 +191,17 @@ class StateSender:
             followers = self._followers = [follower for follower in self._followers if not follower.gone]
         for follower in followers:
             if follower.at == step:
-                self._hand_over(follower, step, carried())
+                self._hand_over(follower, step, result, carried())
             elif follower.at < step:
                 self._go_on(follower, step, result, carried())
 
-    def _hand_over(self, follower: _Follower, step: int, carried: Mapping[str, Any]) -> None:
+    def _hand_over(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
         skeleton, tensors = state_transfer.flatten(self._engine.state())
         mine = framing.bytes_shares_of(tensors, follower.part, follower.parts)
         words = {"state": step, "skeleton": skeleton, "carried": carried}
         words |= {"epoch": self._epoch(), "checksum": self._states.whole(step)}
+        words |= {"hyperparameters": self._engine.hyperparameters.read()}
+        words |= {"result": result.to_json() if result is not None and result.step == step - 1 else None}
         self._put(follower, words, mine, self._pace_s(_STATE_PACE), state=True)
 
     def _go_on(self, follower: _Follower, step: int, result: StepResult | None, carried: Mapping[str, Any]) -> None:
@@ -209,7 +211,9 @@ class StateSender:
         buckets = [self._engine.reduced(bucket) for bucket in range(self._engine.num_buckets)]
         shares = framing.shares_of(buckets, follower.part, follower.parts)
         mine = [framing.as_bytes(piece) for piece in shares]
+        values = self._engine.hyperparameters
         words = {"step": step - 1, "result": result.to_json(), "carried": carried}
+        words |= {"made": values.made, "hyperparameters": values.read()}
         self._put(follower, words, mine, self._pace_s(_STEP_PACE), state=False)
         if any(
             self._engine.reduced(bucket) is self._engine.local(bucket) for bucket in range(self._engine.num_buckets)

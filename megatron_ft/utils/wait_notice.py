@@ -1,0 +1,33 @@
+"""Lines of a process that waits: for what, and for how long already. Silence would look like a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from megatron_ft.utils.console import say
+
+
+@contextlib.contextmanager
+def notices(text: Callable[[], str], after_s: float) -> Iterator[None]:
+    """Print ``text()`` while the block runs: after ``after_s`` seconds, and then whenever the time has doubled.
+
+    A thread calls it. The thread has ended when the block is left, so that a later fork meets no other thread.
+    """
+    over, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        due_s = after_s
+        while not over.wait(begun + due_s - time.monotonic()):
+            say(f"{text()} ({due_s:g} s so far)")
+            due_s *= 2
+
+    thread = threading.Thread(target=tell, name="megatron_ft-notices", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
