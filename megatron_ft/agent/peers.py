@@ -50,7 +50,7 @@ _ONLY_JOB = "only"
 _LOOK_S = 0.2
 _NAMED = 8
 """Hosts that a line of a host that waits names at most."""
-_HOSTS, _LEFT = "hosts", "left"
+_HOSTS, _LEFT, _STORE = "hosts", "left", "store"
 _SHARES = "shares"
 """Key beside a host's card when it meets the others: whether its run directory is that of host 0."""
 _SHARED_S = 5.0
@@ -218,11 +218,15 @@ class Hosts:
         if where.rank == 0:
             self.run_id = run_id or uuid.uuid4().hex[:12]
             # For the other hosts, and for hosts that come later; they compare the config with theirs.
-            self._boot.set("run", {"run_id": self.run_id, "hosts": where.hosts, "config": config.to_json()})
+            run = {"run_id": self.run_id, "hosts": where.hosts, "config": config.to_json(), _STORE: self.store_address}
+            self._boot.set("run", run)
+            address = self.store_address
+        elif where.late:
+            self.run_id, address = given(run_id), self.store_address
         else:
-            self.run_id = given(run_id) if where.late else self._join()
+            self.run_id, address = self._join()
         if where.others and self.keeper is not None:
-            self.locator = store.Locator(store.Log(run_dir, self.run_id, self.secret), self.store_address)
+            self.locator = store.Locator(store.Log(run_dir, self.run_id, self.secret), address)
         self._cards: dict[int, Mapping[str, Any]] = {}
         self._names: dict[int, str] = {where.rank: socket.gethostname()}
         sizes = (where.hosts, config.groups, config.ranks_per_group)
@@ -346,8 +350,9 @@ class Hosts:
         """Return whether the run has other hosts."""
         return self.place.hosts > 1 or len(self._cards) > 1 or self.succeeds
 
-    def _join(self) -> str:
-        """Return the run's id. Raises ``LaunchError`` when this agent was started for another run."""
+    def _join(self) -> tuple[str, str]:
+        """Return the run's id, and the address at which host 0 itself reaches the store: ``--store`` may have its name,
+        which is another address there. Raises ``LaunchError`` when this agent was started for another run."""
         with self._waiting(lambda: "host 0 to begin a run"):
             run = self._boot.wait("run", MEET_TIMEOUT_S)
         if run is None:
@@ -362,7 +367,7 @@ class Hosts:
                     f"host {self.place.rank} has {name} {value}, host 0 has {theirs}; give the same options and config on "
                     f"all hosts"
                 )
-        return run["run_id"]
+        return run["run_id"], run[_STORE]
 
     @property
     def partners(self) -> dict[int, Mapping[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 
 import pytest
@@ -102,7 +104,7 @@ def test_a_host_that_waits_says_for_whom_and_where_it_listens(tmp_path, monkeypa
     monkeypatch.setattr(wait_notice, "say", say)
     monkeypatch.setattr(module, "boot_store", lambda *_: Empty(said))
     monkeypatch.setattr(module, "MEET_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(module.Hosts, "_join", lambda self: "run")
+    monkeypatch.setattr(module.Hosts, "_join", lambda self: ("run", "127.0.0.1:1"))
     config = resolve({"fault_tolerance": {"detector": {"stall_notice_s": 0.01}}}, groups=3)
     made = Hosts(Place(hosts=3, rank=rank, store="127.0.0.1:0"), config, 1.0, tmp_path, "run")
     try:
@@ -112,3 +114,24 @@ def test_a_host_that_waits_says_for_whom_and_where_it_listens(tmp_path, monkeypa
         made.beats.close()
         made.keeper.close()
     assert lines[0].startswith(f"{line}the control store is at {made.store_address}, this host at 127.0.0.1 (")
+
+
+def test_the_first_claim_has_the_stores_address_by_whichever_host_it_is_made(tmp_path, monkeypatch):
+    """Debian's hosts know their own name as 127.0.1.1, where host 0 reaches no store of its own."""
+    config = resolve({}, groups=2)
+    with contextlib.ExitStack() as ends:
+
+        def host(rank: int, address: str) -> Hosts:
+            made = Hosts(Place(hosts=2, rank=rank, store=address, grows=True), config, 1.0, tmp_path, "run")
+            ends.callback(made.beats.close)
+            ends.callback(made.keeper.close)
+            return made
+
+        first = host(0, "127.0.0.1:0")
+        other = host(1, f"localhost:{first.store_address.rpartition(':')[2]}")
+        monkeypatch.setattr(first, "_prepare_succession", lambda shared: None)  # host 0 is slower
+        with ThreadPoolExecutor() as threads:
+            for met in [threads.submit(one.meet) for one in (first, other)]:
+                met.result()
+        first.locator.poll()
+        assert [claim.address for claim in first.locator.claims] == [first.keeper.address]
