@@ -7,7 +7,9 @@ that interface.
 
 Failures it assumes: any rank of the group may vanish while the world is made or later. Process groups of gloo can then be
 cut (``utils.socket_tracker``), so that no rank stays in a collective for gloo's half hour, and NCCL's are aborted
-(``collectives.user_process_groups``).
+(``collectives.user_process_groups``). gloo forgets a send that it has begun to write, or begins after the cut (its
+``Pair::signalException`` passes over these, torch 2.13): such a rank stays until its agent ends it, with the group's next
+start or the run's end.
 """
 
 from __future__ import annotations
@@ -107,6 +109,6 @@ class World:
                 self.cut()
 
     def cut(self) -> None:
-        """End all waits for other ranks of the group. Callable from any thread."""
+        """End the waits for other ranks of the group, but those that gloo forgets. Callable from any thread."""
         self._cut = True
         socket_tracker.shut_down(self._sockets)

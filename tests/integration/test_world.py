@@ -26,11 +26,12 @@ def test_a_cut_ends_the_operations_of_all_process_groups_and_no_connection_of_th
         users.settimeout(TIMEOUT_S)
         ranks = [start(me, port, users.getsockname()[1]) for me in range(RANKS)]
         try:
+            said = set()
             for end in [ends.enter_context(users.accept()[0]) for _ in ranks]:
                 end.settimeout(TIMEOUT_S)
-                said = end.recv(16, socket.MSG_WAITALL)
-                assert said == b"after the cut: 2", said
+                said.add(end.recv(len("rank 0 after the cut: 2"), socket.MSG_WAITALL))
                 end.sendall(b"and back")
+            assert said == {b"rank 0 after the cut: 2", b"rank 1 after the cut: 0"}
         finally:
             output = "\n".join(rank.communicate()[0] for rank in ranks)  # they end by themselves
             print(output)
@@ -69,15 +70,18 @@ def rank(me: int, port: int, users: int) -> None:
     user.settimeout(TIMEOUT_S)
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=own)
-    broken = 0
     if me == 1:
+        control.wait("rank 0 begins to wait", TIMEOUT_S)
         world.cut()
-    for group in (None, own):  # rank 0 waits in the first for rank 1, until rank 1's end of the connection is cut
+    broken = 0
+    # Rank 1 starts no operation: gloo would forget one that it cannot write any more.
+    for group in (None, own) if me == 0 else ():
+        control.set("rank 0 begins to wait", True)
         with contextlib.suppress(RuntimeError):
             dist.all_reduce(torch.ones(1), group=group)
             continue
         broken += 1
-    user.sendall(f"after the cut: {broken}".encode())
+    user.sendall(f"rank {me} after the cut: {broken}".encode())
     assert user.recv(8, socket.MSG_WAITALL) == b"and back"
     assert control.get("anything") is None, "the control store is reached as before"
     os._exit(0)
