@@ -97,7 +97,7 @@ test-long: setup
 
 # make test-system  the tests that need what pip cannot install (SimGrid, etcd, namespaces, pdsh, Slurm); skipped with the reason where it is missing
 test-system: setup
-	$(BIN)/python -m pytest tests/system/test_slurm_lab.py  # first and alone: it counts what clusters leave behind
+	$(BIN)/python -m pytest --long $(LONG) tests/system/test_slurm_lab.py  # first and alone: it counts what clusters leave behind
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --long $(LONG) tests/system --ignore=tests/system/test_slurm_lab.py --durations=20
 
 # make chaos  runs in which random faults strike real processes, judged (RUNS=60 SEED=0)

@@ -112,6 +112,7 @@ def test_a_host_whose_link_is_cut_leaves_and_is_named(lab, run):
     assert run.agents[2].wait(timeout=support.TIMEOUT_S) == 0
 
 
+@pytest.mark.long
 def test_a_link_cut_one_way_costs_one_of_its_two_ends(lab, run):
     """Host 1 does not hear host 2; host 0 hears both, and both hear host 0: one of 1 and 2 leaves, never both."""
     support.wait_for(lambda: run.gate.waiting(HELD) == GROUPS, run)
@@ -122,6 +123,7 @@ def test_a_link_cut_one_way_costs_one_of_its_two_ends(lab, run):
     assert why.startswith("cut off") and "host 1 (" in why and "host 0 (" not in why
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", [PATIENT], indirect=True)
 def test_a_short_cut_costs_no_group(lab, run):
     """The link is back before the silence counts: the packets of the all-reduce are sent again, nothing else happens."""
@@ -147,6 +149,7 @@ def test_a_link_that_flaps_for_shorter_than_the_timeout_costs_no_group(lab, run,
     assert len(views) == 1 and not run.events("silence")
 
 
+@pytest.mark.long
 def test_a_link_that_flaps_for_longer_costs_the_groups_of_that_host_alone(lab, run, failure_free):
     """The link goes on flapping when its host is out: a host that is not needed any more disturbs no other."""
     support.wait_for_step(run, 3)
@@ -294,6 +297,7 @@ def test_a_host_whose_link_is_healed_is_a_spare_for_the_one_that_replaced_it(spa
     assert spared.taken_over() == [(name(lab.address(3)), [2]), (name(lab.address(2)), [2])]
 
 
+@pytest.mark.long
 def test_a_frozen_host_is_replaced_and_is_a_spare_when_it_wakes(spared, long_failure_free):
     """The kernel of the frozen host still answers for it: no connection ends."""
     lab = spared.lab
@@ -307,6 +311,7 @@ def test_a_frozen_host_is_replaced_and_is_a_spare_when_it_wakes(spared, long_fai
     assert spared.taken_over() == [(name(lab.address(3)), [1])]
 
 
+@pytest.mark.long
 def test_over_ipv6_a_link_is_cut_and_the_spare_host_takes_over(spared, long_failure_free):
     lab = spared.lab
     lab.add_ipv6()

@@ -39,6 +39,7 @@ def test_a_node_without_power_is_replaced_by_the_spare_one_and_named(cluster, su
     assert [line["what"] for line in job.events("host")] == ["spare", "took over"]
 
 
+@pytest.mark.long
 def test_the_node_of_host_0_is_replaced_like_any_other(cluster, submit, failure_free):
     job = submit(STORE="embedded")
     job.await_step(5)

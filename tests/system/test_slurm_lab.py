@@ -123,6 +123,7 @@ def test_a_node_that_is_back_takes_new_steps_of_its_job(cluster, job):
     assert cluster.run(job.step(1, "-w", "n2", "hostname")).stdout == "n2\n"
 
 
+@pytest.mark.long
 def test_a_frozen_node_goes_on_when_it_thaws(cluster, job):
     cluster.freeze("n3")
     at = job.beats()["n3"]
@@ -133,6 +134,7 @@ def test_a_frozen_node_goes_on_when_it_thaws(cluster, job):
     assert cluster.slurmd("n3") == "runs"
 
 
+@pytest.mark.long
 def test_a_cut_node_works_on_and_is_reached_again_when_healed(cluster, job):
     assert reaches(cluster, "n2")
     cluster.cut("n2")
@@ -143,6 +145,7 @@ def test_a_cut_node_works_on_and_is_reached_again_when_healed(cluster, job):
     assert cluster.run(["srun", "-w", "n2", "hostname"]).stdout == "n2\n"
 
 
+@pytest.mark.long
 def test_jobs_outlive_a_restart_of_the_controller(cluster, job):
     cluster.restart_controller()
     job.await_beats("n1", "n2", "n3")
@@ -152,6 +155,7 @@ def test_jobs_outlive_a_restart_of_the_controller(cluster, job):
     assert job.srun.poll() is None
 
 
+@pytest.mark.long
 def test_plain_nodes_die_freeze_and_return_like_the_others(plain, tmp_path):
     job = Job(plain, tmp_path)
     plain.kill_node("n2")
@@ -169,6 +173,7 @@ def test_plain_nodes_die_freeze_and_return_like_the_others(plain, tmp_path):
         plain.cut("n1")
 
 
+@pytest.mark.long
 def test_ended_jobs_and_their_steps_are_accounted_for(accounted):
     assert accounted.run(["srun", "--job-name=failing", "false"]).returncode == 1
     asked = ["sacct", "-n", "-P", "-o", "JobID,JobName,State,ExitCode"]
@@ -179,6 +184,7 @@ def test_ended_jobs_and_their_steps_are_accounted_for(accounted):
     assert not left_of(accounted)
 
 
+@pytest.mark.long
 @slurm.needs_slurm
 def test_two_labs_side_by_side_of_which_nothing_is_left(tmp_path):
     one, other = Lab(tmp_path / "one", 2), Lab(tmp_path / "other", 3)
@@ -194,6 +200,7 @@ def test_two_labs_side_by_side_of_which_nothing_is_left(tmp_path):
     assert not left_of(other)
 
 
+@pytest.mark.long
 @slurm.needs_slurm
 def test_an_up_that_is_killed_half_way_leaves_nothing_that_down_does_not_find(tmp_path):
     half = "import os; Lab._await_idle = lambda self: os._exit(9)"

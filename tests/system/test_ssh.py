@@ -180,6 +180,7 @@ def test_the_run_survives_the_loss_of_the_launcher_and_of_all_connections(lab, j
     assert [state["code"] for state in states] == [0] * len(job.hosts)
 
 
+@pytest.mark.long
 def test_a_host_without_power_is_replaced_by_the_spare_host(lab, job, up, failure_free):
     """Its ssh connection, its agent and its log fall silent; the launcher and the other hosts continue."""
     job.start("--export", "ONE=two words")
@@ -278,6 +279,7 @@ def test_a_killed_agent_on_a_healthy_host_is_replaced_and_ctrl_c_stops_the_run_i
     assert [(line["what"], line["node"]) for line in job.events("ssh")] == [("spare agent", lab.address(2))]
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_ends_the_agents_of_a_run_that_cannot_stop_in_order(job, up):
     """The run would save first, but one rank is stopped."""
     job.start(steps=ENDLESS, saves=True, stopped_timeout_s=DEADLINE_S, hang_timeout_s=DEADLINE_S)
