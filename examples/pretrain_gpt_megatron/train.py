@@ -16,12 +16,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import on_cpu
 import torch
 
 import megatron_ft  # ft
 from megatron_ft.config import megatron_arguments
 from megatron_ft.data import open_corpora
-from megatron_ft.engines.megatron import on_cpu
 
 on_cpu.install()  # without a GPU, for trying it: before megatron-core is used
 

@@ -144,7 +144,7 @@ class Megatron(Kit):
     ``distributed``: its distributed optimizer; ``bf16``."""
 
     def build(self, layout: Layout, dropout: float, settings: dict[str, Any]) -> Any:
-        from megatron_ft.engines.megatron import on_cpu
+        from examples.pretrain_gpt_megatron import on_cpu
 
         on_cpu.install()
         from megatron.core import parallel_state

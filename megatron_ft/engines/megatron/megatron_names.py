@@ -51,12 +51,6 @@ NAMES = tuple(
     for name in (*_IN_MODULES, *(f"{config}.{name}" for config, names in _SETTINGS.items() for name in names))
 )
 """What the engine needs of megatron-core's modules."""
-ON_CPU = (
-    "megatron.core.tensor_parallel.random._get_cuda_rng_state",
-    "megatron.core.tensor_parallel.random._set_cuda_rng_state",
-    "megatron.core.transformer.torch_norm.WrappedTorchNorm",
-)
-"""What the stand-in for a GPU replaces."""
 _LISTS = ("buffers", "expert_parallel_buffers", "bucket_groups", "expert_parallel_bucket_groups", "params_with_grad")
 _BUFFER = ("params", "gradient_scaling_factor", "data_parallel_group", "data_parallel_world_size")
 

@@ -22,6 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_ft.engines.megatron import megatron_names
 
+REPLACED = (
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+    "megatron.core.transformer.torch_norm.WrappedTorchNorm",
+)
+"""Names of megatron-core that :func:`install` replaces."""
+
 _installed: list[TorchFunctionMode] = []
 
 
@@ -89,11 +96,8 @@ def install() -> None:
     torch.compiler.set_stance("force_eager")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    for name in (
-        "synchronize",
-        "empty_cache",
-        "set_device",
-    ):  # each a function of its own: the compiler tells them apart
+    for name in ("synchronize", "empty_cache", "set_device"):
+        # Each is a function of its own: the compiler tells them apart.
         setattr(cuda, name, partial(_nothing, name))
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *arguments, **options: torch.get_rng_state()
@@ -115,7 +119,7 @@ def install() -> None:
     world: Any = dist
     world.all_to_all_single = exchange_with_lists
     warnings.filterwarnings("ignore", module=r"megatron\.")  # of missing kernels for GPUs
-    megatron_names.check(megatron_names.ON_CPU)
+    megatron_names.check(REPLACED)
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
