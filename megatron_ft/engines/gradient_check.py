@@ -74,7 +74,8 @@ class GradientCheck:
         square /= scale * scale
         if not square or not before:
             return None
-        for part in gradient_factor.MOVES:
+        coarse = any(parameter.dtype.itemsize < 4 for parameter, _, _ in moved)
+        for part in gradient_factor.COARSE_MOVES if coarse else gradient_factor.MOVES:
             change = part * abs(before)
             ahead, back = self._losses(moved, change / square / scale)
             found = gradient_factor.factor(before, ahead, back, change)

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite, log2
 
-MOVES = (0.01, 0.1)
-"""Changes of the loss that are aimed at, in parts of it; the second one where the first one tells nothing."""
+MOVES, COARSE_MOVES = (0.001, 0.01), (0.01, 0.1)
+"""Changes of the loss that are aimed at, in parts of it; the second one where the first one is lost in noise. A small one
+sees less of the curvature; parameters of 16 bits do not hold it (``COARSE_MOVES``)."""
 _UNEQUAL = 1.5
 """The largest quotient of the changes ahead and back."""
 _LEAST = 1e-5
