@@ -28,7 +28,7 @@ from megatron_ft.config.schema import EMBEDDED, RunConfig
 from megatron_ft.config.store_address import EtcdAddress, is_etcd
 from megatron_ft.coordination.store import ControlStore
 from megatron_ft.errors import ConfigError, LaunchError, StoreError
-from megatron_ft.runlog import history
+from megatron_ft.runlog import run_state
 from megatron_ft.types import GroupId
 from megatron_ft.utils import net, wait_notice
 from megatron_ft.utils.console import say
@@ -237,7 +237,7 @@ def enter(running: Running, groups: int, address: str | None) -> Newcomer:
     """Take numbers for this host and for ``groups`` new groups on it. Raises ``LaunchError`` when there is no room, or
     no run, and ``StoreError`` when its store does not answer: another exit code, as the run may be about to restart."""
     check_owner(running, os.geteuid())
-    if any(line["event"] in ("end", "stop") for line in history.lines(running.run_dir)):
+    if run_state.read(running.run_dir).over:
         raise LaunchError(f"the run in {running.run_dir} is over; there is nothing to join")
     rejoin = running.config.fault_tolerance.rejoin
     if not rejoin.enabled:

@@ -74,7 +74,7 @@ def _live(run_dir: Path) -> list[int]:
     if not (run_dir / "config.json").is_file():
         raise LaunchError(f"{run_dir} holds no run; give the --run-dir of a launch")
     recorded = run_state.read(run_dir)
-    if recorded.ended or recorded.stopped:
+    if recorded.over:
         raise LaunchError(f"the run in {run_dir} is over; no agent of it is left to ask")
     return list(recorded.live)
 

@@ -38,11 +38,8 @@ class Claims:
         if self._run_dir.exists() and not self._run_dir.is_dir():
             raise LaunchError(f"--run-dir {self._run_dir} is a file; give a directory")
         self._tried = True
-        try:
-            self._locks.append(self._lock(beats=False))
-        except OSError as error:
-            why = error.strerror or error
-            raise LaunchError(f"--run-dir {self._run_dir} cannot be created: {why}; choose another directory") from None
+        options = {"others": self._others, "beats": False}
+        self._locks.append(directory_lock.lock(self._run_dir, self.run_id, directory_lock.RUN, **options))
 
     def begin(self) -> None:
         """Show from now on that the run lives. Called after the agent has forked what it forks: this starts a thread."""
@@ -99,8 +96,8 @@ class Claims:
         while self._locks:
             self._locks.pop().release()
 
-    def _lock(self, beats: bool = True) -> directory_lock.Lock:
-        return directory_lock.take(self._run_dir, self.run_id, directory_lock.RUN, others=self._others, beats=beats)
+    def _lock(self) -> directory_lock.Lock:
+        return directory_lock.take(self._run_dir, self.run_id, directory_lock.RUN, others=self._others)
 
 
 def check_free(run_dir: Path, own: str) -> None:

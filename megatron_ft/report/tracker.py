@@ -11,7 +11,6 @@ import importlib.util
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,13 +119,11 @@ def main() -> int:
 def run(run_dir: Path, names: Iterable[str]) -> None:
     """Feed the trackers until the run or its agent has ended. A tracker that fails is dropped with a line on stderr."""
     agent = os.getppid()
-    over, state = threading.Event(), RunState()
+    state = RunState()
     trackers: dict[str, Tracker] = {}
     for name in names:
         _guarded(name, trackers, lambda name=name: trackers.update({name: _TRACKERS[name](run_dir)}))
-    for event in follow(run_dir, lambda: over.is_set() or os.getppid() != agent):
-        if event["event"] in ("end", "stop"):
-            over.set()
+    for event in follow(run_dir, lambda: state.over or os.getppid() != agent):
         state.take(event)
         found = scalars(event, state.failures)
         for name, one in list(trackers.items()) if found else []:

@@ -160,10 +160,10 @@ class Lock:
         return not self._lost
 
 
-def lock(directory: Path, run_id: str, **options: Any) -> Lock:
-    """Call :func:`take` for a checkpoint directory, and raise an ``OSError`` as ``CheckpointError`` with the remedy."""
-    with durable_file.explained("taking the lock", Path(directory) / CHECKPOINTS.file):
-        return take(directory, run_id, **options)
+def lock(directory: Path, run_id: str, kind: Kind = CHECKPOINTS, **options: Any) -> Lock:
+    """Call :func:`take`, and raise an ``OSError`` as ``kind.error`` with the remedy."""
+    with durable_file.explained("taking the lock", Path(directory) / kind.file, kind.setting, kind.error):
+        return take(directory, run_id, kind, **options)
 
 
 def take(

@@ -19,6 +19,7 @@ from megatron_ft.coordination.store import Log
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.errors import LaunchError, StoreError
+from megatron_ft.runlog import history
 from megatron_ft.utils import wait_notice
 
 NOBODY = 65534
@@ -148,3 +149,22 @@ def test_a_spare_host_that_waits_says_for_which_host(run_dir, monkeypatch):
     monkeypatch.setattr(wait_notice, "say", lambda line: [event.set() for text, event in said.items() if text in line])
     assert join._await_started(run_dir, lambda running: True, 0.01).hosts == 2
     assert next(answers, "none left") == "none left"
+
+
+@pytest.mark.parametrize("closing", ["stop", "end"])
+def test_a_run_that_was_started_again_in_its_directory_is_joined_and_stopped(run_dir, monkeypatch, closing):
+    told = []
+    monkeypatch.setattr(join, "_numbered", lambda *_: "its number")
+    monkeypatch.setattr(operator_requests, "_store", lambda run_dir: "its store")
+    monkeypatch.setattr(operator_requests.watcher, "announce", lambda store, signal: told.append(signal))
+    history.append(run_dir, "view", epoch=0, live=[0, 1], lost={}, joined=[])
+    history.append(run_dir, closing, reason="asked", step=3)
+    with pytest.raises(LaunchError, match="is over; no agent of it is left to ask"):
+        operator_requests.stop(run_dir, "why")
+    with pytest.raises(LaunchError, match="is over; there is nothing to join"):
+        join.enter(join.find(run_dir), 1, None)
+    history.append(run_dir, "start", run_id="run")
+    assert join.enter(join.find(run_dir), 1, "127.0.0.1") == "its number"
+    operator_requests.stop(run_dir, "why")
+    (asked,) = told
+    assert asked.groups == (0, 1)

@@ -119,3 +119,14 @@ def test_a_run_directory_whose_lock_cannot_be_read_is_not_called_a_checkpoint_di
     monkeypatch.setattr(shared_file, "open_file", stale)
     with pytest.raises(LaunchError, match="looking at the lock .*, or name another --run-dir"):
         run_lock.check_free(tmp_path, "4.0.")
+
+
+def test_a_run_directory_that_cannot_be_locked_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    def read_only(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(shared_file, "open_to_lock", read_only)
+    with pytest.raises(LaunchError, match="read-only: mount it for writing, or name another --run-dir$"):
+        directory_lock.lock(tmp_path, "run", directory_lock.RUN)
+    with pytest.raises(LaunchError, match="^taking the lock .*/run.lock failed"):
+        run_lock.Claims(tmp_path, config(), "run", others=False).take()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.report import tracker
 from megatron_ft.runlog import history
+from tests.unit.test_run_tables import step as a_step
 from tests.unit.test_run_tables import write_run
 
 
@@ -78,6 +81,29 @@ def test_a_tracker_that_fails_does_not_stop_the_other(run_dir, monkeypatch, caps
     tracker.run(run_dir, ["wandb", "tensorboard"])
     assert Good.logged == [0, 1, 2, 2, 3, "closed"]
     assert "wandb failed and is dropped" in capsys.readouterr().err
+
+
+class Growing(Good):
+    """A tracker during which the run goes on: each step's line comes after the one before was logged."""
+
+    run_dir: Path
+
+    def log(self, step, scalars):
+        super().log(step, scalars)
+        if step == 6:
+            history.append(self.run_dir, "stop", reason="enough")
+        elif step >= 3:
+            history.append(self.run_dir, "step", **a_step(step + 1, 4.0, [0]))
+
+
+def test_the_tracker_follows_a_run_that_was_stopped_and_started_again_in_the_same_directory(run_dir, monkeypatch):
+    lines = (run_dir / history.FILE).read_text().splitlines(keepends=True)
+    stopped = [json.dumps({"t": 0.0, "event": event, "reason": "asked"}) + "\n" for event in ("stop", "start")]
+    (run_dir / history.FILE).write_text("".join([*stopped, *lines[:-1]]))
+    monkeypatch.setattr(Growing, "run_dir", run_dir, raising=False)
+    monkeypatch.setattr(tracker, "_TRACKERS", {"tensorboard": Growing})
+    tracker.run(run_dir, ["tensorboard"])
+    assert Good.logged[-4:] == [4, 5, 6, "closed"]
 
 
 def test_the_tracker_ends_when_its_agent_is_gone(run_dir, monkeypatch):
