@@ -278,8 +278,13 @@ def test_a_run_that_ends_on_a_full_disk_says_which_checkpoint_is_the_newest(tmp_
             id="exception",
         ),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "ended with SIGKILL", id="out of memory"),
-        pytest.param("sys.exit(2)", "ended with exit code 2", id="exit code 2"),
-        pytest.param('raise CheckpointError("model.pt is not written")', "model.pt is not written", id="FTError"),
+        pytest.param("sys.exit(2)", "ended with exit code 2", id="exit code 2", marks=pytest.mark.long),
+        pytest.param(
+            'raise CheckpointError("model.pt is not written")',
+            "model.pt is not written",
+            id="FTError",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_script_that_fails_to_write_its_final_model_is_no_success(tmp_path, data_dir, ending, words):
@@ -304,7 +309,10 @@ def slow_to_write(here: Path) -> tuple[Path, Path]:
     return script, written
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.long)],
+)
 def test_a_run_that_is_stopped_while_its_script_writes_its_final_model_is_no_success(tmp_path, data_dir, number):
     script, _ = slow_to_write(tmp_path)
     run = support.start(tmp_path / "run", data_dir, script=script, groups=2, steps=2)
@@ -317,6 +325,7 @@ def test_a_run_that_is_stopped_while_its_script_writes_its_final_model_is_no_suc
     assert run.events("not_saved")[0]["reason"] in last and run.events("not_saved")[0]["exit_code"] == NOT_SAVED
 
 
+@pytest.mark.long
 def test_a_script_that_writes_its_final_model_within_the_time_after_a_stop_is_a_success(tmp_path, data_dir):
     """A second signal would stop the script at once."""
     script, written = slow_to_write(tmp_path)
@@ -328,6 +337,7 @@ def test_a_script_that_writes_its_final_model_within_the_time_after_a_stop_is_a_
     assert not run.events("not_saved")
 
 
+@pytest.mark.long
 def test_an_agent_says_that_a_script_still_writes_its_final_model(tmp_path, data_dir):
     """A process that watches the agent (a Slurm job, ssh) would otherwise end the agent some time after the last
     step."""
@@ -361,6 +371,7 @@ def await_writing(run: support.Run, here: Path, groups: int = 3) -> None:
     support.wait_for(lambda: len(list(here.glob("begun-*"))) == groups, run)
 
 
+@pytest.mark.long
 def test_a_slow_disk_delays_no_step_and_a_group_that_dies_meanwhile_costs_that_checkpoint_only(tmp_path, data_dir):
     """Group 0 gave the order and dies while all groups write: group 1 gives the next one."""
     saves = {"directory": str(tmp_path / "saved"), "period_s": OFTEN, "keep": 100_000}
@@ -556,6 +567,7 @@ def test_a_wipe_out_reports_from_where_a_later_start_continues(tmp_path, data_di
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_job_whose_last_complete_state_is_lost_while_a_group_enters_is_started_again_by_its_launcher(
     tmp_path, data_dir, ranks

@@ -60,7 +60,9 @@ def data(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("hugging face", 0), ("hugging face", 1), ("blend", 0)])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [pytest.param("hugging face", 0, marks=pytest.mark.long), ("hugging face", 1), ("blend", 0)]
+)
 def test_a_lost_group_changes_no_bit(tmp_path, data, kind, workers):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -51,6 +51,7 @@ RankExecutor.update = flipped
 """
 
 
+@pytest.mark.long
 def test_a_group_whose_last_stage_holds_another_state_leaves_and_comes_back(tmp_path, data_dir):
     """Only the ranks at position 1 can see the difference."""
     steps = 60
@@ -118,7 +119,7 @@ scheduler.plan_step = uneven
 """
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_uneven_plans_equal_a_single_process(tmp_path, data_dir, slices):
     """The plans are 4/4, 6/2, 8/0, 1/7, 0/8, 3/5 and some random ones, in any order."""
     rng = random.Random(slices)
@@ -335,6 +336,7 @@ def test_two_jobs_on_one_machine_do_not_interfere(tmp_path, data_dir, alone):
         run.check(alone())
 
 
+@pytest.mark.long
 def test_a_pipeline_goes_on_from_its_checkpoint(tmp_path, data_dir, alone):
     """Each stage has saved, and reads, its own part of the model and of the optimizer's state."""
     settings = {"checkpoint": {"directory": str(tmp_path / "saved"), "period_s": 1e6}}

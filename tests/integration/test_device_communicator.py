@@ -57,7 +57,7 @@ def start(directory, data_dir, change, holds=(), **options) -> support.Run:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def ranks(request) -> int:
     """The number of ranks of a group."""
     return request.param
@@ -84,6 +84,7 @@ def test_groups_that_are_killed_cost_no_step_and_no_bit(tmp_path, data_dir, poin
     assert support.outcome(run) == support.outcome(alone)
 
 
+@pytest.mark.long
 def test_a_rank_whose_abort_hangs_is_replaced_and_the_others_go_on(tmp_path, data_dir):
     hold = Breakpoint(1, 2, "reduce", 1)
     run = start(tmp_path / "run", data_dir, HANGS_IN_GROUP_2, [hold], rejoin={"enabled": True})

@@ -37,7 +37,7 @@ def start_with_flip(
     return run
 
 
-@pytest.mark.parametrize("what, ranks", [("parameter", 1), ("moment", 2)])
+@pytest.mark.parametrize("what, ranks", [("parameter", 1), pytest.param("moment", 2, marks=pytest.mark.long)])
 def test_a_group_whose_state_changed_leaves_and_returns_with_the_state_of_the_others(tmp_path, data_dir, what, ranks):
     extra = ("--ranks-per-group", ranks)
     run = start_with_flip(tmp_path / "run", data_dir, what, 40, check_steps=4, extra=extra, rejoin={"enabled": True})
@@ -233,6 +233,7 @@ torch_native.TorchNativeEngine._optimize = hidden
 """What a script does with a value of its own, which no return restores: the same wrong state in all that have come back."""
 
 
+@pytest.mark.long
 def test_two_wrong_groups_that_come_back_do_not_enter_and_the_right_one_stays(tmp_path, data_dir):
     steps = 60
     gate = support.Gate(tmp_path, slowly=steps, script=support.changed_script(tmp_path / "hidden.py", HIDDEN))

@@ -166,6 +166,7 @@ def copy(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_commands_that_take_seconds_are_run_as_they_are_written(copy):
     """The order is that of the pages: a command may need the output of an earlier one."""
     chosen = [command for command in COMMANDS if command.line in RUN]

@@ -97,9 +97,7 @@ DIVIDED_ANEW = {
 """Starts of an engine, and its division when the checkpoint is saved and when it is loaded."""
 
 
-@pytest.mark.parametrize(
-    "case", support.first_of(DIVIDED_ANEW, "FSDP2 2 to 4 shards", "torch pipeline 2 stages to 4 on 2 ranks, 2 shards")
-)  # fmt: skip
+@pytest.mark.parametrize("case", support.first_of(DIVIDED_ANEW, "FSDP2 2 to 4 shards"))
 def test_a_checkpoint_goes_on_in_groups_that_are_divided_otherwise(tmp_path, data_dir, case):
     """Without dropout, which draws other numbers for a share of the samples and for a stage."""
     start, before, after = case
@@ -117,18 +115,16 @@ def test_a_checkpoint_goes_on_in_groups_that_are_divided_otherwise(tmp_path, dat
     assert losses == pytest.approx([line["loss"] for line in alone.events("step")], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    support.first_of(
-        {
-            "shards": (engine_kills.native, {"shards": 2}),
-            "stages": (engine_kills.native, {"stages": 2}),
-            "slices": (engine_kills.native, {"slices": 2}),
-            "ZeRO-3": (deepspeed_kills.zero, {"shards": 2, "stage": 3}),
-        },
-        "slices",
-    ),
-)
+WHOLE = {
+    "shards": (engine_kills.native, {"shards": 2}),
+    "stages": (engine_kills.native, {"stages": 2}),
+    "slices": (engine_kills.native, {"slices": 2}),
+    "ZeRO-3": (deepspeed_kills.zero, {"shards": 2, "stage": 3}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
 def test_a_divided_model_is_exported_whole(tmp_path, data_dir, case):
     """What is exported has the norm that the groups have recorded, and the names of the whole model."""
     start, sizes = case

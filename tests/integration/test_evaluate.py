@@ -74,7 +74,7 @@ for step in session.steps(args.steps):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_each_sample_counts_once_whichever_group_dies_or_sleeps(tmp_path, ranks):
     script, out = tmp_path / "train.py", tmp_path / "out"
     script.write_text(SCRIPT)

@@ -60,6 +60,7 @@ def test_ranks_that_share_microbatches_change_no_bit(tmp_path, data_dir, undistu
     assert support.outcome(run) == undisturbed
 
 
+@pytest.mark.long
 def test_a_group_that_comes_back_and_a_job_that_goes_on_with_fewer_groups_change_no_bit(tmp_path, data_dir):
     steps = 60
     alone = support.start(tmp_path / "alone", data_dir, steps=steps, **EXACT)
@@ -192,6 +193,7 @@ torch_native.TorchNativeEngine.compute = other
 """
 
 
+@pytest.mark.long
 def test_a_group_on_other_hardware_is_named_in_the_first_step(tmp_path, data_dir):
     script = support.changed_script(tmp_path / "train.py", OTHER_HARDWARE)
     run = support.start(tmp_path / "run", data_dir, script=script, verify={"microbatches_per_step": 1}, **EXACT)

@@ -137,6 +137,7 @@ def test_the_other_of_two_hosts_takes_the_store_over(hosts, references):
     assert [(claim["host"], claim["fenced"]) for claim in claims(run)] == [(0, []), (1, []), (1, [[0, 0]])]
 
 
+@pytest.mark.long
 def test_a_frozen_store_host_finds_itself_left_out_when_it_wakes_up(tmp_path, data_dir, references):
     """The store of the frozen host has forgotten nothing, and its ranks take themselves for members of the run;
     nothing of that host is used any more."""

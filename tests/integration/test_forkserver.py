@@ -128,7 +128,10 @@ torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
 """
 
 
-@pytest.mark.parametrize("module", [INITIALISES, ASKS_THE_DRIVER], ids=["initialises CUDA", "asks CUDA's driver"])
+TOUCHES = {"initialises CUDA": INITIALISES, "asks CUDA's driver": ASKS_THE_DRIVER}
+
+
+@pytest.mark.parametrize("module", support.first_of(TOUCHES, "initialises CUDA"))
 def test_a_module_after_whose_import_forked_ranks_could_not_use_a_gpu_is_refused_by_name(tmp_path, script, module):
     (tmp_path / "touches_cuda.py").write_text(module)
     server = forkserver.ForkServer(
@@ -142,7 +145,7 @@ def test_a_module_after_whose_import_forked_ranks_could_not_use_a_gpu_is_refused
     assert not (tmp_path / "said").exists()
 
 
-@pytest.mark.parametrize("started", ["forked", "--no-preload"])
+@pytest.mark.parametrize("started", ["forked", pytest.param("--no-preload", marks=pytest.mark.long)])
 def test_processes_are_named_after_their_place_in_the_run(tmp_path, started):
     """In ``ps -f`` and ``ps``; the environment that /proc shows is still the process's own."""
     script = tmp_path / "idle.py"

@@ -194,6 +194,7 @@ def llama_run(tmp_path_factory, data_dir):
     return megatron(tmp_path_factory.mktemp("llama"), data_dir, "run", *LLAMA, stages=2, slices=2)
 
 
+@pytest.mark.long
 def test_a_megatron_model_becomes_hugging_faces_llama(llama_run, data_dir, tmp_path):
     """The loss of the next step is that of the exported model over the same microbatches."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

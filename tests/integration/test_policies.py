@@ -110,7 +110,9 @@ def reference(tmp_path_factory, data_dir):
 
 
 @pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("ranks", [pytest.param(1, id="one rank"), pytest.param(2, id="two ranks")])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, id="one rank", marks=pytest.mark.long), pytest.param(2, id="two ranks")]
+)
 def test_a_step_is_the_same_whichever_groups_stand_in_for_lost_ones(tmp_path, data_dir, reference, rules, ranks):
     """Two groups are lost in different steps, each while it reduces: the others contribute what they have computed as
     standby, and compute the rest. Losses and parameters are those of the run without a failure."""

@@ -125,6 +125,7 @@ def test_a_store_frozen_for_a_while_holds_up_a_recovery_and_nothing_else(tmp_pat
     assert recovery["step"] == 4 and recovery["t"] - run.events("inject")[0]["t"] > FROZEN_S
 
 
+@pytest.mark.long
 def test_a_store_that_stays_frozen_is_replaced(tmp_path, data_dir, reference):
     hold = Breakpoint(3, 4, "gate")
     run = support.start(tmp_path / "run", data_dir, [hold])

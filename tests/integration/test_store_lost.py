@@ -30,6 +30,7 @@ def etcd(tmp_path):
         one.close()
 
 
+@pytest.mark.long
 def test_a_run_that_misses_its_given_etcd_is_started_again_when_the_etcd_is_back(etcd, tmp_path, data_dir):
     """A rank is lost while there is no etcd. The launcher's new start waits for the etcd."""
     alone = support.start(tmp_path / "alone", data_dir, groups=GROUPS, steps=STEPS)

@@ -90,6 +90,7 @@ def test_fault_free_steps_need_neither_store_nor_agent(tmp_path, data_dir):
     run.check()
 
 
+@pytest.mark.long
 def test_a_tracker_that_is_killed_is_started_again_and_misses_nothing(tmp_path, data_dir, reference):
     run, gate = start_tracked(tmp_path, data_dir)
     support.wait_for_step(run, 1)

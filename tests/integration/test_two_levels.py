@@ -33,9 +33,10 @@ def flat(tmp_path_factory, data_dir) -> support.Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "groups", [[0], [3], [2, 4]], ids=["the leader of a host", "another of a host", "a leader, and a whole host"]
-)
+KILLED = {"the leader of a host": [0], "another of a host": [3], "a leader, and a whole host": [2, 4]}
+
+
+@pytest.mark.parametrize("groups", support.first_of(KILLED, "the leader of a host"))
 def test_groups_that_are_killed_in_a_sum_cost_no_step_and_no_bit(tmp_path, data_dir, flat, groups):
     holds = [Breakpoint(group, 2, "reduce", 1) for group in groups]
     run = start(tmp_path / "run", data_dir, holds, reduction="exact")

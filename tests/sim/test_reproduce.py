@@ -32,6 +32,7 @@ def studies(monkeypatch):
     return studies
 
 
+@pytest.mark.long
 def test_spare_gives_the_same_bytes_whatever_the_processes(tmp_path):
     done = [
         reproduce("spare", "--quick", "--trials", 1, "--jobs", jobs, "--out", tmp_path / str(jobs)) for jobs in (1, 2)

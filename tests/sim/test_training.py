@@ -160,7 +160,9 @@ def test_few_hosts_are_planned_as_they_are_simulated(r):
     assert planned >= evaluate(cluster, "stacked_quota").relative_time
 
 
-@pytest.mark.parametrize("N, best, available", [(200, 2.92, 0.87), (600, 2.49, 0.939)])
+@pytest.mark.parametrize(
+    "N, best, available", [(200, 2.92, 0.87), pytest.param(600, 2.49, 0.939, marks=pytest.mark.long)]
+)
 def test_spare_as_published(N, best, available):
     """SPARe, published table: time-to-train within 15%, availability within 5 points (N = 1000: test_reproduce.py)."""
     results = {r: [simulate(Setting(cluster=published(N), redundancy=r), "spare", k) for k in range(3)] for r in (8, 9)}
@@ -178,6 +180,7 @@ def as_published(results, cluster) -> float:
     return closed_forms.availability(period_s, cluster.checkpoint_s, uptime_s, cluster.restart_s)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("N, best, available", [(200, 6.07, 0.6174), (600, 4.27, 0.7989)])
 def test_replication_as_published(N, best, available):
     """SPARe, published table: time-to-train within 20%, availability within 5 points, and 3 copies are best.
@@ -195,7 +198,10 @@ def test_replication_as_published(N, best, available):
     assert eased[2] < eased[3]
 
 
-@pytest.mark.parametrize("N, G, limit", [(200, 16, 1.16), (600, 16, 1.15), (1000, 16, 1.15), (1000, 64, 1.10)])
+@pytest.mark.parametrize(
+    "N, G, limit",
+    [(200, 16, 1.16), pytest.param(600, 16, 1.15, marks=pytest.mark.long), (1000, 16, 1.15), (1000, 64, 1.10)],
+)
 def test_quotas_with_rejoin_halve_it(N, G, limit):
     """The same failures, rejoin after 15 minutes, 5 s of detection: less than half of SPARe's time-to-train."""
     setting = Setting(cluster=published(N, detection_s=5.0, microbatches=G), hosted=N < 1000)

@@ -128,8 +128,8 @@ def load(N: int, live: list[int], placement) -> float:
     [
         (200, 5, 20, 1.125, 1.18, 100),
         (200, 9, 60, 1.438, 1.523, 100),
-        (600, 5, 60, 1.125, 1.289, 60),
-        (600, 9, 180, 1.438, 1.719, 60),
+        pytest.param(600, 5, 60, 1.125, 1.289, 60, marks=pytest.mark.long),
+        pytest.param(600, 9, 180, 1.438, 1.719, 60, marks=pytest.mark.long),
     ],
 )
 def test_the_table_of_loads(N, r, dead, published, published_consecutive, samples):
