@@ -9,7 +9,6 @@ import pytest
 
 from megatron_ft.faults import kill as inject
 from megatron_ft.faults.injection_points import Breakpoint
-from megatron_ft.runlog import invariants
 from megatron_ft.runlog.run_record import RunRecord
 from tests import deepspeed_kills, support
 
@@ -115,7 +114,7 @@ def test_eight_groups_are_lost_and_eight_come_back(tmp_path, data_dir, reference
 def test_a_group_of_two_ranks_comes_back(tmp_path, data_dir):
     """Each rank follows the donors of its own position; a rank that dies takes the other along, and both come back."""
     steps, exact = 40, {"reduction": "exact"}
-    gate = support.Gate(tmp_path, slowly=steps)
+    gate = support.Gate(tmp_path, slowly=60)
     run = start(tmp_path / "run", data_dir, extra=["--ranks-per-group", 2], steps=steps, script=gate.script, **exact)
     support.wait_for_step(run, 3)
     kill(run, 1, position=1)
