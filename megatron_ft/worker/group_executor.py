@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from megatron_ft import codec
 from megatron_ft.engines.port import Listed
 from megatron_ft.worker import orders
 from megatron_ft.worker.orders import Order
@@ -50,4 +51,4 @@ class GroupExecutor:
         if self._deferred is not None:
             self._deferred.append(order)
         elif self.rank.inner is not None:
-            self.rank.inner.order(type(order).__name__, **order.wire())
+            self.rank.inner.order(type(order).__name__, **codec.encode(order))

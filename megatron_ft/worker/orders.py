@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from megatron_ft import errors
+from megatron_ft import codec, errors
 from megatron_ft.collectives.base import Broken
 from megatron_ft.core.exactness.verification import Check
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves
-from megatron_ft.core.protocol import signals
 from megatron_ft.data.prefetch import Dataset
 from megatron_ft.engines.port import Listed, Ready, StepResult
 from megatron_ft.types import Bucket, Microbatch, View, given
@@ -30,14 +29,13 @@ if TYPE_CHECKING:
 
 _BUILT, _INTERRUPTED, _BROKEN = 2, 1, 0
 """A rank's answers to the order to connect; the worst answer counts."""
-_LEADERS = "leader's"
 
 Result = TypeVar("Result")
 
 
 def leaders(default: Any) -> Any:
     """Return a field that does not travel: the leader gives it, and all other ranks have ``default``."""
-    return field(default=default, metadata={_LEADERS: True}, compare=False)
+    return field(default=default, metadata={codec.STAYS: True}, compare=False)
 
 
 class Needs(NamedTuple):
@@ -61,15 +59,6 @@ class Order(ABC, Generic[Result]):
     def run(self, rank: RankExecutor) -> Result:
         """Carry it out at one rank. Raises ``Lost`` when another rank of the group is gone."""
 
-    def wire(self) -> dict[str, Any]:
-        """Return the fields that travel, as JSON."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if _LEADERS not in one.metadata}
-
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Order[Result]:
-        """Inverse of :meth:`wire`."""
-        return cls(**raw)
-
 
 # --- a step ----------------------------------------------------------------------------------------------------------
 
@@ -85,12 +74,12 @@ class Begin(Order[None]):
     def run(self, rank: RankExecutor) -> None:
         rank.begin(self.step, given(self.dataset), self.needs)
 
-    def wire(self) -> dict[str, Any]:
-        return {"step": self.step, "needs": self.needs()}
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "needs": codec.encode(self.needs())}
 
     @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Begin:
-        needs = Needs(*([Microbatch(*one) for one in share] for share in raw["needs"]))
+    def from_json(cls, raw: dict[str, Any]) -> Begin:
+        needs = codec.decode(Needs, raw["needs"])
         return cls(raw["step"], lambda: needs)
 
 
@@ -121,10 +110,6 @@ class Compute(Order[tuple[bool, float]]):
             who = {"epoch": self.epoch, "group": rank.group, "position": rank.position}
             note_patch(rank.history, {microbatch: prefetched}, step=microbatch.step, **who)
         return prefetched, seconds
-
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Compute:
-        return cls(**{**raw, "microbatches": [Microbatch(*one) for one in raw["microbatches"]]})
 
 
 @dataclass(frozen=True)
@@ -168,13 +153,6 @@ class Connect(Order[bool]):
             raise Broken(f"a rank of group {rank.group} could not build its communicator of epoch {view.epoch}")
         return worst == _BUILT
 
-    def wire(self) -> dict[str, Any]:
-        return {"view": self.view.to_json(), "step": self.step}
-
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Connect:
-        return cls(View.from_json(raw["view"]), raw["step"])
-
 
 @dataclass(frozen=True)
 class Transfer(Order[None]):
@@ -203,11 +181,6 @@ class Reduce(Order[None]):
         rank.batches.say(self.batches)
         rank.reduce(self.step, self.buckets, self.parts, self.digests, self.done)
 
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Reduce:
-        listed = {key: [Microbatch(*one) for one in raw[key]] for key in ("digests", "batches")}
-        return cls(**{**raw, **listed})
-
 
 @dataclass(frozen=True)
 class Update(Order["StepResult | Discard"]):
@@ -225,14 +198,6 @@ class Update(Order["StepResult | Discard"]):
     def run(self, rank: RankExecutor) -> StepResult | Discard:
         rank.progress.enter("working")
         return rank.update(self.step, self.microbatches, self.checks, self.contributors, self.batches)
-
-    def wire(self) -> dict[str, Any]:
-        return {**super().wire(), "checks": [[one.microbatch, one.groups] for one in self.checks]}
-
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Update:
-        checks = [Check(Microbatch(*microbatch), tuple(groups)) for microbatch, groups in raw["checks"]]
-        return cls(**{**raw, "checks": checks, "contributors": tuple(raw["contributors"])})
 
 
 @dataclass(frozen=True)
@@ -327,13 +292,6 @@ class Save(Order[None]):
     def run(self, rank: RankExecutor) -> None:
         rank.saving.take(self.order, rank.engine, rank.states)
 
-    def wire(self) -> dict[str, Any]:
-        return {"order": signals.to_json(self.order)}
-
-    @classmethod
-    def from_wire(cls, raw: dict[str, Any]) -> Save:
-        return cls(cast(Saves, signals.from_json(raw["order"])))
-
 
 @dataclass(frozen=True)
 class AwaitRest(Order[None]):
@@ -415,4 +373,4 @@ _ORDERS: dict[str, type[Order[Any]]] = {kind.__name__: kind for kind in Order.__
 
 def named(name: str, raw: dict[str, Any]) -> Order[Any]:
     """Return the order with this name and these fields."""
-    return _ORDERS[name].from_wire(raw)
+    return codec.decode(_ORDERS[name], raw)

@@ -14,7 +14,7 @@ from megatron_ft.auth import secret
 from megatron_ft.faults.injection_points import Breakpoint
 from tests import support
 
-STOP = {"kind": "stops", "groups": list(range(support.GROUPS)), "why": "a stranger says so"}
+STOP = {"kind": "Stops", "groups": list(range(support.GROUPS)), "why": "a stranger says so"}
 
 
 def test_forged_notices_views_reports_and_an_end_change_nothing(tmp_path, data_dir, reference):

@@ -13,8 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent.parent / "megatron_ft"
 ORDER = (
-    *("errors", "types", "utils", "auth", "core", "config", "coordination", "data", "runlog", "engines", "faults"),
+    *("errors", "codec", "types", "utils", "auth", "core", "config", "coordination", "data", "runlog", "engines"),
     *(
+        "faults",
         "collectives",
         "checkpoint",
         "worker",
@@ -43,7 +44,7 @@ IN_CORE = {
     "math",
     "statistics",
 }
-IN_CORE |= {"typing", "networkx", "numpy", "scipy", "ortools", "megatron_ft"}
+IN_CORE |= {"types", "typing", "networkx", "numpy", "scipy", "ortools", "megatron_ft"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -76,12 +77,14 @@ def test_no_two_modules_have_the_same_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [PACKAGE / "codec.py", *sorted((PACKAGE / "core").rglob("*.py"))], ids=lambda path: path.name
+)
 def test_core_imports_nothing_but_pure_libraries(path):
     """A clock, thread, process, file, source of randomness or tensor has no place in core."""
     assert {name.split(".")[0] for name in imports(path)} <= IN_CORE
     ours = {name.split(".")[1] for name in imports(path) if name.startswith("megatron_ft.")}
-    assert ours <= {"core", "errors", "types"}
+    assert ours <= {"codec", "core", "errors", "types"}
 
 
 def test_what_a_login_node_runs_does_not_import_torch():

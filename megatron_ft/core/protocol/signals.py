@@ -16,9 +16,11 @@ longer a member, and is ignored then.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
+from megatron_ft import codec
 from megatron_ft.core.detection.link_detector import Unit
 from megatron_ft.core.lifecycle.checkpoint_protocol import Saves, Stops
 from megatron_ft.core.protocol.messages import (
@@ -353,45 +355,17 @@ def _blamed(exit_: Exit) -> Microbatch | None:
         return None
 
 
-_KINDS: dict[type, str] = {
-    EpochAborted: "reset",
-    RankUnresponsive: "given-up",
-    HostSilent: "silent",
-    LeaveAnnounced: "leaving",
-    JoinRequested: "asking",
-    LeaveRequested: "dismissed",
-    HostAssigned: "housed",
-    RestartRefused: "refused",
-    Saves: "saves",
-    Stops: "stops",
-    ViewAgreed: "agreed",
-    RunFinished: "over",
-    StateDiverged: "diverged",
-    ChecksumsRequested: "differs",
-    CollectivesRequested: "collectives",
-    RunHalted: "halts",
-    ForgedNotice: "forged",
-}
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(Signal)}
 
 
 def to_json(signal: Signal) -> dict[str, Any]:
     """Return the wire form of a signal in the control store's notice log."""
-    if isinstance(signal, RankExited):
-        return {"kind": "ended", "incarnation": signal.incarnation, **vars(signal.exit)}
-    return {"kind": _KINDS[type(signal)], **vars(signal)}
+    return {"kind": type(signal).__name__, **codec.encode(signal)}
 
 
-def from_json(raw: dict[str, Any]) -> Signal:
-    """Return the signal of a wire form (inverse of :func:`to_json`). Raises ``ValueError`` for an unknown kind."""
-    fields = {key: value for key, value in raw.items() if key != "kind"}
-    if raw["kind"] == "ended":
-        incarnation = fields.pop("incarnation")
-        return RankExited(Exit(**fields), incarnation)
-    for kind, name in _KINDS.items():
-        if raw["kind"] == name:
-            return cast(Signal, kind(**{key: _tupled(value) for key, value in fields.items()}))
-    raise ValueError(f"notice of kind {raw['kind']!r} is not known; do all nodes run the same megatron_ft?")
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+def from_json(raw: Mapping[str, Any]) -> Signal:
+    """Return the signal of a wire form (inverse of :func:`to_json`). Raises ``ValueError`` for what is none."""
+    fields = dict(raw)
+    if (kind := _KINDS.get(name := fields.pop("kind"))) is None:
+        raise ValueError(f"notice of kind {name!r} is not known; do all nodes run the same megatron_ft?")
+    return cast(Signal, codec.decode(kind, fields))
