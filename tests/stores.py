@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 # torch looks up the name of every address it connects to; a name server that is slow for a moment costs 1 s, not 5.
@@ -37,25 +38,30 @@ def store_threads() -> list[threading.Thread]:
 class Process:
     """One server. Signals go to the process that was started here, and to nothing else."""
 
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen | multiprocessing.Process | None = None
 
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.wait() if isinstance(self.process, subprocess.Popen) else self.process.join()
             self.process = None
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.process.pid, signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         await_(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the server is stopped")
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.stores", "megatron_ft.coordination.store.tcp_store"])
 
 
 class TcpServer(Process):
-    """``python -m megatron_ft.coordination.store.server``, empty at every start, always on the same port."""
+    """A control store in a process of its own, empty at every start, always on the same port. It is forked from one that
+    has imported torch already."""
 
     def __init__(self) -> None:
         self._held = held_port()
@@ -67,19 +73,20 @@ class TcpServer(Process):
         return "127.0.0.1", self.port
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_ft.coordination.store.server", "--port", str(self.port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.port = int(self.process.stdout.readline())
+        hear, tell = _FORKED.Pipe(duplex=False)
+        self.process = _FORKED.Process(target=_serve, args=(self.port, tell), daemon=True)
+        self.process.start()
+        tell.close()
+        self.port = hear.recv()
 
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.stdin.close()
-            self.process.stdout.close()
-        super().kill()
+
+def _serve(port: int, tell: Connection) -> None:
+    from megatron_ft.coordination.store import tcp_store
+
+    server, port = tcp_store.host("127.0.0.1", port)
+    tell.send(port)
+    threading.Event().wait()
+    del server
 
 
 def held_port() -> socket.socket:
