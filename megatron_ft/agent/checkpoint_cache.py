@@ -74,6 +74,7 @@ class CheckpointCache:
 
     def _mirror(self) -> None:
         told = ""
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stop.wait(_LOOK_S):
             try:
                 self._pass_on()

@@ -78,6 +78,7 @@ class Forked:
 
     def _reap(self, options: int) -> int | None:
         if self.returncode is None:
+            # no limit: the agent polls; waits only for what was killed
             pid, status = os.waitpid(self.pid, options)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -131,8 +132,10 @@ class ForkServer:
             try:
                 socket.send_fds(self._end, [_LENGTH.pack(len(request))], [output.fileno(), begins])
                 self._end.sendall(request)
+                # no limit: the socket has a timeout: _START_S, later _ANSWER_S
                 answer = self._end.recv(_LENGTH.size, socket.MSG_WAITALL)
                 number = _LENGTH.unpack(answer)[0] if len(answer) == _LENGTH.size else 0
+                # no limit: the socket has a timeout: _START_S, later _ANSWER_S
                 refusal = self._end.recv(-number, socket.MSG_WAITALL).decode() if number < 0 else ""
             except OSError as error:
                 raise self._failed(f"does not answer ({error})") from None
@@ -153,6 +156,7 @@ class ForkServer:
         """End the server; no further rank is started."""
         self._end.close()
         self._process.kill()
+        # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
         self._process.wait()
         self._said.close()
 
@@ -167,6 +171,7 @@ def reap_strays(known: set[int]) -> None:
         with contextlib.suppress(ChildProcessError):
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if found is not None and found.si_pid not in known:
+                # no limit: it does not block: the process has ended
                 os.waitpid(found.si_pid, 0)
                 continue
         return
@@ -187,9 +192,11 @@ def serve(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # the ranks' collectors do not write to shared memory pages
     while True:
+        # no limit: the server waits for requests, and ends with the agent
         length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
         if not length:
             os._exit(0)
+        # no limit: the rest of a request that the agent sends at once; it ends with the agent
         request = end.recv(_LENGTH.unpack(length)[0], socket.MSG_WAITALL)
         if refusal:
             end.sendall(_LENGTH.pack(-len(refusal)) + refusal)
@@ -227,6 +234,7 @@ def _uses_cuda() -> bool:
     forked = os.fork()
     if not forked:
         os._exit(cuda._is_in_bad_fork())
+    # no limit: the forked process answers and ends
     return os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) != 0
 
 
@@ -236,6 +244,7 @@ def _fork(end: socket.socket, agent: int) -> bool:
     between = os.fork()
     if between:
         os.close(tell)
+        # no limit: the process between forks once and ends
         os.waitpid(between, 0)  # from now on the rank is the agent's child
         pid_of_rank = os.read(told, _LENGTH.size)
         if not pid_of_rank:
@@ -254,6 +263,7 @@ def _fork(end: socket.socket, agent: int) -> bool:
         os.write(tell, _LENGTH.pack(pid))
         os._exit(0)
     os.close(tell)
+    # no limit: the process between forks once and ends
     while os.getppid() == middle:
         time.sleep(0.0002)
     if os.getppid() != agent:

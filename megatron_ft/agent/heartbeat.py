@@ -106,6 +106,7 @@ class HeartbeatService:
             raise self._failed[0]
         found = []
         while not self._changes.empty():
+            # no limit: it does not block: there is an entry, and only this thread takes any
             found.append(self._changes.get())
         return found
 
@@ -132,11 +133,13 @@ class HeartbeatService:
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
+            # no limit: the thread looks at its stop every BEAT_S
             self._thread.join()
         self._socket.close()
 
     def _run_on(self) -> None:
         due = time.monotonic()
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stop.is_set():
             self._send()
             due = max(due + BEAT_S, time.monotonic())
@@ -161,6 +164,7 @@ class HeartbeatService:
     def _receive(self) -> None:
         for _ in range(_BURST):
             try:
+                # no limit: it does not block: the socket is non-blocking
                 data, source = self._socket.recvfrom(64)
             except BlockingIOError:
                 return

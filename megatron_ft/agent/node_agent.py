@@ -303,6 +303,7 @@ class Agent:
     def _supervise(self, wakeup: Wakeup) -> None:
         """Until no rank is left, report deaths, forward signals, and give up ranks that are outside of the ended run."""
         deadline: float | None = None
+        # no limit: the command itself, until what it watches is over; a signal ends it
         while self._ranks.living() or (deadline is None and (self._restarts.pending() or self._waits())):
             for number in wakeup.wait(self._ranks.monitor.pause_s):
                 if number == signal.SIGCHLD:
@@ -478,6 +479,7 @@ class Agent:
         """Stay until the other hosts have left or none is heard: the control store ends with the agents of its hosts."""
         if not self._hosts.serves or not self._hosts.beats.known():
             return
+        # no limit: the other agents leave or are not heard any more (heartbeat_timeout_s); a signal ends it
         while not self._hosts.all_left() and self._hosts.beats.anybody_heard():
             if any(number != signal.SIGCHLD for number in wakeup.wait(rank_monitor.LOOK_EVERY_S)):
                 return

@@ -49,6 +49,7 @@ def keep(
         with contextlib.suppress(OSError):
             history.append(run_dir, "store", what=event, pid=pid, host=host, detail=detail)
 
+    # no limit: a keeper has nothing else to do, and ends with its agent
     while True:
         pid = start()
         with contextlib.suppress(OSError):
@@ -67,6 +68,7 @@ def keep(
 def await_end(pid: int) -> tuple[int, str]:
     """Wait until the process has ended; kill it when it was stopped for too long. Return its code and a reason."""
     stopped_s, looked = 0.0, time.monotonic()
+    # no limit: a keeper has nothing else to do, and ends with its agent
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -77,6 +79,7 @@ def await_end(pid: int) -> tuple[int, str]:
         stopped_s = stopped_s + min(looked - before, _MOST_S) if process_status(pid).state == "T" else 0.0
         if stopped_s > STOPPED_S:
             os.kill(pid, signal.SIGKILL)
+            # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
             os.waitpid(pid, 0)
             return -signal.SIGKILL, f"was stopped for {STOPPED_S:g} s and is ended"
 

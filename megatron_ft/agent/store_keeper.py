@@ -66,6 +66,7 @@ class StoreSupervisor:
     def _await_first(self, served: int) -> None:
         """Wait until the first store serves. Its client would wait for minutes for one that has ended."""
         words, last = b"", b" "
+        # no limit: the store's process says that it serves, ends, or says nothing for _FIRST_S
         while last and file_descriptors.readable(served, _FIRST_S):
             last = os.read(served, 4096)
             words += last
@@ -100,6 +101,7 @@ class StoreSupervisor:
                     os.write(self._order, b"1")
                     return
             except BrokenPipeError:  # the keeper was killed
+                # no limit: the process has ended: nothing reads from its pipe
                 os.waitpid(given(self.pid), 0)
             self.pid = self._start()
 
@@ -124,6 +126,7 @@ class StoreSupervisor:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+                # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
                 os.waitpid(pid, 0)
             self.pid = None
 
@@ -202,6 +205,7 @@ def _serve(listener: socket.socket, keeper: int, serves: int | None) -> NoReturn
     if serves is not None:
         os.write(serves, _SERVES)
         os.close(serves)
+    # no limit: the store's process has nothing else to do, and ends with its keeper
     while server is not None:
         signal.pause()
     raise AssertionError("a store serves until it is killed")

@@ -90,6 +90,7 @@ class StoreTakeover:
 
     def _run(self) -> None:
         self._looked = time.monotonic()
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stop.wait(BEAT_S):
             try:
                 self._poll()

@@ -52,4 +52,5 @@ class Tracking:
             self._process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
             self._process.wait()

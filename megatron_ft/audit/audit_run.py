@@ -45,6 +45,7 @@ def play(
     options += ["--run-dir", str(where / "run"), "--tee", "none"]
     words = [sys.executable, "-m", "megatron_ft", "launch", *options, script.path, "--", *script.arguments]
     env = {**os.environ, rank_env.AUDIT: audit.to_env()}
+    # no limit: a run of a few steps, with the limits of every run; Ctrl-C ends both
     done = subprocess.run(
         words, cwd=script.directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -75,6 +75,7 @@ def _receive(end: socket.socket, length: int, deadline: float) -> bytes:
         if left_s <= 0:
             raise TimeoutError("the other end did not introduce itself in time")
         end.settimeout(left_s)
+        # no limit: the socket's timeout is what is left of TIMEOUT_S for all of a handshake
         piece = end.recv(length - len(data))
         if not piece:
             raise Refused("the other end has closed the connection; is it of this run?")
@@ -142,6 +143,7 @@ class Door:
         poller = select.poll()  # select.select fails beyond 1,024 descriptors
         listening = self._listener.fileno()
         poller.register(listening, select.POLLIN)
+        # no limit: a thread of its own; closing its socket ends it
         while not self._closed:
             now = time.monotonic()
             for late in [one for one in self._pending.values() if one.deadline <= now]:
@@ -159,6 +161,7 @@ class Door:
 
     def _accept(self, poller: select.poll) -> None:
         try:
+            # no limit: it does not block: the listener is readable, and does not block
             end, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self._closed:
@@ -182,6 +185,7 @@ class Door:
     def _read(self, one: _Pending, poller: select.poll) -> None:
         wanted = _wanted(one.data)
         try:
+            # no limit: it does not block: the connection is readable, and does not block
             piece = one.end.recv(wanted - len(one.data))
         except BlockingIOError:
             return

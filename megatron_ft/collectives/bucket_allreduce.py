@@ -214,6 +214,7 @@ class Reduction:
         if bucket in self._complete:
             return
         for work in self._started[bucket]:
+            # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
             work.wait()
         works, reduced = self._started.pop(bucket), self._engine.reduced(bucket)
         self._points.corrupt_sum(step, bucket, reduced)

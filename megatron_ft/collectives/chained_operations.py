@@ -53,6 +53,7 @@ class ChainingCommunicator(Communicator):
         self._mover: threading.Thread | None = None
 
     def connect(self) -> None:
+        # no limit: it is the inner communicator's
         self._inner.connect()
 
     def _chain(self, pieces: Sequence[torch.Tensor], steps: Steps) -> Work:
@@ -73,6 +74,8 @@ class ChainingCommunicator(Communicator):
     def _move(self) -> None:
         """Thread: move all chains on, until none is left or an abort has begun."""
         pause, longest = PAUSES_S
+        # no limit: a thread of its own, until nothing is under way or an abort begins; each copy and operation has a
+        # limit
         while True:
             with self._lock:
                 if not self._line.take() or self._over.aborted:
@@ -188,6 +191,7 @@ class Chain:
         self._still, self.taken = inner.settled, number
         while not inner.settled():
             yield
+        # no limit: it does not block: the operation has ended
         inner.wait()  # it has ended, so this returns or raises at once
         self._still = _always
         self._owner.refuse()
@@ -213,6 +217,7 @@ class ChainWork(Work):
             self._end.set()
 
     def wait(self) -> None:
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
         while not self._end.wait(_LOOK_S):
             self.give_up()
         if self._failure is not None:

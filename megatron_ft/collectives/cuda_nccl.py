@@ -73,9 +73,11 @@ class CudaNccl:
         def operations() -> Any:
             sent, received = torch.zeros(2, self._size * share, dtype=tensor.dtype, device=self._device)
             sent[: flat.numel()].copy_(flat)
+            # no limit: it does not block: a stream waits
             self._group.alltoall_base(received, sent, [], []).wait()
             mine = received.view(self._size, share).sum(0, dtype=torch.float32).to(tensor.dtype)
             gathering = self._group._allgather_base(sent, mine)
+            # no limit: it does not block: a stream waits
             gathering.wait()
             flat.copy_(sent[: flat.numel()])
             return gathering
@@ -103,6 +105,7 @@ class CudaNccl:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work = operation()
+            # no limit: it does not block: the device's stream waits
             work.wait()  # makes the stream wait, not this thread
             event = torch.cuda.Event()
             event.record(self._stream)

@@ -150,6 +150,8 @@ def _exactly(end: socket.socket, length: int) -> bytes:
 
 def _fill(end: socket.socket, view: memoryview) -> None:
     while view:
+        # no limit: the socket has a timeout: CALL_TIMEOUT_S, _TIMEOUT_S for copies, detector.collective_timeout_s for
+        # a group that follows
         count = end.recv_into(view)
         if not count:
             raise ConnectionResetError("the other end has gone")

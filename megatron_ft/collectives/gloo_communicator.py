@@ -124,6 +124,7 @@ class Collective(Work):
         self._work = work
 
     def wait(self) -> None:
+        # no limit: an abort ends it, or gloo after detector.collective_timeout_s (inside a group 30 days)
         while True:
             ended = self._work.is_completed()
             try:
@@ -148,6 +149,7 @@ class Rounded(Work):
         self._work, self._total, self._tensor = work, total, tensor
 
     def wait(self) -> None:
+        # no limit: an abort ends it, or gloo after detector.collective_timeout_s (inside a group 30 days)
         self._work.wait()
         self._tensor.copy_(self._total)
 
@@ -172,6 +174,7 @@ class PointToPoint(Work):
             self._failure = broken(error)
 
     def wait(self) -> None:
+        # no limit: an abort ends it, or gloo after detector.collective_timeout_s (inside a group 30 days)
         while self._thread.is_alive():
             self._thread.join(_LOOK_S)
             self.give_up()

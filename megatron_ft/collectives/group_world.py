@@ -87,6 +87,8 @@ class World:
                 store = serve_on(listener, _START_TIMEOUT)
             agreement.put(name, [env.address, store.port])
         else:
+            # no limit: interrupted when a rank of the group is lost; one that hangs while it starts is given up by
+            # its agent after detector.outside_timeout_s
             if not wait_for(lambda: agreement.get(name) is not None, interrupted):
                 raise Lost("a rank of the group was gone before all of them had started")
             address, port = given(agreement.get(name))

@@ -51,12 +51,15 @@ def _meet(
         return [agreement.get(f"{name}/{position}") for position in positions]
 
     def wait(condition: Callable[[], bool]) -> None:
+        # no limit: interrupted when a rank of the group is lost; one that hangs while it starts is given up by its
+        # agent after detector.outside_timeout_s
         if not wait_for(condition, interrupted):
             raise Lost("a rank of the group was gone before all of them had started")
 
     wait(lambda: build.over() or (time.monotonic() > late and any(said())))
     communicator, why = None, ""
     try:
+        # no limit: it does not block: the build is over, or it is given up
         communicator = build.result()
     except Broken as error:
         why = error.in_full
@@ -111,6 +114,7 @@ class IntraGroup:
         if host.aborted:  # in the moment between
             made.abort()
         try:
+            # no limit: an abort ends it when a rank of the group is lost
             made.connect()
         except RuntimeError as error:
             raise Lost(f"the ranks of the group could not connect by NCCL: {error}") from None
@@ -182,6 +186,8 @@ class IntraGroup:
     def _carry_out(self, start: Callable[[], list[Any]]) -> None:
         try:
             for work in start():
+                # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is
+                # lost
                 work.wait()
             self._communicator.confirm()
         except Broken as error:

@@ -100,14 +100,17 @@ class NcclCommunicator(Communicator):
         self._unconfirmed = False  # whether there was a sum or a broadcast on the device since
 
     def connect(self) -> None:
+        # no limit: its thread is left behind after BUILD_TIMEOUT_S, and an abort ends it
         self._host.connect()
         if len(self.members) > 1:
+            # no limit: its thread is left behind after BUILD_TIMEOUT_S, and an abort ends it
             self._nccl.connect(self._rendezvous, self._place, len(self.members))
 
     confirms = True
 
     def confirm(self) -> None:
         if self._unconfirmed:
+            # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
             self._host.all_reduce(torch.zeros(1)).wait()
             self._unconfirmed = False
 
@@ -240,8 +243,10 @@ class Confirmed(Work):
         self._said = False
 
     def wait(self) -> None:
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
         self._work.wait()
         if not self._said:
+            # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
             self._word().wait()
             self._said = True
 

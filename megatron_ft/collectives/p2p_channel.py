@@ -71,6 +71,7 @@ class P2PChannels:
                 end.close()
             raise Lost(f"no line to another rank of the group: {error}") from None
         for end in ends.values():
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             end.settimeout(None)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(ends)
@@ -85,6 +86,7 @@ class P2PChannels:
     def heard(self, position: int) -> tuple[int, ...] | None:
         """Return the next message, or None if none has arrived."""
         end, received = self._ends[position], self._received[position]
+        # no limit: it does not block: it reads what is there
         while len(received) < _MESSAGE.size:
             if not file_descriptors.readable(end, 0):
                 return None
@@ -105,6 +107,7 @@ class P2PChannels:
 
     def _receive(self, position: int) -> None:
         try:
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             data = self._ends[position].recv(4096)
         except OSError as error:
             raise Lost(f"rank {position} of this group is not heard: {error}") from None
@@ -124,6 +127,8 @@ def _call(
 ) -> socket.socket:
     """Connect to a rank that has published its address."""
     name = f"line/{env.seat}/{peer}"
+    # no limit: interrupted when a rank of the group is lost; one that hangs while it starts is given up by its agent
+    # after detector.outside_timeout_s
     if not wait_for(lambda: agreement.get(name) is not None, interrupted):
         raise Lost(f"rank {peer} of this group was gone before it could be reached")
     address, port = given(agreement.get(name))

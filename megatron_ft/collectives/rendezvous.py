@@ -80,9 +80,12 @@ class Connector:
         Raises ``Broken`` when it cannot be built.
         """
         build = given(self._build)
+        # no limit: its members have detector.collective_timeout_s to come, then it has BUILD_TIMEOUT_S; news
+        # interrupt it
         if not wait_for(build.over, interrupted):
             return None
         self._build = None
+        # no limit: it does not block: the build is over
         return build.result()
 
     def _ready(self, view: View, group: int) -> str:
@@ -93,6 +96,7 @@ def wait_for(condition: Callable[[], bool], interrupted: Callable[[], bool]) -> 
     """Poll until ``condition`` or ``interrupted`` is true. Return True in the first case, False in the second."""
     shortest, longest = _POLL_S
     pause = shortest
+    # no limit: its callers' condition, or interrupted, ends it
     while not condition():
         if interrupted():
             return False
@@ -133,6 +137,7 @@ class Build:
             self._build_by = time.monotonic() + BUILD_TIMEOUT_S
             made = self._maker.make(given(self._choice()), self._name, self._agreement.rendezvous)
             self._keep(made)
+            # no limit: its thread is left behind after BUILD_TIMEOUT_S, and an abort ends it
             made.connect()
             self._connected = True
         except (RuntimeError, OSError, StoreError, ConfigError) as error:

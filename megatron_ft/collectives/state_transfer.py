@@ -73,17 +73,22 @@ def send_state(outer: Communicator, state: Any, to: GroupId) -> None:
     """Send a whole state to one member. Raises ``Broken`` when the epoch ends meanwhile."""
     skeleton, tensors = flatten(state)
     text = json.dumps(skeleton).encode()
+    # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
     outer.send(torch.tensor([len(text)], dtype=torch.int64), to, _TAG).wait()
+    # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
     outer.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to, _TAG).wait()
     for piece in device_copies.on_host(tensors):
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
         outer.send(piece, to, _TAG).wait()
 
 
 def receive_state(outer: Communicator, source: GroupId) -> Any:
     """Receive what :func:`send_state` sends. Raises ``Broken`` when the epoch ends meanwhile."""
     length = torch.zeros(1, dtype=torch.int64)
+    # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
     outer.receive(length, source, _TAG).wait()
     text = torch.empty(int(length), dtype=torch.uint8)
+    # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
     outer.receive(text, source, _TAG).wait()
     tensors: list[torch.Tensor] = []
 
@@ -93,6 +98,7 @@ def receive_state(outer: Communicator, source: GroupId) -> Any:
 
     state = unflatten(json.loads(text.numpy().tobytes()), take)
     for room in device_copies.rooms(tensors):
+        # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
         outer.receive(room, source, _TAG).wait()
     return state
 

@@ -65,6 +65,7 @@ class TwoLevelCommunicator(ChainingCommunicator):
         self._parts: dict[int, GlooCommunicator] = {}
 
     def connect(self) -> None:
+        # no limit: it is the inner communicator's
         super().connect()
         if len(self._host) > 1:
             self._join(_UP, self._host)

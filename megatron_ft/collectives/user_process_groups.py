@@ -101,10 +101,13 @@ class UserProcessGroups:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._lost.wait(_LOOK_S):
             if self._look():
+                # no limit: a thread of its own; whoever has started it tells it to stop
                 self._lost.wait()
         aborted: set[int] = set()
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while True:  # the training thread may be about to make another one
             self._find_groups()
             rest = {name: backend for name, backend in self._backends.items() if id(backend) not in aborted}

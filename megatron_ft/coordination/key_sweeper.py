@@ -106,6 +106,7 @@ class Sweeper:
 
     def _run(self) -> None:
         failed = False
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while self._stirred.wait(_AGAIN_S if failed else None) or failed:
             self._stirred.clear()
             if self._over:

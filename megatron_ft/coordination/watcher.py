@@ -75,6 +75,7 @@ class Watcher:
 
     def _listen(self) -> None:
         pause, longest = RETRY_PAUSE_S
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stopped.is_set():
             try:
                 self._turn()

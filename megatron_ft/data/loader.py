@@ -86,6 +86,7 @@ class Loader:
             try:
                 own = (os.getpid(), context.Value("i", 0), dataset, self._collate, worker_init_fn)
                 self._pool = ProcessPoolExecutor(num_workers, context, _begin, own)
+                # no limit: the start of the workers; the script's worker_init_fn is its own code
                 self._pool.submit(int).result()
             except OSError as error:
                 raise DataError(
@@ -165,6 +166,7 @@ class Loader:
                 loading = self._loading.pop(microbatch, None) or self._submit(microbatch)
                 self._expected = [other for other in self._expected if other != microbatch]
                 self._load_ahead()
+            # no limit: one call of the dataset, as for Prefetcher.get; a worker that dies ends it
             return pickle.loads(loading.result())
         except BrokenProcessPool:
             raise DataError(

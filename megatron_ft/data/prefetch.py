@@ -120,6 +120,7 @@ class Prefetcher:
             self._held, self._wanted, self._queue = {}, set(), deque()
             if isinstance(self._dataset, Loader):
                 self._dataset.expect(())
+            # no limit: one call of the dataset, as for Prefetcher.get
             self._changed.wait_for(lambda: self._loading is None)
 
     def get(self, microbatch: Microbatch) -> tuple[Any, bool]:
@@ -131,6 +132,8 @@ class Prefetcher:
             if microbatch in self._held:
                 return self._take(microbatch), True
             self._asked = True  # this sample comes before the queue
+            # no limit: one call of the dataset; agents judge: detector.hang_timeout_s, or storage_timeout_s while
+            # others are in storage
             self._changed.wait_for(lambda: self._loading is None)
             if microbatch in self._held:  # it was just being loaded
                 self._asked = False
@@ -217,6 +220,7 @@ class Prefetcher:
         """Wait for something to load, and return it; None at the end."""
         with self._changed:
             while True:
+                # no limit: the thread that reads ahead has nothing else to do
                 self._changed.wait_for(self._is_due)
                 if self._closed:
                     return None

@@ -92,6 +92,7 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
     while view:
         if time.monotonic() > end:
             raise TimeoutError(f"no answer within {timeout_s:g} s")
+        # no limit: the socket has a timeout, and all of it must come within that
         received = connection.recv_into(view)
         if not received:
             raise ConnectionError("the connection was closed")

@@ -156,6 +156,7 @@ class Channel:
     def receive(self, timeout_s: float) -> Message:
         """Raises ``TimeoutError``, and ``ConnectionError`` when the other end has closed the connection."""
         self._connection.settimeout(timeout_s)
+        # no limit: the socket has a timeout; hosts of the check send whole lines
         line = self._lines.readline(_LONGEST)
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection was closed")

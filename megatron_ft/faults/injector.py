@@ -107,6 +107,7 @@ class Injector:
                 self.cases = _cases(self._draw(time.time() - given(self._record.known.started), self._there()))
             self._find_injected()
             try:
+                # no limit: the command itself, until what it watches is over; a signal ends it
                 while not self._over() and (self._undos or any(case.state not in DONE for case in self.cases)):
                     self._turn()
                     time.sleep(_POLL_S)

@@ -89,6 +89,7 @@ class SupervisorLoop:
 
     def follow(self) -> int:
         """Returns the exit code when the job is over."""
+        # no limit: the command itself, until what it watches is over; a signal ends it
         while True:
             code = self._turn()
             if code is not None:

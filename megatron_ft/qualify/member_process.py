@@ -67,6 +67,7 @@ class Member:
         in_memory = self._device.type == "cpu"  # as Offer.of says it of a run
         choice = Choice.of(kind, dict(zip(members, hosts, strict=True)) if in_memory else {})
         self._made = maker.make(choice, name, lambda name: dist.PrefixStore(name, self._store))
+        # no limit: host 0 waits for the answer for a limited time, and has the process replaced
         self._made.connect()
         return {"seconds": time.monotonic() - began}
 
@@ -75,8 +76,10 @@ class Member:
         own = self._numbers(bytes // 4)
         count = len(self._outer.members)
         expected = torch.arange(own.numel(), device=self._device).remainder(251) * count + sum(self._outer.members)
+        # no limit: host 0 waits for the answer for a limited time, and has the process replaced
         self._outer.all_reduce(own).wait()
         wrong = int((own != expected).sum())
+        # no limit: host 0 waits for the answer for a limited time, and has the process replaced
         seconds = [self._timed(lambda: self._outer.all_reduce(own).wait()) for _ in range(repeats)]
         return {"wrong": wrong, "of": own.numel(), "seconds": statistics.median(seconds)}
 
@@ -86,6 +89,7 @@ class Member:
         place, first = outer.members.index(self._me), outer.members[0]
         got = self._numbers(count)
         began = time.monotonic()
+        # no limit: host 0 waits for the answer for a limited time, and has the process replaced
         outer.broadcast(got, first).wait()
         self._settle()
         seconds = time.monotonic() - began
@@ -98,6 +102,7 @@ class Member:
             lambda: outer.receive(other, before, _TAG),
         ]
         for turn in turns if place % 2 == 0 else reversed(turns):
+            # no limit: host 0 waits for the answer for a limited time, and has the process replaced
             turn().wait()
         self._settle()
         wrong += int((other != self._numbers(count, before)).sum())
@@ -142,6 +147,7 @@ class Member:
             if reduces and not inside:
                 started.extend(self._outer.all_reduce(given(weight.grad)) for weight in reversed(weights))
             for work in started:
+                # no limit: host 0 waits for the answer for a limited time, and has the process replaced
                 work.wait()
             started.clear()
 
@@ -150,6 +156,7 @@ class Member:
         for number in range(steps + 1):
             for way, times in seconds.items():
                 inside = way == "overlapped"
+                # no limit: host 0 waits for the answer for a limited time, and has the process replaced
                 self._outer.all_reduce(torch.zeros(1, device=self._device)).wait()  # all members begin together
                 took = self._timed(partial(step, way != "alone"))
                 if number:  # the first one warms up
@@ -226,6 +233,7 @@ class _Pending:
 
     def _wait(self) -> None:
         try:
+            # no limit: what the check is about: an abort ends it
             self._work.wait()
         except Broken as error:
             self._error = error.in_full

@@ -37,6 +37,7 @@ def follow(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
 def looks(run_dir: Path, stop: Callable[[], bool]) -> Iterator[dict[str, Any] | None]:
     """As :func:`follow`, and yield None at each look at the record, before what is new: the run's end comes last."""
     tail = history.Tail(run_dir)
+    # no limit: the command itself, until what it watches is over; a signal ends it
     while True:
         last_look = stop()
         events = tail.new()

@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
     with Live(console=console, auto_refresh=False) as live:
+        # no limit: the command itself, until what it watches is over; a signal ends it
         while goes_on:
             live.update(Group(*map(Text, status.lines())), refresh=True)
             time.sleep(_LOOK_S)

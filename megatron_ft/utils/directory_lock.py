@@ -129,6 +129,7 @@ class Lock:
         self.release()
 
     def _keep(self) -> None:
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not self._stop.wait(self._beat_s) and not self._lost:
             try:
                 if self._still_ours():

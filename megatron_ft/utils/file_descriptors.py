@@ -32,4 +32,5 @@ def readable(what: int | socket.socket, timeout_s: float | None) -> bool:
     poll = select.poll()
     poll.register(what, select.POLLIN)
     # Rounded up: with less than 1 ms left, a loop over this function would spin.
+    # no limit: its callers give the timeout
     return bool(poll.poll(None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)))

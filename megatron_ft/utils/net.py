@@ -40,6 +40,7 @@ def _towards(host: str) -> str:
     """Return the address from which this host reaches ``host``. Nothing is sent. Raises ``OSError``."""
     family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
+        # no limit: it does not block: a datagram socket
         probe.connect(target)
         return str(probe.getsockname()[0])
 

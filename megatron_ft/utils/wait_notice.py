@@ -20,6 +20,7 @@ def notices(text: Callable[[], str], after_s: float) -> Iterator[None]:
 
     def tell() -> None:
         due_s = after_s
+        # no limit: a thread of its own; whoever has started it tells it to stop
         while not over.wait(begun + due_s - time.monotonic()):
             say(f"{text()} ({due_s:g} s so far)")
             due_s *= 2
@@ -30,4 +31,5 @@ def notices(text: Callable[[], str], after_s: float) -> Iterator[None]:
         yield
     finally:
         over.set()
+        # no limit: the thread was told to stop just before
         thread.join()

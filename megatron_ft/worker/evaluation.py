@@ -112,6 +112,8 @@ class Evaluation:
         keys = [f"{self._key}/chunk/{number}of{division.chunks}" for number in range(division.chunks)]
         published: dict[int, Sums] = {}
         patience_s, since, pause_s = _PATIENCE_S, time.monotonic(), _LOOK_S[0]
+        # no limit: each turn asks the store, which has its patience, and a group computes itself what comes too late;
+        # one that has no state yet waits for groups that have it, and ends with them
         while (total := agreement.get(f"{self._key}/total")) is None:
             gone, late = lost(), time.monotonic() - since > patience_s
             if late or collects(division, me, gone):

@@ -41,6 +41,7 @@ class ExplicitLoop:
     def loss_fn(self, model: torch.nn.Module, batch: Any) -> Any:
         """In the step's thread: hand over a batch, and return its loss."""
         self._to_script.put((_BATCH, batch))
+        # no limit: the script and the step take turns; as long as a microbatch takes, of which the agents judge
         answer = self._to_step.get()
         if isinstance(answer, Exception):
             raise answer
@@ -49,6 +50,7 @@ class ExplicitLoop:
     def await_commit(self) -> None:
         """In the step's thread, before the update: wait until the script commits the step."""
         self._to_script.put((_UPDATE, None))
+        # no limit: the script and the step take turns; as long as a microbatch takes, of which the agents judge
         self._to_step.get()
 
     def microbatches(self, step: Callable[[], StepResult]) -> Iterator[Any]:
@@ -62,6 +64,7 @@ class ExplicitLoop:
         self._next = (_BEGUN, None)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         threading.Thread(target=self._make, args=(step, device), name="step", daemon=True).start()
+        # no limit: the script and the step take turns; as long as a microbatch takes, of which the agents judge
         self._next = self._to_script.get()
         while self._next[0] == _BATCH:
             self._due = self._in_loop = True
@@ -96,6 +99,7 @@ class ExplicitLoop:
             )
         self._due = False
         self._to_step.put(answer)
+        # no limit: the script and the step take turns; as long as a microbatch takes, of which the agents judge
         self._next = self._to_script.get()
 
     def commit(self) -> StepResult:
@@ -107,6 +111,7 @@ class ExplicitLoop:
             )
         if self._next[0] == _UPDATE:
             self._to_step.put(None)
+            # no limit: the script and the step take turns; as long as a microbatch takes, of which the agents judge
             self._next = self._to_script.get()
         self._raise_error()
         (_, result), self._next = self._next, None

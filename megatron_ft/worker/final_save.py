@@ -47,6 +47,7 @@ class FinalSave:
     def save(self, write: Callable[[Path], object]) -> None:
         """Return when the model is saved, by this group or another one. Raises ``CheckpointError``, or the exception of
         ``write`` in this group, when no group could write it."""
+        # no limit: a writer that shows nothing for 5 s is lost, and a rank that cannot write waits twice as long
         while True:
             self._waiter, action = look(self._waiter, self._is_saved(), self._newest(), time.monotonic())
             if action == "done":
@@ -108,6 +109,7 @@ class FinalSave:
         def show() -> None:
             beats = 0
             with contextlib.suppress(StoreError):  # the training thread finds that out itself
+                # no limit: a thread of its own; whoever has started it tells it to stop
                 while not over.wait(_LEASE_S / 8):
                     beats += 1
                     client.put(key, beats)
@@ -118,6 +120,7 @@ class FinalSave:
             yield
         finally:
             over.set()
+            # no limit: it writes one key at most: store_patience_s
             thread.join()
 
 

@@ -229,6 +229,7 @@ class GroupLeader:
         self._points.reach("finish", self._state.step)
         patience_s = self._config.fault_tolerance.detector.longest_collective_s
         deadline = time.monotonic() + patience_s
+        # no limit: after detector.collective_timeout_s the epoch ends, and groups that are not done are left out
         while not self._is_over():
             began = time.monotonic()
             self._drain_verdicts()
@@ -311,6 +312,7 @@ class GroupLeader:
         if self._leaving and not self._said_leaving:
             self._say_leaving()
         while not self._verdicts.empty():
+            # no limit: it does not block: there is an entry, and only this thread takes any
             match verdict := self._verdicts.get():
                 case signals.ViewAgreed(epoch=epoch):
                     self._agreed = max(epoch, self._agreed)
@@ -577,6 +579,7 @@ class GroupLeader:
     def _follow(self, step: int) -> None:
         """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
         following = self._rank.following
+        # no limit: a donor that sends nothing for detector.collective_timeout_s ends it; it returns after each pause
         while following.stands < step:
             answer = self._executor.carry_out(orders.MakeStep(lambda: not self._verdicts.empty()))
             if answer == INTERRUPTED:

@@ -88,6 +88,7 @@ def wait_for_return(
     """
     rank.progress.enter("waiting")
     rank.close_epoch()
+    # no limit: each turn is news of one loss; without any it ends after _CULPRIT_S
     while not (rank.lost_because or census.halted) and census.changed.wait(_CULPRIT_S):
         census.changed.clear()
     if not (rank.lost_because or census.halted):

@@ -93,6 +93,7 @@ class ProgressCounters:
 
     def _beat_on(self) -> None:
         pause = threading.Event()
+        # no limit: the thread that beats, until the process ends
         while not pause.wait(BEAT_S):
             self.beat()
 

@@ -577,6 +577,7 @@ class RankExecutor:
                 continue
             if self.group == view.final[bucket]:
                 for group in lacking:
+                    # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
                     outer.send(self._gradients.reduced(bucket), group, bucket).wait()
             elif self.group in lacking:
                 self._receive_bucket(bucket, view.final[bucket])
@@ -584,6 +585,7 @@ class RankExecutor:
 
     def _receive_bucket(self, bucket: Bucket, owner: int) -> None:
         try:
+            # no limit: detector.collective_timeout_s between groups; an abort ends it when a rank is lost
             given(self.link.outer).receive(self._gradients.reduced(bucket), owner, bucket).wait()
         except Broken:
             self._gradients.replace_reduced(bucket)  # late data may still arrive in the old one

@@ -116,6 +116,7 @@ class _Worker(Generic[Connection]):
 
     def _work(self) -> None:
         connection = None
+        # no limit: the guard's thread waits for calls; dropping the guard ends it
         while (job := self.jobs.get()) is not None:
             operation, reply = job
             try:

@@ -255,6 +255,7 @@ class Locator:
 
         def run() -> None:
             pause = threading.Event()
+            # no limit: a thread of its own; whoever has started it tells it to stop
             while not pause.wait(_LOOK_S):
                 try:
                     if (read_told(told) > self.newest or self._is_read_due()) and self.poll():

@@ -115,6 +115,7 @@ class Gateway:
         deadline, pause_s = begun + self.timeout_s, RETRY_PAUSE_S[0]
         fair_s = self.timeout_s / (len(self.endpoints) + 1)  # every node has its turn, however short the bound
         patience_s, unusable = min(_ATTEMPTS_S[0], fair_s), set()
+        # no limit: each attempt looks at what is left of the call's timeout first
         while True:
             refused, last = set(), "no answer"
             for _ in self.endpoints:
@@ -169,6 +170,7 @@ class Gateway:
             response, answered = stream.getresponse(), True
             while (left_s := deadline - time.monotonic()) > 0:
                 sock.settimeout(left_s)
+                # no limit: the socket has a timeout: what is left of the call's
                 line = response.readline()
                 if not line:
                     break
@@ -209,6 +211,7 @@ class Gateway:
             self._node = self._here()
             connection = self._connection_to(self._node, timeout_s)
             try:
+                # no limit: the connection has a timeout, the attempt's
                 connection.connect()
                 if self._verify is not None:
                     self._verify(lambda path, body: self._post(connection, path, body))
@@ -253,6 +256,7 @@ class Gateway:
                 context.wrap_socket(end, server_hostname=node[0]) as secured,
             ):
                 secured.settimeout(min(timeout_s, _ALERT_S))
+                # no limit: the socket has a timeout of a second
                 secured.recv(1)
         except ssl.SSLError as error:
             return "" if isinstance(error, _BROKEN) else refusal(error, self._access.address)

@@ -322,6 +322,7 @@ def _made(host: str, port: int, timeout_s: float, still: Callable[[], bool]) -> 
         ended.set()
 
     threading.Thread(target=make, name="megatron_ft-connect-store", daemon=True).start()
+    # no limit: torch's attempt has a timeout; it is left before when no process listens there, or the store has moved
     while not ended.wait(_PROBE_EVERY_S):
         if not still():
             raise OSError(_MOVED)
@@ -366,6 +367,7 @@ def listen(bind: str, port: int) -> socket.socket:
         with socket.create_connection(
             here, timeout=_OWN_S
         ):  # torch's server tries it for 30 s, and its clients for longer
+            # no limit: it does not block: the connection was made just before
             listener.accept()[0].close()
     except OSError as error:
         listener.close()

@@ -125,6 +125,7 @@ class Neighbours:
     def settle(self) -> None:
         """Wait until all sent tensors have arrived."""
         for work, _ in self._sent:
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             work.wait()
         self._sent.clear()
 
@@ -143,12 +144,14 @@ class Neighbours:
         group = self.groups[way]
         if described or way not in self._shapes:
             meta = torch.zeros(_META, dtype=torch.int64, device=self._device)
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             given(dist.irecv(meta, source, group=group)).wait()
             self._shapes[way] = _described(meta.tolist())
         received = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in self._shapes[way]]
         # Posted together: they come in this order.
         raw = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in received]
         for work in [dist.irecv(tensor, source, group=group) for tensor in raw]:
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             given(work).wait()
         return received
 

@@ -281,6 +281,7 @@ class MegatronEngine(Staged):
             if buffer.data_parallel_world_size > 1:
                 works.append(dist.all_reduce(gradients, group=buffer.data_parallel_group, async_op=True))
         for work in works:
+            # no limit: as long as the group's ranks live, of which agents judge; an abort ends it when one is lost
             work.wait()
 
     def _optimize(self) -> None:

@@ -108,6 +108,7 @@ class ArrayTask:
                 signal.signal(number, self._told if number in lifeline.SAVE_SIGNALS else self._terminated)
         known = f"the run has {self._limits.hosts} working elements and {self._spares} in reserve"
         say(f"element {self._where.element} of array {self._where.array}, restart {self._where.restarts}; {known}")
+        # no limit: the command itself, until what it watches is over; a signal ends it
         while True:
             try:
                 code = self._poll()

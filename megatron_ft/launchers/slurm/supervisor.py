@@ -357,6 +357,7 @@ class Supervisor(Port):
         for step in self._steps.values():
             if step.srun.poll() is None:
                 step.srun.kill()
+            # no limit: the process was killed before; it ends, unless it is inside the kernel (state D)
             step.srun.wait()
 
 

@@ -196,6 +196,7 @@ class SshLauncher(Port):
         for number in stop_signals():
             signal.signal(number, self._signalled)
         self.loop.start_all()
+        # no limit: the run begins, or an agent ends after MEET_TIMEOUT_S
         while True:
             self.loop.read_record()
             if self.loop.notes.begun:
@@ -214,7 +215,9 @@ class SshLauncher(Port):
         """Returns the exit code of the host's agent; 1 when the start failed, None while it runs."""
         step = self._newest[name]
         agent = self._agents[step]
+        # no limit: it does not block: the request is done
         if agent.request is not None and agent.request.done() and agent.request.result().content is None:
+            # no limit: it does not block: the request is done
             say(f"{name} {agent.request.result().reason}")
             return 1
         return self._code(step)
@@ -243,6 +246,7 @@ class SshLauncher(Port):
     def _runs(self, agent: _Agent) -> bool:
         now = time.monotonic()
         if agent.request is not None and agent.request.done():
+            # no limit: it does not block: the request is done
             answer = agent.request.result().content
             if answer is None:
                 return False
@@ -259,6 +263,7 @@ class SshLauncher(Port):
         probe, since = self._probes.get(node, (None, 0.0))
         if probe is not None and not probe.done():
             return None
+        # no limit: it does not block: the request is done
         if probe is not None and probe.exception() is None and not probe.result():
             del self._probes[node]
             return True
@@ -332,10 +337,12 @@ class SshLauncher(Port):
         tasks = [partial(self._end, self._hosts[name], self._agents[step]) for name, step in self._newest.items()]
         ends = list(map(self._ssh.submit, tasks))
         for end in ends if wait else ():
+            # no limit: requests over ssh, each with a limit
             end.result()
 
     def _end(self, host: Host, agent: _Agent) -> None:
         if agent.request is not None:
+            # no limit: one request over ssh, which has a limit
             agent.request.result()  # the agent must not start after this request has ended it
         self._ssh.ask(host, remote.request("end", state=str(agent.state), patience_s=_END_S))
 

@@ -162,6 +162,7 @@ def _watch(agent: subprocess.Popen, state: Path) -> int:
     """Writes the agent's state until it has ended; returns its exit code."""
     content: dict[str, Any] = {"pid": agent.pid, "start": started(agent.pid), "host": socket.gethostname(), "beat": 0}
     content["code"] = None
+    # no limit: the agent's keeper, until the agent ends
     while content["code"] is None:
         _write(state, content)
         with contextlib.suppress(subprocess.TimeoutExpired):

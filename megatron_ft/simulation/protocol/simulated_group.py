@@ -196,6 +196,7 @@ class Group(Process):
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def _train(self) -> Body:
+        # no limit: time is simulated
         while True:
             while self._inbox:
                 yield from self._feed(self._inbox.popleft())

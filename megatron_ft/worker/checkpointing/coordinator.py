@@ -302,6 +302,8 @@ class CheckpointCoordinator:
         self._agreement.stands(standing(order.attempt))
         deadline, (pause, longest) = time.monotonic() + self._patience_s, _LOOK_S
         reason = None
+        # no limit: the attempt to save has a limit, the end of the epoch ends it, and agents kill ranks 25 s after a
+        # stop
         while reason is None:
             if self._rank.lost_because:
                 raise Lost(self._rank.lost_because)

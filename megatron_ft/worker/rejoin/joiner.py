@@ -154,6 +154,7 @@ class RejoinClient:
     def _look_for_seat(self, guest: StateReceiver, epoch: int, agreement: CoordinationClient) -> None:
         """Thread: look until there is a seat, or another attempt."""
         try:
+            # no limit: a thread beside one attempt to come back, and ends with that
             while guest is self._receiver:
                 view = agreement.view(epoch + 1)
                 if view is None:
@@ -321,6 +322,7 @@ class RejoinCoordinator:
     def seat(self) -> View:
         """Return the view in which this group has its seat. Raises ``RunStopped`` when there is none to be had, and
         ``WipedOut`` when no member is left and this group holds a complete state, which it has saved."""
+        # no limit: a group without a seat ends with the run, or its agent ends it when no group is left
         while True:
             self._poll()
             self._late = False
@@ -388,6 +390,7 @@ class RejoinCoordinator:
                 self._margin = min(max(1, 2 * self._margin), _MARGIN[1])
             return None
         asked = False
+        # no limit: a donor that is lost or sends nothing for detector.collective_timeout_s ends the attempt
         while True:
             self._poll()
             view = self._following.view

@@ -260,6 +260,7 @@ class StateReceiver:
 
     def _await(self, there: Callable[[_Stream], bool], interrupted: Callable[[], bool]) -> bool:
         with self._changed:
+            # no limit: a stream without data for detector.collective_timeout_s is an error; news interrupt it
             while not all(map(there, self._streams)):
                 broken = [stream.error for stream in self._streams if stream.error and not there(stream)]
                 if broken:

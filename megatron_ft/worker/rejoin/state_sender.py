@@ -119,6 +119,7 @@ class _Follower:
         """Thread: send the queued parcels in order, each over ``pace_s``, until the other end has gone."""
         try:
             while not self.gone:
+                # no limit: a thread of its own; dropping the follower wakes it
                 self._send(self.queue.get())  # a sent parcel is not held during the next wait
         except (OSError, RuntimeError, MemoryError):
             pass  # the follower will choose another donor, or its agent starts it again
@@ -274,6 +275,7 @@ class StateSender:
     def _watch(follower: _Follower) -> None:
         """Wait for the other end to go: it sends nothing any more, so a readable connection has ended."""
         with contextlib.suppress(OSError, ValueError):
+            # no limit: a thread of its own; closing its socket ends it
             file_descriptors.readable(follower.end, None)  # its end is shut down when it is dropped
         follower.drop()
 
