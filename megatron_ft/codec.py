@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _PLAIN = {int: (int,), float: (float, int), str: (str,), bool: (bool,), NoneType: (NoneType,)}
+_ATOMS = frozenset(_PLAIN)
 STAYS = "stays"
 """Metadata of a field that is not encoded: who decodes has its default."""
 
@@ -29,7 +30,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Set):
         return sorted(map(encode, value))
     if isinstance(value, tuple | list):
-        return [encode(inner) for inner in value]
+        return list(value) if _ATOMS.issuperset(map(type, value)) else [encode(inner) for inner in value]
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
@@ -60,8 +61,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
         return partial(_listed, hint, tuple, [_reader(arg) for arg in args], len(args))
     if origin in (tuple, list, Sequence, frozenset):
         make = tuple if origin is Sequence else origin
-        each = _reader(args[0])
-        return lambda raw: make(map(each, _typed(raw, list | tuple, hint)))
+        return partial(_several, hint, make, _reader(args[0]), frozenset(_PLAIN.get(args[0], ())))
     if origin in (dict, Mapping):
         key, inner = args[0], _reader(args[1])
         return lambda raw: {key(name): inner(one) for name, one in _typed(raw, Mapping, hint).items()}
@@ -93,6 +93,11 @@ def _one_of(hint: Any, readers: Sequence[Callable[[Any], Any]], raw: Any) -> Any
         except ValueError:
             continue
     return _typed(raw, (), hint)
+
+
+def _several(hint: Any, make: Callable[..., Any], each: Callable[[Any], Any], fine: frozenset[type], raw: Any) -> Any:
+    known = fine.issuperset(map(type, _typed(raw, list | tuple, hint)))  # thousands of groups
+    return make(raw if known else map(each, raw))
 
 
 def _listed(hint: Any, make: Callable[..., Any], readers: Sequence[Callable[[Any], Any]], least: int, raw: Any) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_ft import codec
+
 GroupId = int
 Bucket = int
 
@@ -125,25 +127,8 @@ class Report:
     complete: bool = False
     attempt: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "group": self.group,
-            "step": self.step,
-            "have": list(self.reduced_buckets),
-            "synced": self.synced,
-            "complete": self.complete,
-            **({"attempt": self.attempt} if self.attempt else {}),
-        }
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Report:
-        have, attempt = tuple(raw["have"]), raw.get("attempt", 0)
-        return cls(raw["epoch"], raw["group"], raw["step"], have, raw["synced"], raw["complete"], attempt)
-
-
-@dataclass(frozen=True)
-class PlanOrigin:
+class PlanOrigin(NamedTuple):
     """The origin of a step's plan.
 
     A group that joins in the middle of a step has no share of it, but takes over its part when another is lost.
@@ -161,7 +146,7 @@ class PlanOrigin:
 
     def after(self, lost: Collection[GroupId], joined: Collection[GroupId]) -> PlanOrigin:
         change = (tuple(sorted(lost)), tuple(sorted(joined)))
-        return replace(self, changes=(*self.changes, change)) if any(change) else self
+        return self._replace(changes=(*self.changes, change)) if any(change) else self
 
     def following(self, live: tuple[GroupId, ...], remembers: bool) -> PlanOrigin:
         """Return the origin of the next step, which ``live`` begin. ``remembers``: the policy depends on the past."""
@@ -169,17 +154,6 @@ class PlanOrigin:
             return PlanOrigin(live)
         losses = tuple(lost for lost, _ in self.changes)
         return PlanOrigin(live, past=(*self.past, losses) if losses else self.past)
-
-    def to_json(self) -> list[Any]:
-        changes = [[list(lost), list(joined)] for lost, joined in self.changes]
-        past = [[list(lost) for lost in losses] for losses in self.past]
-        return [list(self.live), changes, *([past] if past else [])]
-
-    @classmethod
-    def from_json(cls, raw: list[Any]) -> PlanOrigin:
-        changes = tuple((tuple(lost), tuple(joined)) for lost, joined in raw[1])
-        past = tuple(tuple(map(tuple, losses)) for losses in (raw[2] if len(raw) > 2 else ()))
-        return cls(groups_of(raw[0]), changes, past)
 
 
 @dataclass(frozen=True)
@@ -247,7 +221,7 @@ class View:
             "behind": list(self.behind),
             "final": {str(bucket): owner for bucket, owner in self.final.items()},
             "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
-            "begun": self.plan_origin.to_json(),
+            "begun": codec.encode(self.plan_origin),
             "incarnations": {str(group): number for group, number in self.incarnations.items()},
             **({"entered": {str(group): step for group, step in self.entered.items()}} if self.entered else {}),
             "reports": _fold(self.reports),
@@ -265,6 +239,7 @@ class View:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> View:
         """Return the view of a :meth:`to_json` or :meth:`to_wire` form."""
+        began, *since = raw["begun"]
         return cls(
             epoch=raw["epoch"],
             live=groups_of(raw["live"]),
@@ -277,7 +252,7 @@ class View:
             behind=groups_of(raw["behind"]),
             final={int(bucket): owner for bucket, owner in raw["final"].items()},
             missing={int(bucket): groups_of(groups) for bucket, groups in raw["missing"].items()},
-            plan_origin=PlanOrigin.from_json(raw["begun"]),
+            plan_origin=codec.decode(PlanOrigin, [groups_of(began), *since]),
             incarnations={int(group): number for group, number in raw["incarnations"].items()},
             entered={int(group): step for group, step in raw.get("entered", {}).items()},
             reports=_unfold(raw["epoch"] - 1, raw["reports"]),

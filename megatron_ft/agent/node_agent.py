@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ft import codec
 from megatron_ft.agent import (
     agent_client,
     checkpoint_cache,
@@ -190,7 +191,7 @@ class Agent:
         """Return the keys that are on the control store before any rank is started."""
         origin = given(self._saved).origin
         view = first_view(self._config.groups, origin.step if origin else 0)
-        return {"view/0": view.to_wire(), **({origins.KEY: origin.to_json()} if origin else {})}
+        return {"view/0": view.to_wire(), **({origins.KEY: codec.encode(origin)} if origin else {})}
 
     def _release(self) -> None:
         self._claims.release()

@@ -10,7 +10,7 @@ A script or a config that would train another model is refused before any traini
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,6 @@ class Origin:
     step: int
     of_run: str
     meta: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def of(cls, found: Found) -> Origin:

@@ -58,14 +58,6 @@ class Offer:
         place = str(torch.cuda.get_device_properties(device).uuid) if alone else ""
         return cls(able if setting == AUTO else (setting,), place, "" if cuda else host)
 
-    def to_json(self) -> list[Any]:
-        return [list(self.kinds), self.place, self.host]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Offer:
-        kinds, place, host = value
-        return cls(tuple(kinds), place, host)
-
 
 @dataclass(frozen=True)
 class Choice:

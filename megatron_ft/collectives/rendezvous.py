@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_ft import codec
 from megatron_ft.collectives.base import BUILD_TIMEOUT_S, Broken, Communicator
 from megatron_ft.collectives.communicator_choice import GLOO, Choice, Maker, Offer, agree
 from megatron_ft.collectives.gloo_communicator import broken
@@ -54,7 +55,7 @@ class Connector:
         if self._build is not None:
             self._build.give_up()
         env, store = self._env, self._elsewhere
-        agreement.put(self._ready(view, env.group), self._offer.to_json())
+        agreement.put(self._ready(view, env.group), codec.encode(self._offer))
         timeout_s = env.config.fault_tolerance.detector.longest_collective_s
         # Groups that follow different views of one epoch, out of a tampered store, must never reduce together.
         name = f"outer/{view.epoch}/{env.position}/{digest(view)}"
@@ -68,7 +69,7 @@ class Connector:
                 if group not in offers:
                     if (offer := store.get(self._ready(view, group))) is None:
                         return None
-                    offers[group] = Offer.from_json(offer)
+                    offers[group] = codec.decode(Offer, offer)
             return agree(offers)
 
         self._build = Build(store, name, maker, choice)

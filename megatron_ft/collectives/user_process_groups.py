@@ -30,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ft import codec
 from megatron_ft.collectives import flight_recorder, nccl_watchdog
 from megatron_ft.config.rank_env import RankEnvironment
 from megatron_ft.config.schema import AUTO
@@ -194,7 +195,7 @@ class UserProcessGroups:
     def _publish(self, asked: str) -> None:
         report = self._report()
         with contextlib.suppress(StoreError):
-            self._store.clone().set(self._key(asked, self._env.position), report.to_json())
+            self._store.clone().set(self._key(asked, self._env.position), codec.encode(report))
 
     def _key(self, asked: str, position: int) -> str:
         return f"calls/{self._env.seat}/{asked}/{position}"
@@ -228,7 +229,7 @@ class UserProcessGroups:
             while len(reports) < size and time.monotonic() < until and not self._lost.wait(_ANSWER_LOOK_S):
                 for position in set(range(size)) - reports.keys():
                     if (raw := self._store.get(self._key(asked, position))) is not None:
-                        reports[position] = Report.from_json(raw)
+                        reports[position] = codec.decode(Report, raw)
         return collective_stalls.find(reports, size), reports
 
     def _tell(self, seen: str, finding: Finding | None, reports: Mapping[int, Report]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_ft import codec
 from megatron_ft.config.rank_env import seat
 from megatron_ft.coordination import key_sweeper, watcher
 from megatron_ft.coordination.store import AWAY, ControlStore, Locator, LogAway, StoreConflict, patient
@@ -219,12 +220,12 @@ class CoordinationClient:
         self._said = [(signal, by) for signal, by in self._said if signal in needed]
 
     def publish(self, report: Report) -> None:
-        self._add(report_collection(report.epoch), str(self._group), report.to_json())
+        self._add(report_collection(report.epoch), str(self._group), codec.encode(report))
 
     def reports(self, epoch: int, groups: Collection[GroupId]) -> tuple[Report, ...]:
         """Return the reports of these groups that are there."""
         told = self._ask(lambda: self._store.members(report_collection(epoch), set(map(str, groups))))
-        return tuple(map(Report.from_json, told.values()))
+        return tuple(codec.decode(Report, raw) for raw in told.values())
 
     def done(self, incarnation: int, how: Any) -> None:
         """Note that this start of the group has committed all steps."""

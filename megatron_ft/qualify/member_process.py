@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ft import codec
 from megatron_ft.collectives import base, communicator_choice, nccl_watchdog, state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, Work
 from megatron_ft.collectives.communicator_choice import Choice, Maker, Offer
@@ -56,7 +57,7 @@ class Member:
         self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
         offer = Offer.of(communicator_choice.AUTO, self._device, address)
         said = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
-        return {"offer": offer.to_json(), "watchdog": said}
+        return {"offer": codec.encode(offer), "watchdog": said}
 
     def connect(self, kind: str, name: str, epoch: int, members: list[int], hosts: list[int]) -> Answer:
         """Build a communicator in place of the one before. ``name``: no other one of the whole qualification has it;

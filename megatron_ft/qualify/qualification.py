@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 
 import megatron_ft
+from megatron_ft import codec
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.coordination.store import listen, serve_on
@@ -240,7 +241,7 @@ class _Lead:
 
     def _communicator(self, team: Team) -> Found:
         team.whole()
-        offers = {group: Offer.from_json(offer) for group, offer in team.offers.items()}
+        offers = {group: codec.decode(Offer, offer) for group, offer in team.offers.items()}
         kind = communicator_choice.agree(offers).kind
         places = [offer.place for offer in offers.values()]
         if kind == communicator_choice.NCCL:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn, cast
 
+from megatron_ft import codec
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.base import Broken
 from megatron_ft.collectives.intra_group import Lost
@@ -561,12 +562,12 @@ class GroupLeader:
         # If this failed, a verdict came in, and the next turn reads it.
 
     def _transfer(self, view: View) -> None:
-        self._rank.carried = {"speeds": self._state.speeds.to_json(), "measured": self._record.measured}
+        self._rank.carried = {"speeds": codec.encode(self._state.speeds), "measured": self._record.measured}
         self._executor.carry_out(orders.Transfer())
         speeds = None
         if self.group in view.behind:
             taken = self._rank.carried
-            speeds = Speeds.from_json(taken["speeds"])
+            speeds = codec.decode(Speeds, taken["speeds"])
             self._record.measured = taken["measured"]
             if self._rank.result is not None:
                 self._record.view = view
@@ -574,7 +575,7 @@ class GroupLeader:
 
     def _carried(self) -> Mapping[str, Any]:
         """Return the state beside the model: the groups' speeds, and the record's line of the step that made it."""
-        return {"speeds": self._state.speeds.to_json(), "line": self._record.line}
+        return {"speeds": codec.encode(self._state.speeds), "line": self._record.line}
 
     def _follow(self, step: int) -> None:
         """Advance to the step from which the view starts, not beyond: a donor's version of it may be redone."""
@@ -602,7 +603,7 @@ class GroupLeader:
         took = {**{name: round(value, 6) for name, value in times.items()}, "received_bytes": following.bytes}
         who = {"group": self.group, "incarnation": self._incarnation, "donors": list(following.donors)}
         self._history.note("rejoined", **who, step=step, **took)
-        self._feed(machine.CaughtUp(Speeds.from_json(carried["speeds"])))
+        self._feed(machine.CaughtUp(codec.decode(Speeds, carried["speeds"])))
 
     def _awaits_verdict(self) -> bool:
         """Return whether the notice that a donor is lost may be on its way. The view after it decides whether the group has

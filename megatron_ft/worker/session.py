@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from megatron_ft import codec
 from megatron_ft.checkpoint import peer_copies, restore
 from megatron_ft.collectives.intra_group import IntraGroup, Lost
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
@@ -838,7 +839,7 @@ class Session:
         if raw is None:
             raise StoreGone(f"control store {self.env.store} knows no view of run {self.env.run_id}; start it again")
         view = View.from_json(raw)
-        self._origin = None if origin is None else restore.Origin(**origin)
+        self._origin = None if origin is None else codec.decode(restore.Origin, origin)
         self._agreement.adopted(view)
         return view
 

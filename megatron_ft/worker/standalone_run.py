@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import checkpoint
+from megatron_ft import checkpoint, codec
 from megatron_ft.auth.secret import Secret
 from megatron_ft.checkpoint import restore
 from megatron_ft.config import launch_environment
@@ -99,7 +99,7 @@ def found(path: str | Path | None) -> RankEnvironment:
     store.begin()
     store.set("view/0", first_view(1, origin.step if origin else 0).to_wire())
     if origin is not None:
-        store.set(restore.KEY, origin.to_json())
+        store.set(restore.KEY, codec.encode(origin))
         _log.info(f"the run goes on from {origin.path}, before step {origin.step}")
     run_directory.write_config(run_dir, {"run_id": run_id, **config.to_json()})
     counters = run_dir / "counters"

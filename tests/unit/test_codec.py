@@ -12,17 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ft import codec
+from megatron_ft.checkpoint.restore import Origin
+from megatron_ft.collectives.communicator_choice import Offer
+from megatron_ft.core.detection import collective_stalls
+from megatron_ft.core.detection.stragglers import Speeds, Track
+from megatron_ft.core.lifecycle.store_failover import Claim
 from megatron_ft.core.protocol import signals
-from megatron_ft.types import View
+from megatron_ft.types import PlanOrigin, Report, View
 from megatron_ft.worker import orders
 
 SIGNALS = get_args(signals.Signal)
 ORDERS = [kind for kind in orders.Order.__subclasses__() if kind is not orders.Begin]
+OTHERS = [Claim, Offer, Origin, PlanOrigin, Report, Speeds, collective_stalls.Report]
 NUMBERS = st.integers(-1, 10**6)
 PLAIN = {
     int: NUMBERS,
     float: st.floats(allow_nan=False),
     str: st.text(max_size=9),
+    Any: st.none() | st.lists(NUMBERS),
     View: st.builds(View, NUMBERS, st.lists(NUMBERS).map(tuple), st.text(), step=NUMBERS),
 }
 """A view has a JSON form of its own (test_membership, test_views)."""
@@ -55,7 +62,7 @@ def through_json(value: Any) -> Any:
     return json.loads(json.dumps(codec.encode(value)))
 
 
-@pytest.mark.parametrize("kind", [*SIGNALS, *ORDERS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*SIGNALS, *ORDERS, *OTHERS], ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_a_value_reads_back(kind, data):
@@ -79,7 +86,12 @@ def test_the_order_to_begin_takes_the_needs_along(step, needs):
     assert isinstance(back, orders.Begin) and (back.step, back.needs()) == (step, needs)
 
 
-FIELDS = [(kind, name) for kind in (*SIGNALS, *ORDERS) for name, hint in traveling(kind).items() if hint is not View]
+FIELDS = [
+    (kind, name)
+    for kind in (*SIGNALS, *ORDERS, *OTHERS)
+    for name, hint in traveling(kind).items()
+    if is_dataclass(kind) and hint is not View
+]
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=lambda each: getattr(each, "__name__", each))
@@ -108,6 +120,25 @@ def test_the_forms_of_all_kinds_of_values():
     assert codec.encode(drawing) == {**raw, "rest": {"any": [1]}}
     assert codec.decode(Drawing, {**raw, "points": [[1]], "rest": {"any": [1]}}) == drawing
     assert codec.decode(Drawing, {"points": []}) == Drawing(()), "older files lack what was added with a default"
+
+
+def test_the_forms_that_are_in_files_stay():
+    """Of the record, of checkpoints and of the claim log; a plan origin without losses in earlier steps was shorter."""
+    origin = PlanOrigin((0, 1), (((1,), ()),))
+    assert codec.encode(origin) == [[0, 1], [[[1], []]], []]
+    assert codec.decode(PlanOrigin, [[0, 1], [[[1], []]]]) == origin
+    speeds = Speeds(0.5, {2: Track((1.0, 2.5), 2.5)})
+    assert codec.encode(speeds) == {"longest_s": 0.5, "tracks": {"2": [[1.0, 2.5], 2.5, 0]}}
+    about = {
+        "number": 1,
+        "run_id": "r",
+        "host": 2,
+        "address": "h:1",
+        "fenced": [[0, 1], [3, 0]],
+        "by": 2,
+        "reason": "x",
+    }
+    assert codec.encode(Claim(1, "r", 2, "h:1", frozenset([(3, 0), (0, 1)]), 2, "x")) == about
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,6 @@ def test_a_lost_microbatch_is_computed_again_only_if_no_group_stands_by_for_it(r
         assert plan.patched == gone - covered
 
 
-@given(runs())
-def test_an_origin_survives_json_and_the_wire(run):
-    _, _, _, origins = run
-    assert [PlanOrigin.from_json(origin.to_json()) for origin in origins] == origins
-
-
 @given(st.integers(2, 12), st.integers(1, 4), st.data())
 def test_spare_repeats_the_record_that_is_kept_from_loss_to_loss(groups, per_shard, data):
     """``stack_repair`` decides S from its own record; ``spare`` makes ReCtlr's decisions anew from the losses."""

@@ -23,11 +23,6 @@ logs = st.lists(seats, max_size=5).map(
 )
 
 
-@given(claims)
-def test_a_claim_reads_back(claim):
-    assert Claim.from_json(claim.to_json()) == claim
-
-
 @given(claims, numbers, st.text(), st.text())
 def test_a_take_over_moves_the_store_and_fences_no_seat(last, host, address, reason):
     made = store_failover.taken_over(last, host, address, reason)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ft import codec
 from megatron_ft.core.detection.stragglers import MOST_NAMED, Speeds, brief, observe, weights, whole
 from megatron_ft.core.protocol import machine
 from megatron_ft.core.protocol.machine import Job, Transferred, Updated
@@ -96,7 +97,7 @@ def test_invariants_hold_for_any_measurements(history, factor, steps):
         speeds = observe(speeds, measured, factor, steps)
         rounded = observe(rounded, {g: float(f"{s:.3g}") for g, s in reversed(measured.items())}, factor, steps)
         assert speeds == rounded
-        assert Speeds.from_json(json.loads(json.dumps(speeds.to_json()))) == speeds
+        assert codec.decode(Speeds, json.loads(json.dumps(codec.encode(speeds)))) == speeds
         there = {g: float(f"{s:.3g}") for g, s in measured.items() if s > 0}
         for group, own in there.items():
             others = [s for other, s in there.items() if other != group]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ft import codec
 from megatron_ft.collectives import flight_recorder, user_process_groups
 from megatron_ft.collectives.user_process_groups import UserProcessGroups
 from megatron_ft.config.schema import DetectorConfig
@@ -72,7 +73,7 @@ class Memory:
     def append(self, log, value, by=None):
         signal = signals.from_json(value)
         if isinstance(signal, signals.CollectivesRequested) and self._peer is not None:
-            self.keys[f"calls/3/{signal.asked}/{self._peer.position}"] = self._peer.to_json()
+            self.keys[f"calls/3/{signal.asked}/{self._peer.position}"] = codec.encode(self._peer)
         self.said.append(signal)
 
     @property

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_ft import codec
 from megatron_ft.auth.secret import Secret
 from megatron_ft.config.rank_env import CLAIMS
 from megatron_ft.coordination.store.base import StoreGone
@@ -74,7 +75,7 @@ class Log:
 
     def create(self, claim: Claim) -> bool:
         """Make that claim, which follows the newest one that was read. Return False when a claim of that number exists."""
-        text = json.dumps(claim.to_json(), sort_keys=True)
+        text = json.dumps(codec.encode(claim), sort_keys=True)
 
         def make() -> bool:
             if claim.number == 0:
@@ -107,7 +108,7 @@ class Log:
             raw = json.loads(data)
             text, mac = raw["claim"], raw["mac"]
             if hmac.compare_digest(mac, self._mac(text, self._last_mac)):
-                claim = Claim.from_json(json.loads(text))
+                claim = codec.decode(Claim, json.loads(text))
                 if (claim.number, claim.run_id) == (number, self.run_id):
                     return claim, mac
         except (ValueError, TypeError, KeyError, AttributeError):

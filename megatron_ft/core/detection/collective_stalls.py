@@ -17,8 +17,7 @@ no point-to-point operations end in their order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megatron_ft.core.detection.rank_health import FACTOR, LEARNED, LEAST_S, LOOK_S
 
@@ -143,15 +142,6 @@ class Report:
 
     def has_entered(self, call: Call) -> bool:
         return (self.entered or {}).get(call.group, 0) >= call.number
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Report:
-        calls = tuple(Call(**call) for call in raw["calls"])
-        members = {group: tuple(ranks) for group, ranks in (raw["members"] or {}).items()}
-        return cls(**{**raw, "calls": calls, "members": members})
 
 
 def unended(calls: Iterable[Call]) -> list[Call]:

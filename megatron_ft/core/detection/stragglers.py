@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ft.types import GroupId
 
@@ -31,8 +31,7 @@ _DIGITS = 3
 """Measurements are rounded to this number of digits, so that a record of rounded numbers leads to the same plans."""
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """The remembered measurements of one group.
 
     Attributes:
@@ -63,15 +62,6 @@ class Speeds:
     def slow(self) -> dict[GroupId, float]:
         """The stragglers, with the ratio of their time per microbatch to that of the others."""
         return {group: track.slowness for group, track in sorted(self.tracks.items()) if track.slowness}
-
-    def to_json(self) -> dict[str, Any]:
-        tracks = {str(group): [list(t.ratios), t.slowness, t.idle] for group, t in sorted(self.tracks.items())}
-        return {"longest_s": self.longest_s, "tracks": tracks}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Speeds:
-        tracks = {int(group): Track(tuple(ratios), slow, idle) for group, (ratios, slow, idle) in raw["tracks"].items()}
-        return cls(raw["longest_s"], tracks)
 
 
 def observe(speeds: Speeds, measured: Mapping[GroupId, float], factor: float, steps: int) -> Speeds:

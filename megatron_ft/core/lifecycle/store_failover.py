@@ -36,9 +36,8 @@ hosts and not from the directory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ft.core.protocol.messages import GroupFailed
 
@@ -75,14 +74,6 @@ class Claim:
     fenced: frozenset[Seat] = frozenset()
     by: HostId = 0
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "fenced": sorted(map(list, self.fenced))}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Claim:
-        """Return the claim of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
-        return cls(**{**raw, "fenced": frozenset((int(group), int(start)) for group, start in raw["fenced"])})
 
 
 def fenced(claims: Iterable[Claim]) -> frozenset[Seat]:

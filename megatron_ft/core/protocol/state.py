@@ -263,7 +263,7 @@ class GroupState:
             return ()
         lost = {group for groups, _ in self.plan_origin.changes for group in groups}
         origin = self.plan_origin
-        begun = self.job.plan(self.step, replace(origin, changes=()), self.speeds) if origin.changes else self.plan
+        begun = self.job.plan(self.step, origin._replace(changes=()), self.speeds) if origin.changes else self.plan
         alive = [group for group in self.plan_origin.live if group not in lost]
         everyone = self.step == self.job.first and not self.attempt
         return verification.checks(begun, alive, self.attempt, self.job.verify, self.job.digests, everyone)

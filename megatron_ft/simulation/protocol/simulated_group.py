@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron_ft import codec
 from megatron_ft.core.detection import state_divergence
 from megatron_ft.core.lifecycle import checkpoint_protocol, store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim
@@ -527,7 +528,7 @@ class Group(Process):
         wrong |= self.incarnation > 0 and self.cluster.scenario.impure == "after"
         self.params = hashlib.sha256(f"{self.params} {step} {sums}".encode()).hexdigest()[:16]
         self.params = invariants.WRONG + self.params if wrong else self.params
-        view, known = self.state.view, self.state.speeds.to_json()
+        view, known = self.state.view, codec.encode(self.state.speeds)
         self.committed_in = view.epoch
         told = {"step": step, "sums": sums, "params": self.params, "speeds": known}
         self.record("commit", epoch=view.epoch, **self._branch("view", view), **told)

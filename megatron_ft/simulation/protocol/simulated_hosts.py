@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
+from megatron_ft import codec
 from megatron_ft.core.lifecycle import store_failover
 from megatron_ft.core.lifecycle.store_failover import Claim, Outlook, Seat
 from megatron_ft.core.protocol import signals
@@ -95,7 +96,7 @@ class Hosts:
         return both and not store.dead and not store.frozen
 
     def _made(self, claim: Claim, makers: Sequence[Seat]) -> None:
-        self.cluster.record("claim", **claim.to_json(), makers=[list(seat) for seat in makers])
+        self.cluster.record("claim", **codec.encode(claim), makers=[list(seat) for seat in makers])
         if self.doomed and not claim.fenced:
             self.doomed = False
             self.kernel.after(self.rng.uniform(0.0, 4.0), lambda: self.cluster.host_dies(claim.host))

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import checkpoint
+from megatron_ft import checkpoint, codec
 from megatron_ft.checkpoint import restore
 from megatron_ft.collectives.intra_group import Lost
 from megatron_ft.config import rank_env
@@ -232,7 +232,7 @@ class CheckpointCoordinator:
         job = self._rhythm.to_json(time.monotonic() - self._began, planned=order.last)
         identity = self._rank.identities.agreed
         return restore.meta(
-            self._config, state.job.steps, given(self._rank.result), state.speeds.to_json(), job, identity
+            self._config, state.job.steps, given(self._rank.result), codec.encode(state.speeds), job, identity
         )
 
     def _settle(self) -> None:
