@@ -166,21 +166,21 @@ def test_a_buffer_that_is_only_read_keeps_its_bits():
     assert torch.equal(engine.model.kept, before["kept"]) and torch.equal(engine.model.mask, before["mask"])
 
 
-def flip_in_memory(tensor: torch.Tensor, bit: int = 22) -> None:
-    """Flip a bit as a memory error does: torch counts no write."""
-    tensor.data.numpy().reshape(-1).view("int32")[0] ^= 1 << bit
+def flip_in_memory(tensor: torch.Tensor, bit: int = 22, elements: int = 1) -> None:
+    """Flip a bit as a memory error does, or one in each of the first elements: torch counts no write."""
+    tensor.data.numpy().reshape(-1).view("int32")[:elements] ^= 1 << bit
 
 
 @pytest.mark.parametrize("buffer", [torch.rand(3) / 3, torch.arange(3, dtype=torch.int32)])
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_bit_that_flips_in_a_buffer_that_forward_only_reads_is_not_taken_over_by_the_others(buffer, before):
+@pytest.mark.parametrize(("before", "elements"), [(0, 1), (2, 1), (2, 2)])
+def test_a_bit_that_flips_in_a_buffer_that_forward_only_reads_is_not_taken_over_by_the_others(buffer, before, elements):
     """The bit flips before one microbatch; the next one starts from the right value."""
     one, three = engines(Odd(buffer, lambda model, rows: None), 2)
     kept, mask = one.model.kept.clone(), one.model.mask.clone()
 
     def data(microbatch: Microbatch) -> torch.Tensor:
         if microbatch.index == before + 1:
-            flip_in_memory((one if microbatch.index < 2 else three).model.kept)
+            flip_in_memory((one if microbatch.index < 2 else three).model.kept, elements=elements)
         return batch(microbatch)
 
     train_step([(one, IDS[:2]), (three, IDS[2:])], data)

@@ -1,11 +1,13 @@
 """Decisions about checkpoints: the writers, the period, the checkpoint to load and those to delete."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ft.agent import job_restore
 from megatron_ft.agent.job_restore import WholeJob
 from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.checkpoint_policy import (
@@ -154,3 +156,15 @@ def test_launchers_on_several_hosts_do_not_start_the_job_again_and_report_it(tmp
     said = capfd.readouterr().err
     words = "the whole job is started again" if hosts == 1 else "When it has ended on all of them, run the same command"
     assert words in said
+
+
+def test_the_whole_job_waits_before_it_starts_again_only_if_it_has_saved_nothing_since(tmp_path, monkeypatch):
+    waits = [50.0]
+    monkeypatch.setattr(job_restore, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    section = {"checkpoint": {"directory": str(tmp_path)}, "rejoin": {"enabled": True}}
+    job = WholeJob(schema.resolve({"fault_tolerance": section}, groups=2), 1)
+    for step in (4, 8, 8, 8, 9):
+        (tmp_path / f"step-{step:08}-0").mkdir(exist_ok=True)
+        assert job.again(WIPED_OUT)
+    _, first, saved, second, third, recovered = waits
+    assert first == saved == recovered == 0 < second < third

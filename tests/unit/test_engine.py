@@ -121,6 +121,21 @@ def test_clipping_uses_the_norm_of_the_mean_gradient():
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_a_scale_that_the_optimizer_takes_out_changes_neither_the_norm_nor_the_clipping():
+    """As with fp16: gradients are those of the loss times the scale (``engines.deepspeed``)."""
+    plain, scaled = build(clipping=1e-3), build(clipping=1e-3)
+    scaled.loss_fn = lambda model, batch: 1024 * loss_fn(model, batch)
+    scaled._loss_scale = lambda: 1024.0
+    for engine in (plain, scaled):
+        engine.begin_step()
+        compute(engine, IDS)
+        reduce_between(engine)
+    assert scaled.update(0, 4, nothing).gradient_norm == pytest.approx(plain.update(0, 4, nothing).gradient_norm)
+    for mine, theirs in zip(scaled._buckets, plain._buckets, strict=True):
+        mine, theirs = mine.reduced[: mine.elements], theirs.reduced[: theirs.elements]
+        assert torch.allclose(mine, 1024 * theirs, rtol=1e-6, atol=0)
+
+
 def test_a_state_makes_another_engine_equal_to_this_one():
     first, second = build(), build()
     for engine in (first, first):

@@ -179,3 +179,14 @@ def test_the_end_of_the_run_is_announced_when_it_can_be_read(tmp_path):
     leader._agreement.announce.side_effect = lambda signal: read.append((signal, dict(written)))
     assert leader._write_end()
     assert read == [(signals.RunFinished(), {"ended": {"step": 4}})]
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_an_interruption_ends_with_the_update_unless_others_have_decided_it(tmp_path, decided):
+    """In the other case it is the step after it that was interrupted, and that does not go on yet."""
+    leader = leader_of_group_1(tmp_path)
+    leader._recovery_metrics, leader._update = MagicMock(), MagicMock()
+    if decided:
+        leader._state = machine.changed(leader._state, next_plan_origin=PlanOrigin((0, 2)))
+    leader._perform(machine.Update(0))
+    assert leader._update.called and leader._recovery_metrics.resumed.called != decided

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import MagicMock
 
+import pytest
+import torch
+
+from megatron_ft import checkpoint
+from megatron_ft.config import schema
 from megatron_ft.core.lifecycle.last_state import Part, fate, refusal
 from megatron_ft.core.lifecycle.restart_policy import Seats
+from megatron_ft.engines.port import StepResult
+from megatron_ft.runlog import history
+from megatron_ft.runlog.history import History
 from megatron_ft.types import View
+from megatron_ft.worker.rejoin.joiner import Held
+from megatron_ft.worker.rejoin.last_save import LastSave
 
 
 def members(*live: int, dead: dict[int, int] | None = None, **incarnations: int) -> Seats:
@@ -52,3 +62,20 @@ def test_what_a_group_knows_that_has_lost_its_donor(seats, known):
 )
 def test_a_state_is_published_only_if_all_ranks_have_written_that_step(parts, why):
     assert refusal(parts, ranks=2, at=7) == why
+
+
+def test_no_last_state_is_saved_with_a_step_that_the_record_lacks(tmp_path):
+    """The groups that wrote the record are lost, and this group has only remembered its lines."""
+    (tmp_path / "saved").mkdir()
+    config = schema.resolve({"fault_tolerance": {"checkpoint": {"directory": str(tmp_path / "saved")}}}, groups=2)
+    result = StepResult(step=3, loss=1.0, microbatches=2, gradient_norm=1.0)
+    copy = checkpoint.snapshot({"weight": torch.ones(2)}, 0, 1)
+    executor = MagicMock()
+    executor.rank.agreement.run_id, executor.rank.history = "run", History(tmp_path)
+    executor.rank.identities.of_run.return_value = {}
+    executor.rank.following.held = Held(4, result, {"speeds": {}}, None, {})
+    executor.carry_out = lambda order: [checkpoint.write_part(tmp_path / "saved", order.at, order.attempt, 0, copy)]
+    executor.rank.history.record("step", step=3, epoch=0, loss=1.0)
+    said = LastSave(executor, MagicMock(config=config, group=1, incarnation=1), 9).save()
+    assert "the state that step 4 starts from is saved in" in said
+    assert [(line["event"], line["step"]) for line in history.read(tmp_path)] == [("step", 3), ("checkpoint", 4)]

@@ -28,7 +28,7 @@ from megatron_ft.engines.torch_native import TorchNativeEngine
 from megatron_ft.errors import StartOver
 from megatron_ft.types import Microbatch, View
 from megatron_ft.worker.registered_state import Registered
-from megatron_ft.worker.rejoin import joiner, state_receiver
+from megatron_ft.worker.rejoin import joiner, state_receiver, state_sender
 from megatron_ft.worker.rejoin.state_receiver import Gone, StateReceiver
 from megatron_ft.worker.rejoin.state_sender import StateSender
 from megatron_ft.worker.state_checksum import StateCheck
@@ -126,6 +126,33 @@ def test_a_rank_that_follows_has_the_very_bits(trainers, count):
     assert new.fingerprint() == at_7.fingerprint()
     assert str(new.optimizer.state_dict()) == str(at_7.optimizer.state_dict())
     assert new.scheduler.state_dict() == at_7.scheduler.state_dict()
+    follower.close()
+
+
+def test_what_is_sent_late_is_the_state_of_its_boundary(trainers, monkeypatch):
+    """A donor trains on while nothing of what it has queued has been sent; a single live group adds the next microbatch to
+    the very gradients that the last step was made with."""
+    monkeypatch.setattr(state_sender, "_PIECE", 256)
+    monkeypatch.setattr(framing, "_PIECE", 256)
+    sends, send = threading.Event(), framing.send
+    monkeypatch.setattr(framing, "send", lambda *sent: sends.wait() and send(*sent))
+    (donor,) = trainers(1)
+    update = donor.engine.update
+
+    def settled(*arguments):
+        donor.donor.settle(state=True)  # as a rank does before each update (``rank_executor``)
+        return update(*arguments)
+
+    donor.engine.update = settled
+    new, follower = follow([donor], at=4)
+    donor.train(5)
+    sends.set()
+    assert follower.await_state(never)
+    follower.take_state()
+    while follower.stands < 6:
+        assert follower.await_step(never)
+        follower.make_step()
+    assert new.fingerprint() == follow_alone(6).fingerprint()
     follower.close()
 
 

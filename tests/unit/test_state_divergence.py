@@ -333,6 +333,21 @@ def test_the_tensors_of_two_groups_that_differ_are_named_before_either_is_told()
     assert (line["what"], line["tensors"], line["position"]) == (["parameter 0.bias"], 1, 0)
 
 
+def test_a_difference_is_said_to_be_no_older_than_the_last_comparison_that_found_none():
+    """Of the part that differs, or of the whole state: that is known to be equal since its oldest part was compared."""
+    guard = StateGuard(MagicMock(), MagicMock(), MagicMock(chunks=3), MagicMock(), MagicMock(), MagicMock())
+    sums = {"weight": (1, "float32")}, {"weight": (2, "float32")}
+
+    def since(chunk: int | None) -> int:
+        return int(re.search(r"from step (\d+) on", guard._tensors(chunk, ["weight"], (0, 1), *sums))[1])
+
+    guard.found_equal(4)
+    assert since(None) == since(1) == 4
+    for step, chunk in enumerate((0, 1, 2, 0), start=6):
+        guard.found_equal(step, chunk)
+    assert [since(None), since(0), since(1), since(2)] == [7, 9, 7, 8]
+
+
 def test_a_tie_of_all_groups_stops_the_run_also_after_a_group_was_accused_before():
     agreement = MagicMock()
     guard = StateGuard(MagicMock(), MagicMock(), MagicMock(), MagicMock(), agreement, MagicMock())
