@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,30 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "megatron_ft.cli", *map(str, arguments)]
 
 
-def ft(*arguments: object, **options) -> subprocess.CompletedProcess:
+class Command:
+    """``megatron-ft`` with these arguments, forked (``tests.warm``); what it prints is captured."""
+
+    def __init__(self, *arguments: object, env: Mapping[str, str] = os.environ) -> None:
+        self._said = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)]  # noqa: SIM115
+        self.process = warm.launch(*arguments, env=env, stdout=self._said[0], stderr=self._said[1])
+
+    def finish(self) -> subprocess.CompletedProcess:
+        """Wait for its end."""
+        try:
+            code = self.process.wait(TIMEOUT_S)
+        finally:
+            self.process.kill()
+        for said in self._said:
+            said.seek(0)
+        printed = [said.read() for said in self._said]
+        for said in self._said:
+            said.close()
+        return subprocess.CompletedProcess(self.process.args, code, *printed)
+
+
+def ft(*arguments: object, env: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess:
     """Run ``megatron-ft`` to its end and capture what it prints."""
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT, **options)
+    return Command(*arguments, env=env).finish()
 
 
 @dataclass
@@ -225,15 +247,13 @@ def await_held(run: Run, group: int, position: int = 0) -> int:
 def inject_when_ready(
     run: Run, gate: Gate, before: int, schedule: object, *options: object, orders: Iterable[int]
 ) -> subprocess.CompletedProcess:
-    """Run an injector to its end. It is as slow to start as a run, so the gate in front of the step ``before`` is
-    opened when there are orders for these groups."""
-    words = command("inject", run.directory, schedule, *options)
-    injector = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    """Run an injector to its end. The gate in front of the step ``before`` is opened when there are orders for these
+    groups."""
+    injector = Command("inject", run.directory, schedule, *options)
     for group in orders:
         wait_for(injection_points.mailbox(run.directory, group, 0).exists, run)
     gate.open(before)
-    said = injector.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(words, injector.returncode, *said)
+    return injector.finish()
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -102,21 +102,23 @@ class _Client:
         env: Mapping[str, str],
         cwd: Path | str = ROOT,
         stdout: IO | None = None,
+        stderr: IO | None = None,
         network: str = "",
     ) -> Launched:
-        """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to ``stdout``. ``network``: the
-        name of its network namespace, if not this process's."""
+        """Start ``megatron-ft`` with these arguments; stdout and stderr go to a pipe, or to these files; without the second,
+        both to the first. ``network``: the name of its network namespace, if not this process's."""
         arguments = [*map(str, arguments)]
         asked = {"arguments": arguments, "environment": dict(env), "directory": str(cwd), "network": network}
         request = json.dumps(asked).encode()
         output, says = (None, os.dup(stdout.fileno())) if stdout else os.pipe()
         status, tells = os.pipe()
+        errs = os.dup(stderr.fileno() if stderr else says)
         with self._lock:
             end = self._end = self._end or self._start()
-            socket.send_fds(end, [_LENGTH.pack(len(request))], [says, tells])
+            socket.send_fds(end, [_LENGTH.pack(len(request))], [says, errs, tells])
             end.sendall(request)
             answer = end.recv(_LENGTH.size, socket.MSG_WAITALL)
-        os.close(says), os.close(tells)
+        os.close(says), os.close(errs), os.close(tells)
         return Launched(arguments, *_LENGTH.unpack(answer), output, status)
 
     def _start(self) -> socket.socket:
@@ -192,20 +194,20 @@ def _serve(end: socket.socket) -> dict[str, Any]:
             _report(running)
         if end.fileno() not in ready:
             continue
-        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 2)
+        length, descriptors, _, _ = socket.recv_fds(end, _LENGTH.size, 3)
         if not length:
             os._exit(0)
         request = json.loads(end.recv(_LENGTH.unpack(length)[0], socket.MSG_WAITALL))
-        output, status = descriptors
+        output, errors, status = descriptors
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.dup2(output, 1), os.dup2(output, 2)
-            for descriptor in (output, status, waking, wakes, end.detach(), *running.values()):
+            os.dup2(output, 1), os.dup2(errors, 2)
+            for descriptor in (output, errors, status, waking, wakes, end.detach(), *running.values()):
                 os.close(descriptor)
             return request
-        os.close(output)
+        os.close(output), os.close(errors)
         running[pid] = status
         end.sendall(_LENGTH.pack(pid))
 

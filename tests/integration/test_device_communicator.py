@@ -52,7 +52,6 @@ def start(directory, data_dir, change, holds=(), **options) -> support.Run:
         holds,
         script=script,
         groups=3,
-        warm_start=False,
         **{"steps": STEPS, "reduction": "exact", **options},
     )
 

@@ -158,7 +158,7 @@ def test_processes_are_named_after_their_place_in_the_run(tmp_path, started):
     )
     extra = [started] if started.startswith("--") else []
     words = ("launch", "--groups", 2, "--run-dir", tmp_path / "run", *extra, script)
-    support.ft(*words, env=os.environ | {"KEPT": "1"})
+    subprocess.run(support.command(*words), cwd=support.ROOT, env=os.environ | {"KEPT": "1"}, timeout=support.TIMEOUT_S)
     for group in range(2):
         found = (tmp_path / str(group)).read_text()
         assert found == repr((f"megatron-ft: group {group} rank 0 idle.py", f"ft-g{group}-r0", True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
 
@@ -50,16 +49,15 @@ def test_an_operator_asks_a_group_to_leave(tmp_path, data_dir):
     options = {"steps": 20, "groups": 3, "extra": ["--ranks-per-group", 2], "rejoin": {"enabled": True}}
     run = support.start(tmp_path / "run", data_dir, [Breakpoint(0, 3, "forward")], **options)
     frozen = support.await_held(run, 0)
-    command = support.command("leave", run.directory, 1, "--why", "its fan is to be changed")
-    asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=support.ROOT)
+    asked = support.Command("leave", run.directory, 1, "--why", "its fan is to be changed")
     support.wait_for(lambda: "asked to leave: its fan" in (run.directory / "logs" / "g1.p0.log").read_text(), run)
     again = support.ft("leave", run.directory, 7)
     assert again.returncode == 2 and "group 7 is not in the run; its groups are: 0 1 2" in again.stderr
     os.kill(frozen, signal.SIGCONT)
-    said, _ = asked.communicate(timeout=support.TIMEOUT_S)
-    assert asked.returncode == 0, said
+    done = asked.finish()
+    assert done.returncode == 0, done.stderr
     (line,) = [line for line in run.events("leave") if line["group"] == 1]
-    assert said == f"group 1 leaves after step {line['after']}\n" and "fan" in line["reason"]
+    assert done.stdout + done.stderr == f"group 1 leaves after step {line['after']}\n" and "fan" in line["reason"]
     run.check()
     assert run.events("view")[-1]["live"] == [0, 2]
     assert not run.events("restart") and not run.events("fault")

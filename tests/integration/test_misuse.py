@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,16 +27,12 @@ def launch(run_dir: Path, script: Path, *own: object, config: Path | None = None
     """Run the launcher to its end; return (exit code, its output on stderr)."""
     config = config or support.write_config(run_dir.with_suffix(".json"))
     words = ["launch", "--groups", groups, "--config", config, "--run-dir", run_dir, *extra, script, "--", *own]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(support.command(*words), cwd=support.ROOT, **pipes) as agent:
-        try:
-            _, errors = agent.communicate(timeout=support.TIMEOUT_S)
-        finally:
-            agent.kill()
-    assert not living_ranks(agent.pid)
+    agent = support.Command(*words)
+    done = agent.finish()
+    assert not living_ranks(agent.process.pid)
     # On a busy machine the store may not answer for a while; the line that reports it is no mistake of the user.
-    said = [line for line in errors.splitlines() if not ABOUT_THE_STORE.search(line)]
-    return agent.returncode, "\n".join(said)
+    said = [line for line in done.stderr.splitlines() if not ABOUT_THE_STORE.search(line)]
+    return done.returncode, "\n".join(said)
 
 
 def living_ranks(agent: int) -> list[int]:
