@@ -20,7 +20,13 @@ from megatron_ft.worker import orders
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "megatron_ft"
 PAGES = sorted(
-    [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "slurm" / "README.md"]
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        ROOT / "slurm" / "README.md",
+    ]
 )
 NAMED = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 PACKAGES = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}

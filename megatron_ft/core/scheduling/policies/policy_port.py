@@ -3,7 +3,7 @@
 Standby work is the one mechanism of redundancy. A group computes a *part*, microbatches that another group contributes,
 and keeps its gradient apart. When the contributor is lost in the same step, the group is *promoted*: it adds that part to
 its own gradient, and nothing is computed again. The protocol, the ranks and the simulated cluster know plans only
-(:class:`~megatron_ft.types.Plan`), so a new policy is one file in this folder and one line in its ``__init__``.
+(:class:`~megatron_ft.types.Plan`), so a new policy is one file in this folder and a name in its ``__init__``.
 
 A plan is a pure function of its arguments, so all groups make the same one without a message. A policy whose plans depend
 on the losses of earlier steps sets ``remembers`` and finds them in ``PlanOrigin.past``.
