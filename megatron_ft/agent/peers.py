@@ -506,12 +506,7 @@ class Hosts:
 
     def _know(self, cards: Mapping[int, Mapping[str, Any]]) -> None:
         self._cards = {**self._cards, self.place.rank: self.card, **cards}
-        # Several namespaces or containers can have the same name; then the address is added.
-        names = [card["name"] for card in self._cards.values()]
-        self._names = {
-            rank: card["name"] if names.count(card["name"]) == 1 else f"{card['name']}({card['address']})"
-            for rank, card in self._cards.items()
-        }
+        self._names = net.distinct_names(self._cards)
         partners = [rank for rank in cards if are_partners(rank, self.place.rank, self.place.hosts)]
         self.beats.add({rank: (cards[rank]["address"], cards[rank]["port"]) for rank in partners})
 

@@ -1,39 +1,33 @@
 """``megatron-ft doctor`` on all hosts of a run: host 0 collects, compares and names the hosts that must not take part.
 
-Every host examines itself, connects to host 0 and answers its orders; host 0 does so over a connection to itself and
-can be found faulty like any other host. Failures assumed: a host is missing, ends, freezes or is cut off at any moment.
-Every order has a time limit, and a host that exceeds it is named and left out of the following orders.
+Every host examines itself, connects to host 0 and carries out its orders (``orders``, with the failures it assumes);
+host 0 does so, too, and can be found faulty like any other host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from megatron_ft.auth.handshake import Door
 from megatron_ft.auth.secret import Secret
-from megatron_ft.doctor import bandwidth, disk, local, meeting, outliers, versions
+from megatron_ft.doctor import bandwidth, disk, local, orders, outliers, versions
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, Report, listed, rate
-from megatron_ft.doctor.meeting import Channel, Meeting, Message
-from megatron_ft.types import given
-from megatron_ft.utils import shared_file
+from megatron_ft.doctor.meeting import Meeting, Message
+from megatron_ft.doctor.orders import Hub
+from megatron_ft.utils import net, shared_file
 from megatron_ft.utils.terminal import printable
 
 SEND = "doctor sends"
 """Purpose of the key for the connections of the bandwidth test."""
-_POLL_S = 0.1
-_HELLO_S = 5.0
 _EXAMINE_S = 900.0
 """Host 0 may import torch from a slow file system before it gives its first order."""
 _ORDER_S = 60.0
@@ -44,13 +38,12 @@ _SKEW_S = 0.5
 _REPEATS = 2
 """Slow connections are measured again: a short disturbance must not name a host."""
 _FREE_BYTES = 1 << 30
-_CARD = {"name", "address", "port"}
 
 
 def run_together(where: Meeting, console: Console, as_json: bool, factor: float) -> int:
     """Runs this host's part. Returns 0 when all hosts are ready, else 1; the same on all hosts."""
     if where.rank != 0:
-        code, line = attend(where, examine())
+        code, line = orders.attend(where, HostPart(where))
         print(printable(f"host {where.rank}: {line}"), file=sys.stderr if as_json else console.file, flush=True)
         return code
     report = _lead(where, factor)
@@ -65,195 +58,55 @@ def run_together(where: Meeting, console: Console, as_json: bool, factor: float)
 # --- every host -------------------------------------------------------------------------------------------------------
 
 
-def examine() -> Message:
-    """Returns what this host reports about itself."""
-    findings = local.examine()
-    return {
-        "findings": [asdict(finding) for finding in findings],
-        "versions": versions.here(findings),
-    }
+class HostPart(orders.Part):
+    """This host's part in the check: it has examined itself, answers with what it has found, and measures."""
 
+    def __init__(self, where: Meeting) -> None:
+        findings = local.examine()
+        self._examined = {"findings": [asdict(one) for one in findings], "versions": versions.here(findings)}
+        self._directory = where.directory
+        self._receiver: bandwidth.Receiver | None = None
+        self.first_s, self.silent_s = _EXAMINE_S, _ORDER_S
 
-def attend(where: Meeting, examined: Message) -> tuple[int, str]:
-    """Answers orders until host 0 ends the check. Returns the exit code and the last line; raises ``LaunchError``."""
-    receivers: list[tuple[bandwidth.Receiver, Secret]] = []
+    def listens(self, own: str, secret: Secret) -> int:
+        self.leave()
+        self._key = secret.of(SEND)
+        self._receiver = bandwidth.Receiver(own, self._key)
+        return self._receiver.port
 
-    def hello(own: str, secret: Secret) -> Message:
-        for receiver, _ in receivers:  # of an earlier attempt
-            receiver.close()
-        receivers[:] = [(bandwidth.Receiver(own, secret.of(SEND)), secret)]
-        card = {"name": socket.gethostname(), "address": own, "port": receivers[0][0].port}
-        return {"rank": where.rank, "hosts": where.hosts, "job": where.job, "card": card}
+    def examine(self) -> Message:
+        return self._examined
 
-    channel = meeting.reach(where, hello)
-    try:
-        return (1, channel) if isinstance(channel, str) else _serve(where, channel, receivers[0][1], examined)
-    finally:
-        for receiver, _ in receivers:
-            receiver.close()
+    def clock(self) -> Message:
+        return {"time": time.time()}
 
+    def disk(self, token: str) -> Message:
+        if self._directory is None:
+            return {"error": "--directory is missing on this host and given on host 0"}
+        return disk.try_out(self._directory, token)
 
-def _serve(where: Meeting, channel: Channel, secret: Secret, examined: Message) -> tuple[int, str]:
-    limit_s = _EXAMINE_S
-    try:
-        while True:
-            order = channel.receive(limit_s)
-            limit_s = _ORDER_S
-            match order["do"]:
-                case "examine":
-                    answer = examined
-                case "clock":
-                    answer = {"time": time.time()}
-                case "disk":
-                    answer = _disk(where, order["token"])
-                case "send":
-                    answer = _send(order["to"], secret)
-                case _:
-                    return order["code"], order["line"]
-            with contextlib.suppress(OSError):  # host 0 may have given this host up, and says so in its next message
-                channel.send(answer)
-    except TimeoutError:
-        return 1, f"host 0 ({channel.peer}) has been silent for {limit_s:g} s: it is frozen or cut off"
-    except OSError:
-        return 1, f"host 0 ({channel.peer}) has ended before the check was complete; see its output"
-    finally:
-        channel.close()
+    def send(self, to: Mapping[str, Any] | None) -> Message:
+        if to is None:
+            return {}
+        try:
+            return {"bytes_s": bandwidth.send_rate(to["address"], to["port"], self._key)}
+        except OSError as error:
+            return {"bytes_s": 0.0, "error": error.strerror or str(error)}
 
-
-def _disk(where: Meeting, token: str) -> Message:
-    if where.directory is None:
-        return {"error": "--directory is missing on this host and given on host 0"}
-    return disk.try_out(where.directory, token)
-
-
-def _send(to: Mapping[str, Any] | None, secret: Secret) -> Message:
-    if to is None:
-        return {}
-    try:
-        return {"bytes_s": bandwidth.send_rate(to["address"], to["port"], secret.of(SEND))}
-    except OSError as error:
-        return {"bytes_s": 0.0, "error": error.strerror or str(error)}
+    def leave(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
 
 
 # --- host 0 -----------------------------------------------------------------------------------------------------------
 
 
-class Hub:
-    """Host 0's connections to all hosts.
-
-    Attributes:
-        cards: name, address and port of each host that has connected.
-        gone: reason for each host that takes part no longer.
-    """
-
-    def __init__(self, listener: socket.socket, where: Meeting, secret: Secret) -> None:
-        self.cards: dict[int, dict[str, Any]] = {}
-        self.gone: dict[int, str] = {}
-        self._where = where
-        self._channels: dict[int, Channel] = {}
-        self._lock = threading.Lock()
-        self._open = True
-        self._door = Door(listener, secret.of(meeting.MEET), self._welcome, "megatron_ft-doctor-hub", _HELLO_S)
-
-    @property
-    def present(self) -> list[int]:
-        return sorted(self._channels.keys() - self.gone.keys())
-
-    def wait(self, patience_s: float) -> None:
-        """Waits until all hosts have connected, at most ``patience_s``. Hosts that connect later are refused."""
-        end = time.monotonic() + patience_s
-        while len(self._channels) < self._where.hosts and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        with self._lock:
-            self._open = False
-
-    def ask(self, orders: Mapping[int, Message], timeout_s: float) -> dict[int, Message]:
-        """Gives the orders and returns the answers. A host that does not answer within ``timeout_s`` is gone."""
-        answers: dict[int, Message] = {}
-        end = time.monotonic() + timeout_s
-        for host in set(orders) & set(self.present):
-            with self._leaving(host, timeout_s, orders[host]["do"]):
-                self._channels[host].send(orders[host])
-        for host in set(orders) & set(self.present):
-            with self._leaving(host, timeout_s, orders[host]["do"]):
-                answers[host] = self._channels[host].receive(max(_POLL_S, end - time.monotonic()))
-        return answers
-
-    def ask_all(self, order: Message, timeout_s: float) -> dict[int, Message]:
-        return self.ask(dict.fromkeys(self.present, order), timeout_s)
-
-    def end(self, code: int, line: str) -> None:
-        """Tells all hosts the verdict and closes all connections."""
-        for host in self.present:
-            with contextlib.suppress(OSError):
-                self._channels[host].send({"do": "end", "code": code, "line": line})
-        self.close()
-
-    def close(self) -> None:
-        self._door.close()
-        for channel in list(self._channels.values()):
-            channel.close()
-
-    @contextlib.contextmanager
-    def _leaving(self, host: int, timeout_s: float, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            why = f"its {self._where.command} has ended (order: {doing})"
-            if isinstance(error, TimeoutError):
-                why = f"no answer within {timeout_s:g} s (order: {doing}): it is frozen or cut off"
-            self.gone[host] = why
-            line = f"host 0 has continued without this host: {why}"
-            with contextlib.suppress(OSError):
-                self._channels[host].send({"do": "end", "code": 1, "line": line})
-
-    def _welcome(self, connection: socket.socket, hello: Message) -> None:
-        rank, card = hello["rank"], hello["card"]
-        if not isinstance(rank, int) or not isinstance(card, dict) or not card.keys() >= _CARD:
-            raise ValueError("the first message has no rank or no card")
-        channel = Channel(connection)
-        with self._lock:
-            refused = self._refusal(rank, hello)
-            if not refused:
-                self._channels[rank], self.cards[rank] = channel, card
-                try:
-                    channel.send({"welcome": True})  # wait() takes the lock, so no order can precede it
-                except OSError:  # the host connects again
-                    del self._channels[rank], self.cards[rank]
-                    raise
-        if refused:
-            channel.send({"refused": refused})
-            channel.close()
-
-    def _refusal(self, rank: int, hello: Message) -> str:
-        hosts, job = self._where.hosts, self._where.job
-        if hello.get("job") != job:
-            return f"--job-id is {hello.get('job')} on this host and {job} on host 0; give all hosts the same"
-        if hello.get("hosts") != hosts or rank not in range(hosts):
-            return f"--hosts is {hello.get('hosts')} on this host and {hosts} on host 0; give all hosts the same"
-        if rank in self._channels:
-            card = self.cards[rank]
-            return f"--host-rank {rank} is taken by {card['name']} ({card['address']}); give each host its own"
-        return "" if self._open else "host 0 has begun without this host; start it on all hosts at the same time"
-
-
 def _lead(where: Meeting, factor: float) -> Report:
-    where = meeting.with_secret(where)
-    listener = meeting.listen(where)
-    address, port = listener.getsockname()[:2]
-    hub = Hub(listener, where, given(where.secret))
-    itself = Meeting(
-        where.hosts, 0, (address, port), where.job, where.directory, where.address or address, secret=where.secret
-    )
-    try:
-        with meeting.announced(where, listener):
-            examined = examine()
-            own = threading.Thread(target=attend, args=(itself, examined), name="megatron_ft-doctor-own", daemon=True)
-            own.start()
-            hub.wait(where.patience_s)
-        report = Report(_names(where, hub.cards))
+    with orders.gathered(where, lambda: HostPart(where)) as hub:
+        names = {rank: where.name(rank) for rank in range(where.hosts)}
+        report = Report(names | net.distinct_names(hub.cards))
         report.raw["hosts"] = {str(rank): card for rank, card in sorted(hub.cards.items())}
-        _present(report, hub, where, address)
+        _present(report, hub, where)
         _own(report, hub.ask_all({"do": "examine"}, _ANSWER_S))
         _clocks(report, hub)
         if where.directory is not None:
@@ -264,21 +117,10 @@ def _lead(where: Meeting, factor: float) -> Report:
             report.bad("present", [rank], reason, "see the output of doctor on that host")
         hub.end(0 if report.ready else 1, report.verdict())
         return report
-    finally:
-        hub.close()
 
 
-def _names(where: Meeting, cards: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """Host names; with the address where several hosts, such as containers, have the same name."""
-    count = Counter(card["name"] for card in cards.values())
-    names = {rank: where.name(rank) for rank in range(where.hosts)}
-    for rank, card in cards.items():
-        names[rank] = card["name"] if count[card["name"]] == 1 else f"{card['name']}({card['address']})"
-    return names
-
-
-def _present(report: Report, hub: Hub, where: Meeting, address: str) -> None:
-    absent = [rank for rank in range(where.hosts) if rank not in hub.cards]
+def _present(report: Report, hub: Hub, where: Meeting) -> None:
+    address, absent = hub.address, [rank for rank in range(where.hosts) if rank not in hub.cards]
     within = f"within {where.patience_s:g} s"
     if where.hosts > 2 and len(absent) == where.hosts - 1:
         remedy = f"start doctor on hosts {absent[0]} to {absent[-1]}, and check that they can connect to {address}"

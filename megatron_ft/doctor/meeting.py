@@ -142,18 +142,20 @@ def find(options: argparse.Namespace) -> Meeting | None:
 
 
 class Channel:
-    """Exchanges JSON objects, one per line, over a connection."""
+    """Exchanges JSON objects, one per line, over a connection to another host or process."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer: str = connection.getpeername()[0]
+        self.peer = ""
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.peer = connection.getpeername()[0]
         self._connection, self._lines = connection, connection.makefile("rb")
 
     def send(self, message: Message) -> None:
         """Raises ``OSError``."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, timeout_s: float) -> Message:
+    def receive(self, timeout_s: float | None) -> Message:
         """Raises ``TimeoutError``, and ``ConnectionError`` when the other end has closed the connection."""
         self._connection.settimeout(timeout_s)
         # no limit: the socket has a timeout; hosts of the check send whole lines
@@ -173,10 +175,10 @@ class Channel:
 
 
 def with_secret(meeting: Meeting) -> Meeting:
-    """Returns the meeting with a secret: a new one where the file can pass it to the other hosts."""
+    """Returns the meeting with a secret: a new one where the file can pass it to the other hosts, or there are none."""
     if meeting.secret is not None:
         return meeting
-    return replace(meeting, secret=Secret.new() if meeting.uses_file else _NO_SECRET)
+    return replace(meeting, secret=Secret.new() if meeting.uses_file or meeting.hosts == 1 else _NO_SECRET)
 
 
 def listen(meeting: Meeting) -> socket.socket:
@@ -226,12 +228,12 @@ def announced(meeting: Meeting, listener: socket.socket) -> Iterator[None]:
 # --- every host -------------------------------------------------------------------------------------------------------
 
 
-def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel | str:
+def reach(meeting: Meeting, listens: Callable[[str, Secret], int] = lambda *_: 0) -> Channel | str:
     """Connects to host 0; returns the reason where that fails for ``patience_s``.
 
     Args:
         meeting: the check.
-        hello: returns the first message, from this host's own address and the secret.
+        listens: returns the port at which this host takes connections of others, from its address and the secret.
 
     Raises:
         LaunchError: host 0 refuses this host.
@@ -245,7 +247,7 @@ def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel 
             else:
                 where, secret = given(meeting.store), meeting.secret or _NO_SECRET
             try:
-                return _join(where, meeting, secret, hello)
+                return _join(where, meeting, secret, listens)
             except OSError as error:
                 reason = f"{net.joined(*where)}: {error.strerror or error}"
         except (OSError, ValueError, KeyError) as error:
@@ -256,12 +258,13 @@ def reach(meeting: Meeting, hello: Callable[[str, Secret], Message]) -> Channel 
         time.sleep(_RETRY_S)
 
 
-def _join(where: tuple[str, int], meeting: Meeting, secret: Secret, hello: Callable[[str, Secret], Message]) -> Channel:
+def _join(where: tuple[str, int], meeting: Meeting, secret: Secret, listens: Callable[[str, Secret], int]) -> Channel:
     connection = socket.create_connection(where, timeout=_CONNECT_S)
     try:
-        handshake.greet(
-            connection, secret.of(MEET), hello(meeting.address or connection.getsockname()[0], secret), _WELCOME_S
-        )
+        own = meeting.address or connection.getsockname()[0]
+        card = {"name": socket.gethostname(), "address": own, "port": listens(own, secret)}
+        hello = {"rank": meeting.rank, "hosts": meeting.hosts, "job": meeting.job, "card": card}
+        handshake.greet(connection, secret.of(MEET), hello, _WELCOME_S)
         channel = Channel(connection)
         answer = channel.receive(_WELCOME_S)
     except BaseException:

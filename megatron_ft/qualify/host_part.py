@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_ft.agent.process_keeper import ended_with
 from megatron_ft.doctor.meeting import Channel, Message
+from megatron_ft.doctor.orders import Part
 from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.utils import lifeline, shared_file
 from megatron_ft.utils.process_status import process_status
@@ -41,42 +42,47 @@ _LOOK_S = 0.05
 
 class _Member:
     def __init__(self, env: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [*MEMBER, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        )
-        self._answers: queue.Queue[str] = queue.Queue()
+        own, its = socket.socketpair()
+        with its:
+            self.process = subprocess.Popen(
+                [*MEMBER, str(os.getpid()), str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+                pass_fds=[its.fileno()],
+            )
+        self._channel = Channel(own)
         self._said: list[str] = []
-        for stream, take in ((self.process.stdout, self._answers.put), (self.process.stderr, self._said.append)):
-            threading.Thread(target=_read, args=(stream, take), daemon=True).start()
+        threading.Thread(target=_read, args=(self.process.stdout, self._said.append), daemon=True).start()
 
     def tell(self, order: Message) -> None:
-        stdin = self.process.stdin
-        assert stdin is not None
         with contextlib.suppress(OSError):  # it has ended; its answer says so
-            stdin.write(json.dumps(order) + "\n")
-            stdin.flush()
+            self._channel.send(order)
 
     def answer(self, deadline: float) -> Message:
-        while (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                return json.loads(self._answers.get(timeout=min(left, 0.2)))
-            if (code := self.process.poll()) is not None and self._answers.empty():
-                last = next((line.strip() for line in reversed(self._said) if line.strip()), "")
-                return {"ended": f"its process {ended_with(code)}" + (f": {last}" if last else "")}
-        return {"silent": True}
+        try:
+            return self._channel.receive(max(_LOOK_S, deadline - time.monotonic()))
+        except TimeoutError:
+            return {"silent": True}
+        except OSError:
+            code = self.process.wait(_END_S)
+            last = next((line.strip() for line in reversed(self._said) if line.strip()), "")
+            return {"ended": f"its process {ended_with(code)}" + (f": {last}" if last else "")}
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(_END_S)
+        self._channel.close()
 
 
-class HostPart:
-    """Carries out the orders of host 0; each public method but ``close`` is one of them."""
+class HostPart(Part):
+    """Carries out the orders of host 0."""
+
+    failures = (OSError, subprocess.SubprocessError)
+    lost_code = 2
+    first_s = silent_s = _SILENT_S
 
     def __init__(self) -> None:
         self._members: dict[int, _Member] = {}
@@ -176,7 +182,7 @@ class HostPart:
         self._members = {}
         return {}
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """End every process."""
         self.dismiss()
         self._end_launcher()
@@ -205,29 +211,6 @@ def _command(words: Sequence[str], env: Mapping[str, str], stdout: int, stderr: 
         env={**os.environ, **env},
         preexec_fn=lambda: lifeline.end_with(me, signal.SIGTERM),
     )
-
-
-def serve(channel: Channel) -> tuple[int, str]:
-    """Carry out orders until host 0 ends the qualification. Returns the exit code and the last line."""
-    part = HostPart()
-    try:
-        while True:
-            order = channel.receive(_SILENT_S)
-            if (do := order.pop("do")) == "end":
-                return order["code"], order["line"]
-            try:
-                answer = getattr(part, do)(**order)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                answer = {"failed": str(error)}
-            with contextlib.suppress(OSError):
-                channel.send(answer)
-    except TimeoutError:
-        return 2, f"host 0 ({channel.peer}) has been silent for {_SILENT_S:g} s: it is frozen or cut off"
-    except OSError:
-        return 2, f"host 0 ({channel.peer}) has ended before the qualification was complete; see its output"
-    finally:
-        part.close()
-        channel.close()
 
 
 def _read(stream: Any, take: Any) -> None:

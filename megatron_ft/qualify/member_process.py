@@ -1,14 +1,14 @@
 """One group's process in the checks of communicators: ``python -m megatron_ft.qualify.member_process``.
 
-It reads orders, one JSON object a line, and answers each with one line. A failed operation is an answer, too
-(``failed``), never the end of the process. Failures it assumes: its host's process ends (it ends with it), and it may be
-stopped or killed at any moment.
+It carries out orders of its host (``doctor.orders``), over a socket that it inherits. A failed operation is an answer,
+too (``failed``), never the end of the process. Failures it assumes: its host's process ends (it ends with it), and it
+may be stopped or killed at any moment.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -25,6 +25,8 @@ from megatron_ft import codec
 from megatron_ft.collectives import base, communicator_choice, nccl_watchdog, state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, Work
 from megatron_ft.collectives.communicator_choice import Choice, Maker, Offer
+from megatron_ft.doctor.meeting import Channel
+from megatron_ft.doctor.orders import Part, serve
 from megatron_ft.types import given
 from megatron_ft.utils import lifeline
 
@@ -35,8 +37,10 @@ _OPERATION_S = 120.0
 Answer = dict[str, Any]
 
 
-class Member:
+class Member(Part):
     """The process's side of one communicator after the other."""
+
+    failures = (Broken, RuntimeError, OSError)  # also of torch, CUDA and the store
 
     def __init__(self) -> None:
         self._me, self._address, self._device = 0, "", torch.device("cpu")
@@ -249,24 +253,13 @@ class _Pending:
 
 
 def main() -> None:
-    """Serve orders until the standard input ends."""
+    """Carry out orders until the connection to this process's host ends."""
     lifeline.end_with(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print there
     os.environ.update(nccl_watchdog.environment(os.environ))
     torch.set_num_threads(1)
-    member = Member()
-    for line in sys.stdin:
-        order = json.loads(line)
-        do, words = order.pop("do"), order
-        try:
-            answer = getattr(member, do)(**words)
-        except Broken as error:
-            answer = {"failed": error.in_full}
-        except (RuntimeError, OSError) as error:  # of torch, CUDA and the store
-            answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)}
-        print(json.dumps(answer), file=answers, flush=True)
-    answers.flush()
+    orders = socket.socket(fileno=int(sys.argv[2]))
+    orders.set_inheritable(False)
+    serve(Channel(orders), Member())
     os._exit(0)  # a pending operation would keep the interpreter
 
 

@@ -10,10 +10,8 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -28,23 +26,22 @@ from megatron_ft import codec
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.coordination.store import listen, serve_on
-from megatron_ft.doctor import meeting
-from megatron_ft.doctor.hosts_check import Hub
-from megatron_ft.doctor.meeting import Channel, Meeting, Message
+from megatron_ft.doctor import orders
+from megatron_ft.doctor.meeting import Meeting
+from megatron_ft.doctor.orders import Hub
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.qualify import device_seats, host_part
+from megatron_ft.qualify import device_seats
 from megatron_ft.qualify.communicator_checks import CommunicatorChecks
 from megatron_ft.qualify.device_seats import Seat
+from megatron_ft.qualify.host_part import HostPart
 from megatron_ft.qualify.outcomes import CHECKS, KINDS, CheckFailed, Found, NotHere, Qualification
-from megatron_ft.qualify.team import Hosts, Team
+from megatron_ft.qualify.team import Team, ask
 from megatron_ft.qualify.training_checks import TrainingChecks
-from megatron_ft.types import given
 from megatron_ft.utils import shared_file, terminal
 
 _FACTS_S = 200.0
 _END_S = 60.0
-_HELLO_S = 5.0
-ONE = Meeting(1, 0, command="qualify")
+ONE = Meeting(1, 0, store=("127.0.0.1", 0), command="qualify")
 """The meeting of a single host with itself."""
 
 
@@ -69,11 +66,11 @@ def run(options: argparse.Namespace, where: Meeting | None) -> int:
         # Hosts start whatever host 0 orders, so none takes an order without a secret.
         where = replace(where, command="qualify", secret_by_file=where.secret is None)
     if where is not None and where.rank != 0:
-        code, line = _attend(where)
+        code, line = orders.attend(where, HostPart())
         print(terminal.printable(f"host {where.rank}: {line}"), file=sys.stderr, flush=True)
         return code
     with _hub(where or ONE) as (hub, job), _directory(options.directory, job) as directory:
-        lead = _Lead(options, Hosts(hub), directory, job)
+        lead = _Lead(options, hub, directory, job)
         with Console(stderr=True).status("starting") as status:  # on a terminal only
             lead.qualify(lambda words: status.update(words))
         code, line = lead.found.exit_code, lead.found.verdict()
@@ -99,16 +96,7 @@ def _show(to: str | None, lead: _Lead) -> None:
     console.print(lead.found.verdict(), soft_wrap=True)
 
 
-# --- every host -------------------------------------------------------------------------------------------------------
-
-
-def _attend(where: Meeting) -> tuple[int, str]:
-    def hello(own: str, _: Any) -> Message:
-        card = {"name": socket.gethostname(), "address": own, "port": 0}
-        return {"rank": where.rank, "hosts": where.hosts, "job": where.job, "card": card}
-
-    channel: Channel | str = meeting.reach(where, hello)
-    return (2, channel) if isinstance(channel, str) else host_part.serve(channel)
+# --- where it happens -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -116,18 +104,7 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
     """Meet all hosts, this one too. Yields the connections, and a name that no other qualification has.
 
     Raises ``LaunchError`` if one does not come."""
-    single = where.hosts == 1
-    where = replace(where, store=("127.0.0.1", 0)) if single else where
-    where = meeting.with_secret(where)
-    listener = meeting.listen(where)
-    address, port = listener.getsockname()[:2]
-    itself = replace(where, rank=0, store=(address, port), secret_by_file=False, address=where.address or address)
-    hub = Hub(listener, where, given(where.secret))
-    own = threading.Thread(target=_attend, args=(itself,), name="megatron_ft-qualify-own", daemon=True)
-    try:
-        with contextlib.nullcontext() if single else meeting.announced(where, listener):
-            own.start()
-            hub.wait(where.patience_s)
+    with orders.gathered(where, HostPart) as hub:
         if absent := [where.name(host) for host in range(where.hosts) if host not in hub.cards]:
             hub.end(2, f"host 0 has not begun: {', '.join(absent)} did not come")
             raise LaunchError(
@@ -135,9 +112,6 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
                 f"same time, and check them with megatron-ft doctor"
             )
         yield hub, f"{where.job}.{uuid.uuid4().hex[:8]}"
-    finally:
-        hub.close()
-        own.join(_END_S)  # it ends what this host has started
 
 
 @contextlib.contextmanager
@@ -158,8 +132,8 @@ def _directory(parent: Path | None, job: str) -> Iterator[Path]:
 
 
 class _Lead:
-    def __init__(self, options: argparse.Namespace, hosts: Hosts, directory: Path, job: str) -> None:
-        self._options, self._hosts, self._directory, self._job = options, hosts, directory, job
+    def __init__(self, options: argparse.Namespace, hub: Hub, directory: Path, job: str) -> None:
+        self._options, self._hub, self._directory, self._job = options, hub, directory, job
         self._facts: list[dict[str, Any]] = []
         self._began = time.time()
         self.seats: list[Seat] = []
@@ -170,21 +144,21 @@ class _Lead:
         found = self.found
         found.said = lambda check: shows(f"{len(found.checks)} of {len(CHECKS)} checks; {check.name}: {check.outcome}")
         try:
-            said = self._hosts.ask(dict.fromkeys(self._hosts.present, {"do": "facts"}), _FACTS_S)
+            said = ask(self._hub, dict.fromkeys(self._hub.present, {"do": "facts"}), _FACTS_S)
         except CheckFailed as error:
             why = str(error)
             found.make("environment.torch", lambda: _fail(why))
             for part in ("environment", *KINDS, "training"):
                 found.skip(part, "torch does not work on all hosts (environment.torch)")
             return
-        self._facts = [said[host] for host in self._hosts.present]
+        self._facts = [said[host] for host in self._hub.present]
         for facts in self._facts:
             facts["gpus"] = facts["gpus"][: self._options.gpus]
         gpus = [len(facts["gpus"]) for facts in self._facts]
         groups = self._options.groups or device_seats.usual_groups(gpus)
         self.seats, no_nccl = device_seats.seats(groups, self._facts)
-        with _store(self._hosts.addresses[0]) as store:
-            team = Team(self._hosts, self.seats, store)
+        with _store(self._hub.cards[0]["address"]) as store:
+            team = Team(self._hub, self.seats, store)
             self._environment(team)
             CommunicatorChecks("gloo", "cpu", team).run(found)
             if no_nccl:
@@ -192,9 +166,9 @@ class _Lead:
             else:
                 CommunicatorChecks("nccl", "cuda", team).run(found)
         with contextlib.suppress(CheckFailed):  # of a host that is lost, which the checks below say
-            self._hosts.ask(dict.fromkeys(self._hosts.present, {"do": "dismiss"}), _END_S)
+            ask(self._hub, dict.fromkeys(self._hub.present, {"do": "dismiss"}), _END_S)
         device = "cuda" if all(gpus) else "cpu"
-        TrainingChecks(self._hosts, groups, device, self._directory, self._job, self._options.seed).run(found)
+        TrainingChecks(self._hub, groups, device, self._directory, self._job, self._options.seed).run(found)
 
     def _environment(self, team: Team) -> None:
         make = self.found.make
@@ -259,7 +233,7 @@ class _Lead:
             "seconds": round(time.time() - self._began, 1),
             "megatron_ft": megatron_ft.__version__,
             "groups": len(self.seats),
-            "hosts": [{"name": self._hosts.names[host], **facts} for host, facts in enumerate(self._facts)],
+            "hosts": [{"name": self._hub.cards[host]["name"], **facts} for host, facts in enumerate(self._facts)],
         }
         return self.found.to_json(about)
 

@@ -9,8 +9,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ft.doctor.hosts_check import Hub
 from megatron_ft.doctor.meeting import Message
+from megatron_ft.doctor.orders import Hub
 from megatron_ft.qualify.device_seats import Seat
 from megatron_ft.qualify.outcomes import CheckFailed
 
@@ -21,45 +21,27 @@ _MORE_S = 10.0
 """A host answers that much later than its members, at most."""
 
 
-class Hosts:
-    """Orders to hosts. ``hub``: the connections to all of them."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    @property
-    def present(self) -> list[int]:
-        return self._hub.present
-
-    @property
-    def addresses(self) -> dict[int, str]:
-        return {host: card["address"] for host, card in self._hub.cards.items()}
-
-    @property
-    def names(self) -> dict[int, str]:
-        return {host: card["name"] for host, card in self._hub.cards.items()}
-
-    def ask(self, orders: Mapping[int, Message], limit_s: float) -> dict[int, Message]:
-        """Return the answer of each host. Raises ``CheckFailed`` for a host that is lost, or could not do it."""
-        answers = self._hub.ask(orders, limit_s + _MORE_S)
-        for host in orders:
-            why = self._hub.gone.get(host) or answers.get(host, {}).get("failed")
-            if why:
-                raise CheckFailed(f"host {host}: {why}")
-        return answers
+def ask(hub: Hub, orders: Mapping[int, Message], limit_s: float) -> dict[int, Message]:
+    """Return the answer of each host. Raises ``CheckFailed`` for a host that is lost, or could not do it."""
+    answers = hub.ask(orders, limit_s + _MORE_S)
+    for host in orders:
+        why = hub.gone.get(host) or answers.get(host, {}).get("failed")
+        if why:
+            raise CheckFailed(f"host {host}: {why}")
+    return answers
 
 
 class Team:
     """The members: one process for each group.
 
     Args:
-        hosts: of the qualification.
+        hub: the connections to all hosts.
         seats: the place of each group.
         store: address and port of the torch store at which communicators meet.
     """
 
-    def __init__(self, hosts: Hosts, seats: Sequence[Seat], store: tuple[str, int]) -> None:
-        self._hosts, self._seats, self._store = hosts, seats, store
+    def __init__(self, hub: Hub, seats: Sequence[Seat], store: tuple[str, int]) -> None:
+        self._hub, self._seats, self._store = hub, seats, store
         self._lacking = set(range(len(seats)))
         self._epoch = 0
         self.offers: dict[int, Any] = {}
@@ -75,14 +57,14 @@ class Team:
         orders: dict[int, dict[str, Message]] = {}
         for member in lacking:
             orders.setdefault(self._seats[member].host, {})[str(member)] = self._seats[member].to_json()
-        self._hosts.ask({host: {"do": "start", "seats": seats} for host, seats in orders.items()}, ORDER_S)
+        ask(self._hub, {host: {"do": "start", "seats": seats} for host, seats in orders.items()}, ORDER_S)
         self._lacking -= set(lacking)
         enters = {
             member: {
                 "do": "enter",
                 "me": member,
                 "store": list(self._store),
-                "address": self._hosts.addresses[self._seats[member].host],
+                "address": self._hub.cards[self._seats[member].host]["address"],
                 "device": self._seats[member].device,
             }
             for member in lacking
@@ -115,8 +97,10 @@ class Team:
         by_host: dict[int, dict[str, Message]] = {}
         for member, order in orders.items():
             by_host.setdefault(self._seats[member].host, {})[str(member)] = dict(order)
-        said = self._hosts.ask(
-            {host: {"do": "members", "orders": own, "limit_s": limit_s} for host, own in by_host.items()}, limit_s
+        said = ask(
+            self._hub,
+            {host: {"do": "members", "orders": own, "limit_s": limit_s} for host, own in by_host.items()},
+            limit_s,
         )
         answers = {int(member): answer for own in said.values() for member, answer in own.items()}
         found = []
@@ -137,7 +121,7 @@ class Team:
         if number is signal.SIGKILL:
             self._lacking.add(member)
         order = {"do": "signal", "member": member, "number": int(number)}
-        self._hosts.ask({self._seats[member].host: order}, ORDER_S)
+        ask(self._hub, {self._seats[member].host: order}, ORDER_S)
 
     def replace(self, member: int) -> None:
         """Have the member's process replaced before the next check."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.doctor.meeting import Message
+from megatron_ft.doctor.orders import Hub
 from megatron_ft.qualify.outcomes import CheckFailed, Found, Measured, NotHere, Qualification
-from megatron_ft.qualify.team import Hosts
+from megatron_ft.qualify.team import ask
 from megatron_ft.runlog import history, invariants, verdict
 
 SCRIPT = Path(__file__).with_name("builtin_training.py")
@@ -50,7 +51,7 @@ class TrainingChecks:
     """Runs on all hosts.
 
     Attributes:
-        hosts: of the qualification.
+        hub: the connections to all hosts.
         groups: number of groups.
         device: "cpu" or "cuda".
         directory: new and empty; all hosts share it.
@@ -58,7 +59,7 @@ class TrainingChecks:
         seed: of the faults.
     """
 
-    hosts: Hosts
+    hub: Hub
     groups: int
     device: str
     directory: Path
@@ -148,12 +149,12 @@ class TrainingChecks:
         width, layers = _SIZES[self.device]
         own = ["--steps", STEPS, "--device", self.device, "--width", width, "--layers", layers, "--gates", gates]
         own += ["--shut", *_FAULT_STEPS[: len(faults)]]
-        hosts = self.hosts.present
+        hosts = self.hub.present
         orders = {}
         for number, host in enumerate(hosts):
             place = ["--hosts", len(hosts), "--host-rank", number]
             if len(hosts) > 1:
-                place += ["--job-id", f"{self.job}.{name}", "--address", self.hosts.addresses[host]]
+                place += ["--job-id", f"{self.job}.{name}", "--address", self.hub.cards[host]["address"]]
             words = [
                 "launch",
                 "--groups",
@@ -168,19 +169,19 @@ class TrainingChecks:
             ]
             env = {"OMP_NUM_THREADS": "1"}
             orders[host] = {"do": "launch", "words": [*map(str, words), str(SCRIPT), "--", *map(str, own)], "env": env}
-        self.hosts.ask(orders, _BEGIN_S)
+        ask(self.hub, orders, _BEGIN_S)
         began = self._await_begin(run_dir)
         refused = []
         for step, fault in zip(_FAULT_STEPS, faults, strict=False) if began else ():
             # One after the other: the injectors of all hosts share a lock in the run's directory.
             host = self._host_of(run_dir, fault["group"])
-            self.hosts.ask({host: {"do": "inject", "run_dir": str(run_dir), "fault": fault}}, _BEGIN_S)
+            ask(self.hub, {host: {"do": "inject", "run_dir": str(run_dir), "fault": fault}}, _BEGIN_S)
             Path(f"{gates}.{step}").touch()
-            injected = self.hosts.ask({host: {"do": "injected", "limit_s": _BEGIN_S}}, _BEGIN_S)[host]
+            injected = ask(self.hub, {host: {"do": "injected", "limit_s": _BEGIN_S}}, _BEGIN_S)[host]
             if not injected["done"]:
                 refused.append(f"the {fault['kind']} of group {fault['group']} was not injected: {injected['said']}")
         finish = {"do": "finish", "limit_s": _RUN_S if began else 0.0}
-        ended = self.hosts.ask(dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
+        ended = ask(self.hub, dict.fromkeys(hosts, finish), _RUN_S + _ENDS_S)
         if not began:
             said = " / ".join(line for one in ended.values() for line in one["said"].splitlines()[-2:])
             raise CheckFailed(f"no step within {_BEGIN_S:g} s: {said}")
@@ -193,7 +194,7 @@ class TrainingChecks:
         deadline = time.monotonic() + _BEGIN_S
         order = {"do": "housed", "run_dir": str(run_dir)}
         while time.monotonic() < deadline:
-            said = self.hosts.ask(dict.fromkeys(self.hosts.present, order), _BEGIN_S)
+            said = ask(self.hub, dict.fromkeys(self.hub.present, order), _BEGIN_S)
             for host, one in said.items():
                 if group in one["groups"]:
                     return host

@@ -7,7 +7,10 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ft.errors import LaunchError
 
@@ -163,3 +166,12 @@ def binds(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def distinct_names(cards: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Return the name of each host; with its address where several hosts, such as containers, have the same name."""
+    count = Counter(card["name"] for card in cards.values())
+    return {
+        rank: card["name"] if count[card["name"]] == 1 else f"{card['name']}({card['address']})"
+        for rank, card in cards.items()
+    }

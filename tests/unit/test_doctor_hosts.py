@@ -119,7 +119,7 @@ def test_any_text_is_an_address_or_refused(text):
 def test_a_damaged_file_is_read_again_until_the_time_is_up(tmp_path):
     where = meeting.Meeting(2, 1, None, "a", tmp_path, patience_s=0.0)
     where.file.write_text("{")
-    assert "host 0 is not reached within 0 s" in meeting.reach(where, lambda own, secret: {})
+    assert "host 0 is not reached within 0 s" in meeting.reach(where)
 
 
 # --- bandwidth --------------------------------------------------------------------------------------------------------
