@@ -158,7 +158,7 @@ class Channel:
     def receive(self, timeout_s: float | None) -> Message:
         """Raises ``TimeoutError``, and ``ConnectionError`` when the other end has closed the connection."""
         self._connection.settimeout(timeout_s)
-        # no limit: the socket has a timeout; hosts of the check send whole lines
+        # no limit: the socket has a timeout, but where a host of qualify ends its process; the others send whole lines
         line = self._lines.readline(_LONGEST)
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection was closed")
