@@ -119,7 +119,7 @@ KEPT = dict([
     _result("fuzz", "-m tests.fuzz --save", *_paths(
         "auth/handshake.py auth/secret.py collectives/framing.py worker/rejoin/state_sender.py "
         "worker/rejoin/state_receiver.py coordination/store core/protocol/signals.py checkpoint/peer_copies.py "
-        "checkpoint/memory_copies.py agent/checkpoint_cache.py agent/heartbeat.py doctor/orders.py "
+        "checkpoint/memory_copies.py agent/checkpoint_cache.py agent/heartbeat.py doctor/host_orders.py "
         "doctor/meeting.py doctor/bandwidth.py"
     )),
     ("reproduce_spare", Kept("docs/results/spare_table.csv", "examples/reproduce_spare/reproduce.py",

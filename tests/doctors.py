@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from tests import support
 
 QUICK = """
-from megatron_ft.doctor import bandwidth, disk, hosts_check, local, orders, versions
+from megatron_ft.doctor import bandwidth, disk, host_orders, hosts_check, local, versions
 local.examine = lambda: [local.Finding("python", "ok", "3.11", needed=True), local.Finding("apex", "missing", "")]
-hosts_check._ANSWER_S, orders._HELLO_S, disk._VISIBLE_S = 60.0, 60.0, 0.5
+hosts_check._ANSWER_S, host_orders._HELLO_S, disk._VISIBLE_S = 60.0, 60.0, 0.5
 """
 """The local check takes half a minute and has its own tests. On a busy machine a host may answer late."""
 FEWER = """
 import time
-whole = orders.Hub.wait
+whole = host_orders.Hub.wait
 def wait(self, patience_s):
     while len(self._channels) < {there}:
         time.sleep(0.01)
     whole(self, 0.0)
-orders.Hub.wait = wait
+host_orders.Hub.wait = wait
 """
 """A change for host 0: it stops waiting for others when {there} hosts have connected."""
 FACTOR = "20"

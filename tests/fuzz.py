@@ -45,8 +45,8 @@ from megatron_ft.coordination.store import NOTICES, ControlStore
 from megatron_ft.core.protocol import signals
 from megatron_ft.data.order import BatchSchedule
 from megatron_ft.doctor import bandwidth
+from megatron_ft.doctor.host_orders import Hub
 from megatron_ft.doctor.meeting import MEET, Meeting
-from megatron_ft.doctor.orders import Hub
 from megatron_ft.utils import heap
 from megatron_ft.worker.registered_state import Registered
 from megatron_ft.worker.rejoin import state_receiver

@@ -1,6 +1,6 @@
 """``megatron-ft doctor`` on all hosts of a run: host 0 collects, compares and names the hosts that must not take part.
 
-Every host examines itself, connects to host 0 and carries out its orders (``orders``, with the failures it assumes);
+Every host examines itself, connects to host 0 and carries out its orders (``host_orders``, with the failures it assumes);
 host 0 does so, too, and can be found faulty like any other host.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ft.auth.secret import Secret
-from megatron_ft.doctor import bandwidth, disk, local, orders, outliers, versions
+from megatron_ft.doctor import bandwidth, disk, host_orders, local, outliers, versions
 from megatron_ft.doctor.doctor_report import BROKEN, MISSING, Report, listed, rate
+from megatron_ft.doctor.host_orders import Hub
 from megatron_ft.doctor.meeting import Meeting, Message
-from megatron_ft.doctor.orders import Hub
 from megatron_ft.utils import net, shared_file
 from megatron_ft.utils.terminal import printable
 
@@ -43,7 +43,7 @@ _FREE_BYTES = 1 << 30
 def run_together(where: Meeting, console: Console, as_json: bool, factor: float) -> int:
     """Runs this host's part. Returns 0 when all hosts are ready, else 1; the same on all hosts."""
     if where.rank != 0:
-        code, line = orders.attend(where, HostPart(where))
+        code, line = host_orders.attend(where, HostPart(where))
         print(printable(f"host {where.rank}: {line}"), file=sys.stderr if as_json else console.file, flush=True)
         return code
     report = _lead(where, factor)
@@ -58,7 +58,7 @@ def run_together(where: Meeting, console: Console, as_json: bool, factor: float)
 # --- every host -------------------------------------------------------------------------------------------------------
 
 
-class HostPart(orders.Part):
+class HostPart(host_orders.Part):
     """This host's part in the check: it has examined itself, answers with what it has found, and measures."""
 
     def __init__(self, where: Meeting) -> None:
@@ -102,7 +102,7 @@ class HostPart(orders.Part):
 
 
 def _lead(where: Meeting, factor: float) -> Report:
-    with orders.gathered(where, lambda: HostPart(where)) as hub:
+    with host_orders.gathered(where, lambda: HostPart(where)) as hub:
         names = {rank: where.name(rank) for rank in range(where.hosts)}
         report = Report(names | net.distinct_names(hub.cards))
         report.raw["hosts"] = {str(rank): card for rank, card in sorted(hub.cards.items())}

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.agent.process_keeper import ended_with
+from megatron_ft.doctor.host_orders import Part
 from megatron_ft.doctor.meeting import Channel, Message
-from megatron_ft.doctor.orders import Part
 from megatron_ft.faults import injection_points, process_lookup
 from megatron_ft.utils import lifeline, shared_file
 from megatron_ft.utils.process_status import process_status

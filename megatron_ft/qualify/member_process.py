@@ -1,6 +1,6 @@
 """One group's process in the checks of communicators: ``python -m megatron_ft.qualify.member_process``.
 
-It carries out orders of its host (``doctor.orders``), over a socket that it inherits. A failed operation is an answer,
+It carries out orders of its host (``doctor.host_orders``), over a socket that it inherits. A failed operation is an answer,
 too (``failed``), never the end of the process. Failures it assumes: its host's process ends (it ends with it), and it
 may be stopped or killed at any moment.
 """
@@ -25,8 +25,8 @@ from megatron_ft import codec
 from megatron_ft.collectives import base, communicator_choice, nccl_watchdog, state_transfer
 from megatron_ft.collectives.base import Broken, Communicator, Work
 from megatron_ft.collectives.communicator_choice import Choice, Maker, Offer
+from megatron_ft.doctor.host_orders import Part, serve
 from megatron_ft.doctor.meeting import Channel
-from megatron_ft.doctor.orders import Part, serve
 from megatron_ft.types import given
 from megatron_ft.utils import lifeline
 

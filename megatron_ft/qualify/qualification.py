@@ -26,9 +26,9 @@ from megatron_ft import codec
 from megatron_ft.collectives import communicator_choice
 from megatron_ft.collectives.communicator_choice import Offer
 from megatron_ft.coordination.store import listen, serve_on
-from megatron_ft.doctor import orders
+from megatron_ft.doctor import host_orders
+from megatron_ft.doctor.host_orders import Hub
 from megatron_ft.doctor.meeting import Meeting
-from megatron_ft.doctor.orders import Hub
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.qualify import device_seats
 from megatron_ft.qualify.communicator_checks import CommunicatorChecks
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, where: Meeting | None) -> int:
         # Hosts start whatever host 0 orders, so none takes an order without a secret.
         where = replace(where, command="qualify", secret_by_file=where.secret is None)
     if where is not None and where.rank != 0:
-        code, line = orders.attend(where, HostPart())
+        code, line = host_orders.attend(where, HostPart())
         print(terminal.printable(f"host {where.rank}: {line}"), file=sys.stderr, flush=True)
         return code
     with _hub(where or ONE) as (hub, job), _directory(options.directory, job) as directory:
@@ -104,7 +104,7 @@ def _hub(where: Meeting) -> Iterator[tuple[Hub, str]]:
     """Meet all hosts, this one too. Yields the connections, and a name that no other qualification has.
 
     Raises ``LaunchError`` if one does not come."""
-    with orders.gathered(where, HostPart) as hub:
+    with host_orders.gathered(where, HostPart) as hub:
         if absent := [where.name(host) for host in range(where.hosts) if host not in hub.cards]:
             hub.end(2, f"host 0 has not begun: {', '.join(absent)} did not come")
             raise LaunchError(

@@ -9,8 +9,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_ft.doctor.host_orders import Hub
 from megatron_ft.doctor.meeting import Message
-from megatron_ft.doctor.orders import Hub
 from megatron_ft.qualify.device_seats import Seat
 from megatron_ft.qualify.outcomes import CheckFailed
 

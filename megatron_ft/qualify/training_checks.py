@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ft.doctor.host_orders import Hub
 from megatron_ft.doctor.meeting import Message
-from megatron_ft.doctor.orders import Hub
 from megatron_ft.qualify.outcomes import CheckFailed, Found, Measured, NotHere, Qualification
 from megatron_ft.qualify.team import ask
 from megatron_ft.runlog import history, invariants, verdict

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_ft import cli
 from megatron_ft.auth.secret import Secret
-from megatron_ft.doctor import meeting, orders
+from megatron_ft.doctor import host_orders, meeting
 from megatron_ft.qualify import device_facts, device_seats, qualification, training_checks
 from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
 from megatron_ft.qualify.host_part import HostPart
@@ -146,7 +146,7 @@ def test_hosts_take_orders_from_nobody_who_only_listens_at_the_address_of_host_0
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()[:2]
     where = meeting.Meeting(2, 0, store=(host, port), directory=tmp_path)
-    stranger = orders.Hub(listener, where, given(meeting.with_secret(where).secret))
+    stranger = host_orders.Hub(listener, where, given(meeting.with_secret(where).secret))
     own = ["qualify", "--hosts", "2", "--host-rank", "1", "--store", f"{host}:{port}", "--directory", str(tmp_path)]
     try:
         assert cli.main([*own, "--patience-s", "0"]) == 2
@@ -164,7 +164,7 @@ def test_hosts_meet_at_a_given_address_with_a_secret_from_the_shared_directory(t
         address = free.getsockname()[:2]
     where = meeting.Meeting(2, 0, store=address, directory=tmp_path, secret_by_file=True)
     ends = []
-    other = threading.Thread(target=lambda: ends.append(orders.attend(replace(where, rank=1), HostPart())))
+    other = threading.Thread(target=lambda: ends.append(host_orders.attend(replace(where, rank=1), HostPart())))
     other.start()
     with qualification._hub(where) as (hub, _):
         assert sorted(hub.cards) == [0, 1]
