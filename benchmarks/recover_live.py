@@ -63,7 +63,7 @@ def main() -> None:
         if not options.quick:
             os.environ.pop(recovery_model.PACE)
             data.prepare(
-                root / "data", [common.ROOT / "megatron_ft" / "data" / "fallback.txt"], vocab_size=512, log=str
+                root / "data", [common.ROOT / "megatron_ft" / "data" / "addresses.txt"], vocab_size=512, log=str
             )
             found["3D"] = compared(root / "3d", THREE_D, root / "data")
     for name, one in found.items():

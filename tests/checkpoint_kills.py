@@ -138,7 +138,7 @@ def main(runs: int, seed: int, restarts: bool = False) -> int:
     results, kills = [], 3 if restarts else 5
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+        text = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
         prepare(root / "data", [text], vocab_size=512, log=lambda line: None)
         alone = start(root / "alone", root / "data")
         alone.check()

@@ -104,7 +104,7 @@ def nothing_stays() -> Iterator[None]:
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small dataset prepared from the text that ships with the package."""
     out = tmp_path_factory.mktemp("data") / "small"
-    text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+    text = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
     prepare(out, [text], vocab_size=512, log=lambda line: None)
     return out
 

@@ -101,7 +101,7 @@ def main() -> int:
     results, healthy = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        prepare(root / "data", [support.ROOT / "megatron_ft/data/fallback.txt"], vocab_size=512, log=lambda line: None)
+        prepare(root / "data", [support.ROOT / "megatron_ft/data/addresses.txt"], vocab_size=512, log=lambda line: None)
         for seed in range(options.first, options.first + options.runs):
             results.append(play(seed, root, root / "data", healthy))
             told = ", ".join(

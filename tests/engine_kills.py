@@ -218,7 +218,7 @@ def main() -> int:
     results, references = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+        text = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
         prepare(root / "data", [text], vocab_size=512, log=lambda line: None)
         for number, case in enumerate(chosen):
             exact = "inner_shards_reduce" not in KITS[case.kit].options

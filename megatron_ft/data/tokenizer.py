@@ -270,15 +270,13 @@ def _blocks(text: str) -> Iterator[str]:
         start = end
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lower: bool = False) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1) -> Tokenizer:
     """Train a byte-pair tokenizer.
 
     Args:
         texts: Text to train on.
         vocab_size: Number of pieces, 260 of which are bytes and special pieces.
         every: Use only one of this many lines, for texts larger than memory.
-        lower: Where the text is too small for ``vocab_size``, use the largest possible vocabulary (see
-            ``Tokenizer.vocab_size``) instead of raising.
 
     Raises:
         DataError: ``vocab_size`` is too large or too small for the text; the message names the limit.
@@ -317,7 +315,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, every: int = 1, lo
     except RuntimeError as error:
         raise _training_error(error, vocab_size) from error
     tokenizer = _SentencePiece(model.getvalue())
-    if tokenizer.vocab_size < vocab_size and not lower:
+    if tokenizer.vocab_size < vocab_size:
         raise DataError(
             f"--vocab-size {vocab_size} is too large for this text, which allows at most {tokenizer.vocab_size}: "
             f"use --vocab-size {tokenizer.vocab_size} or smaller, or more text"

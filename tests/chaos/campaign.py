@@ -18,7 +18,7 @@ from tests.chaos import play as play_module
 from tests.chaos.plan import SILENCE_LIMIT_S, draw, draw_exact, draw_for, draw_with
 from tests.chaos.play import Played
 
-_TEXT = support.ROOT / "megatron_ft" / "data" / "fallback.txt"
+_TEXT = support.ROOT / "megatron_ft" / "data" / "addresses.txt"
 
 
 def run(

