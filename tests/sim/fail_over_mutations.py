@@ -45,7 +45,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(2000, 2400))
+@mutation("a fenced seat goes on, and may claim", "which does not come after it", range(2100, 2400))
 def _(patch):
     only_what_follows(patch)
 
@@ -70,7 +70,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("the log is not read for a view that needs no fence", "which claims had fenced")
+@mutation("the log is not read for a view that needs no fence", "which claims had fenced", range(240, 400))
 def _(patch):
     def sealed(self, proposal):
         self.decided = len(self.client.world.disk.log)
@@ -79,7 +79,7 @@ def _(patch):
     patch.setattr(Group, "_sealed", sealed)
 
 
-@mutation("fenced seats stay in a view", "which claims had fenced")
+@mutation("fenced seats stay in a view", "which claims had fenced", range(300, 600))
 def _(patch):
 
     def reads(self, claim):
@@ -111,7 +111,7 @@ def _(patch):
     patch.setattr(Agent, "take_over", take_over)
 
 
-@mutation("reports are put back and the view is not", "lives and ends: left out by claim")
+@mutation("reports are put back and the view is not", "lives and ends: left out by claim", range(220, 400))
 def _(patch):
     patch.setattr(Group, "knows", lambda self: KNOWS(self)[1:])
 
@@ -137,7 +137,7 @@ def _(patch):
     patch.setattr(store_client.Client, "_poll", lambda self: None)
 
 
-@mutation("hosts that are lost together outvote the last one", "lives and ends: group")
+@mutation("hosts that are lost together outvote the last one", "lives and ends: group", range(180, 400))
 def _(patch):
     patch.setattr(machine, "_cut_off", lambda state, silent=(): CUT_OFF(state))
 

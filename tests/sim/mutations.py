@@ -462,7 +462,7 @@ def _(patch):
     patch.setattr(Group, "_resize", lambda self, step: () if self.incarnation else RESIZE(self, step))
 
 
-@mutation("buckets of an earlier attempt count", "is not complete at group", draw=draw)
+@mutation("buckets of an earlier attempt count", "is not complete at group", range(350, 1500), draw)
 def _(patch):
     def final(state):
         return state.reduced_buckets | set(state.view.final if state.view.step == state.step else ())

@@ -1,4 +1,5 @@
-"""Planted bugs: each breaks one rule of the protocol or of its shell, and the simulation has to find it by that rule."""
+"""Histories that have no violation, and planted bugs: each breaks one rule of the protocol or of its shell, and the
+simulation has to find it by that rule."""
 
 from __future__ import annotations
 
@@ -7,8 +8,21 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_ft.simulation.protocol import explore
 from megatron_ft.simulation.protocol.explore import Draw
 from megatron_ft.simulation.protocol.simulated_cluster import play
+
+SEEDS = [pytest.param(range(150), id="few"), pytest.param(range(150, 600), id="more", marks=pytest.mark.long)]
+"""For ``pytest.mark.parametrize``: of one kind of histories."""
+
+
+def check_histories(seeds: range, draw: Draw, option: str, finish: float = 0.7) -> None:
+    """Check that no history of these seeds has a violation, and that this share of them comes to the last step;
+    ``option``: that of the command which replays one."""
+    failed, ends = explore.explore(seeds, jobs=1, draw=draw)
+    assert failed is None, f"replay it: {explore.COMMAND} {option} --seed {failed}"
+    assert sum(ends.values()) == len(seeds) and set(ends) <= {"finished", "nobody is left"}
+    assert ends["finished"] > finish * len(seeds)
 
 
 class Bug(NamedTuple):

@@ -26,7 +26,12 @@ def _(patch):
     patch.setattr(Group, "_contribute", lambda group: None)
 
 
-@mutation("a promoted part is added in each attempt to reduce", "counts 2, not 1", draw=partial(draw_of, "spare"))
+@mutation(
+    "a promoted part is added in each attempt to reduce",
+    "counts 2, not 1",
+    range(300, 1500),
+    partial(draw_of, "spare"),
+)
 def _(patch):
     def contribute(group):
         for part in group.state.plan.promoted(group.me):

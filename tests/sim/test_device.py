@@ -11,16 +11,14 @@ from megatron_ft.simulation.protocol.scenario import DEVICE_SHARE, ON_DEVICE, dr
 from megatron_ft.simulation.protocol.simulated_cluster import play
 from megatron_ft.simulation.protocol.simulated_device import Device
 from tests.sim.device_mutations import MUTATIONS
+from tests.sim.planted import SEEDS, check_histories
 
-HISTORIES = 300
 ON_DEVICES = partial(draw_on_devices, draw)
 
 
-def test_histories_without_a_violation():
-    failed, ends = explore.explore(range(HISTORIES), jobs=2, draw=ON_DEVICES)
-    assert failed is None, f"replay it: {explore.COMMAND} --device --seed {failed}"
-    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
-    assert ends["finished"] > 0.7 * HISTORIES
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_histories_without_a_violation(seeds):
+    check_histories(seeds, ON_DEVICES, "--device")
 
 
 def test_a_fourth_of_all_scenarios_is_on_devices():

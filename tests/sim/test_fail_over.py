@@ -10,15 +10,12 @@ from megatron_ft.simulation.protocol import explore
 from megatron_ft.simulation.protocol.scenario import draw, draw_fail_over
 from megatron_ft.simulation.protocol.simulated_cluster import play
 from tests.sim.fail_over_mutations import MUTATIONS
+from tests.sim.planted import SEEDS, check_histories
 
-HISTORIES = 600
 
-
-def test_histories_without_a_violation():
-    failed, ends = explore.explore(range(HISTORIES), jobs=2, draw=draw_fail_over)
-    assert failed is None, f"replay it: {explore.COMMAND} --fail-over --seed {failed}"
-    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
-    assert ends["finished"] > 0.7 * HISTORIES
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_histories_without_a_violation(seeds):
+    check_histories(seeds, draw_fail_over, "--fail-over")
 
 
 def test_every_fourth_scenario_can_fail_over():
@@ -27,8 +24,20 @@ def test_every_fourth_scenario_can_fail_over():
 
 
 def test_the_histories_reach_what_is_rare():
+    kinds = ("host dies", "successor dies", "host freezes", "host isolated", "split", "disk away", "disk away from all")
+    kinds += ("disk slow", "claims race", "store dies", "cut", "accuse", "freeze", "start", "kill")
+    stories = (
+        "fence",
+        "several fenced at once",
+        "take-over",
+        "take-over by a spare host",
+        "fenced alive",
+        "comes back",
+    )
     seen = Counter()
     for seed in range(300):
+        if all(seen[name] for name in (*kinds, *stories)):
+            break
         scenario = draw_fail_over(seed)
         seen.update(fault.kind for fault in scenario.faults)
         history = play(scenario)
@@ -42,16 +51,6 @@ def test_the_histories_reach_what_is_rare():
                 seen["fenced alive"] += "left out by claim" in line["reason"]
             if line["event"] == "view":
                 seen["comes back"] += bool(line["joined"])
-    kinds = ("host dies", "successor dies", "host freezes", "host isolated", "split", "disk away", "disk away from all")
-    kinds += ("disk slow", "claims race", "store dies", "cut", "accuse", "freeze", "start", "kill")
-    stories = (
-        "fence",
-        "several fenced at once",
-        "take-over",
-        "take-over by a spare host",
-        "fenced alive",
-        "comes back",
-    )
     missing = [name for name in (*kinds, *stories) if not seen[name]]
     assert not missing, f"no history reached: {missing}"
 

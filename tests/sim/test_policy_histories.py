@@ -7,21 +7,17 @@ import pytest
 
 from megatron_ft.core.protocol.machine import Job
 from megatron_ft.core.scheduling.policies import POLICIES
-from megatron_ft.simulation.protocol import explore
 from megatron_ft.simulation.protocol.scenario import DRAWN, draw_of
 from megatron_ft.simulation.protocol.simulated_cluster import _job, play
 from megatron_ft.types import PlanOrigin, View
+from tests.sim.planted import SEEDS, check_histories
 from tests.sim.policy_mutations import MUTATIONS
 
-HISTORIES = 400
 
-
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("policy", sorted(set(DRAWN) - {"stacked_quota"}))
-def test_histories_without_a_violation(policy):
-    failed, ends = explore.explore(range(HISTORIES), jobs=1, draw=partial(draw_of, policy))
-    assert failed is None, f"replay it: {explore.COMMAND} --policy {policy} --seed {failed}"
-    assert sum(ends.values()) == HISTORIES and set(ends) <= {"finished", "nobody is left"}
-    assert ends["finished"] > 0.3 * HISTORIES
+def test_histories_without_a_violation(policy, seeds):
+    check_histories(seeds, partial(draw_of, policy), f"--policy {policy}", finish=0.3)
 
 
 def test_every_policy_is_drawn():
@@ -31,10 +27,28 @@ def test_every_policy_is_drawn():
         assert type(_job(scenario).policy) is type(_job(draw_of(policy, 4)).policy) and scenario.policy == policy
 
 
+RARE = (
+    "spare: wipe-out",
+    "replication: wipe-out",
+    "spare: promotion",
+    "replication: promotion",
+    "recover: promotion",
+    "slack: promotion",
+    "recover: boundary",
+    "spare: free",
+    "spare: fixed",
+    "replication: a promoted group is lost in the same step",
+    "recover: after losses of earlier steps",
+    "spare: after losses of earlier steps",
+)
+
+
 def test_the_histories_reach_what_is_rare():
     seen = Counter()
     for policy in ("spare", "recover", "replication", "slack"):
         for seed in range(250):
+            if all(seen[name] for name in RARE if name.startswith(policy)):
+                break
             scenario = draw_of(policy, seed)
             job = _job(scenario)
             for line in play(scenario).lines:
@@ -42,24 +56,7 @@ def test_the_histories_reach_what_is_rare():
                     seen[f"{policy}: wipe-out"] += line["wiped_out"]
                 if line["event"] == "view" and line["begun"][1] and line["live"]:
                     tell(job, policy, View.from_json(line), seen)
-    missing = [
-        name
-        for name in (
-            "spare: wipe-out",
-            "replication: wipe-out",
-            "spare: promotion",
-            "replication: promotion",
-            "recover: promotion",
-            "slack: promotion",
-            "recover: boundary",
-            "spare: free",
-            "spare: fixed",
-            "replication: a promoted group is lost in the same step",
-            "recover: after losses of earlier steps",
-            "spare: after losses of earlier steps",
-        )
-        if not seen[name]
-    ]
+    missing = [name for name in RARE if not seen[name]]
     assert not missing, f"no history reached: {missing}; reached: {seen}"
 
 
