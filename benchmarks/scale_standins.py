@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from megatron_ft import codec
 from megatron_ft.auth import secret
 from megatron_ft.coordination.client import report_collection
 from megatron_ft.coordination.store import NOTICES
@@ -147,7 +148,7 @@ class Group:
             if self._broken and self._reported < epoch:
                 self._reported, self._broken = epoch, False
                 collection, run = report_collection(epoch), self._crowd.run_id
-                text = json.dumps({"value": Report(epoch, self._me, self._view.step).to_json()})
+                text = json.dumps({"value": codec.encode(Report(epoch, self._me, self._view.step))})
                 mac = self._crowd.key.mac(f"{run}/{collection}/{self._me}".encode(), text.encode())[: secret.MAC_BYTES]
                 yield (_APPEND, collection, f"{self._me}\t{mac.hex()} {text}\n")
                 yield (_CHECK, report_collection(epoch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_ft import codec
 from megatron_ft.collectives.communicator_choice import GLOO, Offer
 from megatron_ft.coordination import watcher
 from megatron_ft.coordination.client import CoordinationClient
@@ -57,7 +58,7 @@ class Changes:
         self.group.announce(signals.ViewAgreed(view.epoch))
         self.group.adopted(view)
         for group in view.live:
-            self.group.put(f"ready/{view.epoch}/{group}.0", Offer((GLOO,)).to_json())
+            self.group.put(f"ready/{view.epoch}/{group}.0", codec.encode(Offer((GLOO,))))
             self.store.set(f"outer/{view.epoch}/0/rank_{group}", "x" * 100)  # gloo writes a key like this
 
     def size(self) -> tuple[int, int]:
