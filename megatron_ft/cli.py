@@ -516,7 +516,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="in place of these: file with lines NAME slots=RANKS; needs --port",
+        help="in place of these: file with lines NAME slots=RANKS; needs --port or --job-id",
     )
     hosts.add_argument(
         "--spare-hosts",
@@ -590,7 +590,7 @@ def _launch(options: argparse.Namespace) -> int:
     lifeline.ignore_save_signals()  # until the run has begun, there is nothing to save
     from megatron_ft.agent import job_restore
     from megatron_ft.config.schema import EMBEDDED
-    from megatron_ft.launchers import host_place
+    from megatron_ft.launchers import host_place, hostfile
 
     run = job_restore.config(
         options.config, options.groups, options.ranks_per_group, options.failure_domains, _megatron(options)
@@ -603,7 +603,8 @@ def _launch(options: argparse.Namespace) -> int:
 
         return launcher.launch(launcher.options_of(options, run), lambda: follow.shown(options.groups, options.run_dir))
     if options.hostfile is not None:
-        host_place.from_hostfile(options, run)
+        found = host_place.from_hostfile(options, run.fault_tolerance.store == EMBEDDED, options.job_id is not None)
+        hostfile.check(options.hostfile, found, run, options.spare_hosts)
     elif options.hosts is None and options.host_rank is None:
         host_place.from_surroundings(options, run.fault_tolerance.store == EMBEDDED)
     host_place.check_rank(options)

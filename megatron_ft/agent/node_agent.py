@@ -122,11 +122,7 @@ class Agent:
         if not options.script.is_file():
             raise LaunchError(f"script {options.script} does not exist; give the path of a Python file")
         newcomer = self._newcomer = options.newcomer
-        if newcomer is not None:
-            where = newcomer.place
-        else:
-            asked = (options.hosts, options.host_rank, options.address, options.store, options.port, options.job_id)
-            where = peers.place(*asked, self._config, options.run_dir, options.target)
+        where = peers.place(options) if newcomer is None else newcomer.place
         self._leads = where.rank == 0
         run_id = uuid.uuid4().hex[:12] if newcomer is None else newcomer.running.run_id
         self._claims = run_lock.Claims(options.run_dir, self._config, run_id, where.others)

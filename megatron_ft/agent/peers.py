@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ft.agent.heartbeat import Change, HeartbeatService
 from megatron_ft.agent.operator_requests import STORE_KEY
@@ -41,6 +41,9 @@ from megatron_ft.types import GroupId, given, host_name
 from megatron_ft.utils import net, shared_file, wait_notice
 from megatron_ft.utils.console import say
 from megatron_ft.utils.net import local_address, own_address
+
+if TYPE_CHECKING:
+    from megatron_ft.agent.node_agent import LaunchOptions
 
 MEET_TIMEOUT_S = 300.0
 _ASK_TIMEOUT_S = 2.0
@@ -86,62 +89,54 @@ class Place:
         return self.hosts > 1 or self.late or self.grows
 
 
-def place(
-    hosts: int,
-    rank: int,
-    address: str | None,
-    store_address: str | None,
-    port: int,
-    job: str | None,
-    config: RunConfig,
-    run_dir: Path,
-    target: str | None = None,
-) -> Place:
+def place(options: LaunchOptions) -> Place:
     """Return the place that the launcher's options describe. Raises ``LaunchError`` for impossible options.
 
-    Without ``store_address``, host 0 takes a port and writes the store's address into ``run_dir``, beside ``job``; the
-    others wait for that. ``target``: an address on the hosts' network, by which host 0 chooses its own.
+    Without a store's address, host 0 takes a port and writes that address into the run directory, beside the job; the
+    others wait for it.
     """
-    groups, setting = config.groups, config.fault_tolerance.store
-    per_group = config.ranks_per_group
-    etcd = setting if is_etcd(setting) else None
+    config, hosts, rank, job = options.config, options.hosts, options.host_rank, options.job_id
+    groups, per_group, setting = config.groups, config.ranks_per_group, config.fault_tolerance.store
+    address, found = options.address, setting if is_etcd(setting) else options.store
     if hosts < 1 or not 0 <= rank < hosts:
         raise LaunchError(
             f"--host-rank is {rank} and --hosts is {hosts}; hosts are numbered from 0 to --hosts less one"
         )
-    if etcd and store_address is not None:
-        raise LaunchError(f"--store is {store_address} and the config says store {setting!r}; leave --store out")
-    if hosts == 1 and store_address is None and job is None:
+    if is_etcd(setting) and options.store is not None:
+        raise LaunchError(f"--store is {options.store} and the config says store {setting!r}; leave --store out")
+    if hosts == 1 and options.store is None and job is None:
         own = address or net.loopback()
-        return Place(address=own, store=etcd or net.joined(own, port), job=uuid.uuid4().hex, grows=address is not None)
+        store_address = found or net.joined(own, options.port)
+        return Place(address=own, store=store_address, job=uuid.uuid4().hex, grows=address is not None)
     if groups < hosts and (hosts % groups or per_group % (hosts // groups)):
         raise LaunchError(
             f"--groups is {groups}, with {per_group} ranks each, and --hosts is {hosts}; a host has whole groups, or an "
             f"equal part of one: use another number of hosts"
         )
-    if etcd:
+    if is_etcd(setting):
         if job is None:
             raise LaunchError(
                 "--job-id is missing; with etcd and several hosts it tells this launch from earlier ones there: give all "
                 "hosts the same new name, such as the job's number"
             )
-        first = EtcdAddress.parse(etcd).endpoints[0][0]
-        return Place(hosts, rank, address or net.address_for(first, 0, target), etcd, job)
-    if store_address is None and job is not None:
+        first = EtcdAddress.parse(setting).endpoints[0][0]
+        return Place(hosts, rank, address or net.address_for(first, 0, options.target), setting, job)
+    if found is None and job is not None:
         if rank == 0:
-            own = address or own_address(target)
-            return Place(hosts, rank, own, net.joined(own, port), job, grows=True)
-        with _waiting(config, lambda: f"host {rank} waits for host 0 to begin launch {job} in {run_dir}"):
-            store_address = announced_store(run_dir, job)
-    where = None if store_address is None else net.split(store_address)
-    if store_address is None or where is None:
+            own = address or own_address(options.target)
+            return Place(hosts, rank, own, net.joined(own, options.port), job, grows=True)
+        line = f"host {rank} waits for host 0 to begin launch {job} in {options.run_dir}"
+        with _waiting(config, lambda: line):
+            found = announced_store(options.run_dir, job)
+    where = None if found is None else net.split(found)
+    if found is None or where is None:
         raise LaunchError(
-            f"--store is {store_address!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free "
-            f"port there; or the same new --job-id, and a run directory that they share"
+            f"--store is {found!r}; with several hosts all of them need HOST:PORT, the address of host 0 and a free port "
+            f"there; or the same new --job-id, and a run directory that they share"
         )
     local_address(where[0])  # refuses a name that cannot be resolved
-    own = address or net.address_for(where[0], rank, target)
-    return Place(hosts, rank, own, store_address, job or _ONLY_JOB, grows=True)
+    own = address or net.address_for(where[0], rank, options.target)
+    return Place(hosts, rank, own, found, job or _ONLY_JOB, grows=True)
 
 
 def _waiting(config: RunConfig, text: Callable[[], str]) -> contextlib.AbstractContextManager[None]:

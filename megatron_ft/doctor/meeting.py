@@ -24,7 +24,7 @@ from megatron_ft.auth import secret as secrets
 from megatron_ft.auth.secret import Secret
 from megatron_ft.doctor.disk import PREFIX
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers import hostfile
+from megatron_ft.launchers import host_place
 from megatron_ft.types import given
 from megatron_ft.utils import net, shared_file
 
@@ -93,23 +93,14 @@ def find(options: argparse.Namespace) -> Meeting | None:
 
     Raises ``LaunchError`` for options that are missing or contradict each other.
     """
-    names: tuple[str, ...] = ()
-    hosts, rank, store = options.hosts, options.host_rank, options.store
     by_file = options.job_id is not None and options.directory is not None
-    if options.hostfile is not None:
-        if hosts is not None or store is not None:
-            raise LaunchError("--hosts and --store cannot be combined with --hostfile; leave them out")
-        entries = hostfile.read(options.hostfile)
-        names, hosts = tuple(host.name for host in entries), len(entries)
-        rank = hostfile.own_rank(options.hostfile, entries) if rank is None else rank
-        if hosts > 1 and not options.port and not by_file:
-            raise LaunchError(f"--port is missing; give a free port of {names[0]}, where the hosts meet")
-        store = net.joined(names[0], options.port) if options.port else None
+    listed = [] if options.hostfile is None else host_place.from_hostfile(options, by_file=by_file)
+    hosts, rank, store = options.hosts, options.host_rank, options.store
     if not options.factor > 1:
         raise LaunchError(f"--factor is {options.factor:g} and must be greater than 1; leave it out for the default")
     if options.patience_s < 0:
         raise LaunchError(f"--patience-s is {options.patience_s:g} and must be a number of seconds, 0 or more")
-    if hosts in (None, 1) and rank in (None, 0) and (store is None or options.hostfile is not None):
+    if hosts in (None, 1) and rank in (None, 0) and store is None:
         return None
     if hosts is None or rank is None:
         missing = "--hosts" if hosts is None else "--host-rank"
@@ -136,7 +127,7 @@ def find(options: argparse.Namespace) -> Meeting | None:
         directory=options.directory,
         address=options.address,
         target=options.target,
-        names=names,
+        names=tuple(host.name for host in listed),
         patience_s=options.patience_s,
     )
 

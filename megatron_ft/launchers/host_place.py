@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import replace
 
-from megatron_ft.config.schema import EMBEDDED, STORE_WORDS, RunConfig, store_setting
+from megatron_ft.config.schema import STORE_WORDS, RunConfig, store_setting
 from megatron_ft.config.store_address import is_etcd
 from megatron_ft.errors import LaunchError
 from megatron_ft.launchers import detect, hostfile
@@ -34,25 +34,28 @@ def with_store(options: argparse.Namespace, run: RunConfig) -> RunConfig:
     return replace(run, fault_tolerance=settings)
 
 
-def from_hostfile(options: argparse.Namespace, run: RunConfig) -> None:
-    """Reads the hostfile. Raises ``LaunchError`` when it does not fit the run or lacks this host."""
+def from_hostfile(options: argparse.Namespace, embedded: bool = True, by_file: bool = False) -> list[hostfile.Host]:
+    """Reads the hostfile, and returns its hosts. Raises ``LaunchError`` when it lacks this host.
+
+    ``embedded``: the hosts meet at a port of host 0; ``by_file``: or by a file, if there is no ``--port``.
+    """
     path = options.hostfile
     if options.hosts is not None or options.store is not None:
         raise LaunchError("--hosts and --store cannot be combined with --hostfile; leave them out")
     found = hostfile.read(path)
-    hostfile.check(path, found, run, options.spare_hosts)
     options.hosts = len(found)
     if options.host_rank is None:
         options.host_rank = hostfile.own_rank(path, found)
     if options.hosts > 1:
-        embedded = run.fault_tolerance.store == EMBEDDED
-        if embedded and not options.port:
-            raise LaunchError(f"--port is missing; give a free port of {found[0].name} for the control store")
-        options.store = net.joined(found[0].address or found[0].name, options.port) if embedded else None
+        if embedded and not options.port and not by_file:
+            raise LaunchError(f"--port is missing; give a free port of {found[0].name}, where the hosts meet")
+        if embedded and options.port:
+            options.store = net.joined(found[0].address or found[0].name, options.port)
         if options.address is None and 0 <= options.host_rank < len(found):
             options.address = found[options.host_rank].address
         other = found[0 if options.host_rank else 1]
         options.target = other.address or other.name
+    return found
 
 
 def from_surroundings(options: argparse.Namespace, embedded: bool = True) -> None:

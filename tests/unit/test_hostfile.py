@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import threading
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_ft.agent import peers
 from megatron_ft.config import schema
 from megatron_ft.errors import LaunchError
-from megatron_ft.launchers import hostfile
+from megatron_ft.launchers import host_place, hostfile
 from megatron_ft.utils import net
 
 
@@ -154,3 +155,19 @@ def test_every_rank_is_on_one_host(groups, count, across, share):
     placed = [rank for host in range(count) for rank in peers.ranks_of(host, count, groups, per_group)]
     assert placed == [(group, position) for group in range(groups) for position in range(per_group)]
     assert all(peers.ranks_of(host, count, groups, per_group) for host in range(count))
+
+
+def test_a_hostfile_has_the_address_of_host_0_or_the_hosts_meet_by_a_file(tmp_path):
+    path = written(tmp_path, "n0.invalid address=192.0.2.1\nn1.invalid address=192.0.2.2\n")
+
+    def asked(port: int = 0, **changed) -> argparse.Namespace:
+        empty = dict.fromkeys(("hosts", "store", "address", "target"))
+        options = argparse.Namespace(**empty, hostfile=path, host_rank=1, port=port)
+        assert [host.name for host in host_place.from_hostfile(options, **changed)] == ["n0.invalid", "n1.invalid"]
+        assert (options.hosts, options.address, options.target) == (2, "192.0.2.2", "192.0.2.1")
+        return options
+
+    assert asked(29400).store == asked(29400, by_file=True).store == "192.0.2.1:29400"
+    assert asked(by_file=True).store is asked(29400, embedded=False).store is None
+    with pytest.raises(LaunchError, match="--port is missing; give a free port of n0.invalid, where the hosts meet"):
+        asked()
