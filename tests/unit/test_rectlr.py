@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ft.core.scheduling.policies.rectlr import lower_bound, patch, reconfigure
+from megatron_ft.core.scheduling.policies.rectlr import lower_bound, reconfigure
+from tests.rectlr_reference import patch
 
 RULERS = {8: (0, 1, 4, 9, 15, 22, 32, 34), 9: (0, 1, 5, 12, 25, 27, 35, 41, 44)}
 

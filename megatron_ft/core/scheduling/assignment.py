@@ -85,6 +85,22 @@ def plan_step(
     return Plan(step, Named(step, chosen), reason + less)
 
 
+def least_load(shards: int, per_shard: int, live: Collection[GroupId], placement: Placement | None = None) -> int:
+    """Return the largest load of the plan of :func:`plan_step` for equally fast groups, without making the plan.
+
+    Simulations ask for millions of them: a plan of 1000 groups takes about ten times as long. Raises ``ValueError`` for
+    an empty ``live``.
+    """
+    if not live:
+        raise ValueError("least_load needs at least one live group, got none")
+    if placement is None or _hosts_everything(placement):
+        return -(-shards * per_shard // len(live))
+    from megatron_ft.core.scheduling import maxflow
+
+    edges = _edges(np.arange(shards), sorted(live), placement)
+    return maxflow.least_limit(np.full(shards, per_shard, dtype=np.int64), edges, len(live))
+
+
 def _summary(shards: int, per_shard: int, chosen: Chosen) -> str:
     largest = max(sum(map(len, own.values())) for own in chosen.values())
     moved = shards * per_shard - sum(len(own.get(group, ())) for group, own in chosen.items())
@@ -432,17 +448,17 @@ def _edges(shards: np.ndarray, members: Sequence[GroupId], placement: Placement)
     """Return hosting edges as (position of the shard, position of the group); shards without a live host go to any group."""
     from megatron_ft.core.scheduling import maxflow
 
-    hosts = np.array([placement.hosts[shard] for shard in shards.tolist()], dtype=np.int64)
+    hosts = placement.host_table[shards]
     position = np.full(max(hosts.max(initial=0), members[-1]) + 1, -1, dtype=np.int64)
     position[list(members)] = np.arange(len(members))
     columns = position[hosts]
     rows, places = np.nonzero(columns >= 0)
     columns = columns[rows, places]
-    for group in members:
-        if group >= placement.groups:  # on top of the first N
+    if beyond := members[bisect_left(members, placement.groups) :]:  # on top of the first N
+        for group in beyond:
             more = np.flatnonzero(np.isin(shards, placement.stack(group)))
             rows, columns = np.append(rows, more), np.append(columns, np.full(len(more), position[group]))
-    order = np.argsort(rows, kind="stable")
-    rows, columns = rows[order], columns[order]
+        order = np.argsort(rows, kind="stable")
+        rows, columns = rows[order], columns[order]
     anybody = np.flatnonzero(np.bincount(rows, minlength=len(shards)) == 0)
     return maxflow.Edges(rows, columns, anybody)

@@ -8,11 +8,10 @@ moves least. Rows without an edge may go to any column through one shared node.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.graph.python import min_cost_flow
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
@@ -42,7 +41,6 @@ class _Graph(NamedTuple):
     tails: Ints
     heads: Ints
     capacities: Ints
-    nodes: int
     source: int
     sink: int
     middle: int
@@ -58,8 +56,8 @@ def balance(supply: Ints, edges: Edges, columns: int, kept: Ints) -> list[dict[i
         columns: number of columns.
         kept: amount that is on each edge already, shape [edges].
     """
+    limits = np.full(columns, least_limit(supply, edges, columns))
     graph = _graph(supply, edges, columns)
-    limits = np.full(columns, _least_limit(graph, int(supply.sum())))
     return _found(graph, edges, _cheapest_flow(graph, limits, supply, kept))
 
 
@@ -95,7 +93,13 @@ def most(supply: Ints, edges: Edges, limits: Ints) -> list[dict[int, int]]:
     """
     edges = edges._replace(anywhere=edges.anywhere[:0])
     graph = _graph(supply, edges, len(limits))
-    carried = _maximum_flow(graph, limits).flow.tocsr()
+    capacities = graph.capacities.copy()
+    capacities[-graph.last :] = limits
+    matrix = csr_array(
+        (capacities.astype(np.int32), (graph.tails.astype(np.int32), graph.heads.astype(np.int32))),
+        shape=(graph.sink + 1, graph.sink + 1),
+    )
+    carried = maximum_flow(matrix, graph.source, graph.sink).flow.tocsr()
     return _found(graph, edges, np.asarray(carried[graph.tails, graph.heads]).ravel().astype(np.int64))
 
 
@@ -124,7 +128,6 @@ def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
         tails=np.concatenate(tails).astype(np.int64),
         heads=np.concatenate(heads).astype(np.int64),
         capacities=np.concatenate(capacities).astype(np.int64),
-        nodes=sink + 1,
         source=source,
         sink=sink,
         middle=len(edges.rows) + columns + len(edges.anywhere),
@@ -132,30 +135,34 @@ def _graph(supply: Ints, edges: Edges, columns: int) -> _Graph:
     )
 
 
-def _least_limit(graph: _Graph, total: int) -> int:
+def least_limit(supply: Ints, edges: Edges, columns: int) -> int:
     """Return the least limit of all columns with which the whole supply fits.
 
-    The search doubles, then halves. The ideal limit is tried first: with a Golomb placement it nearly always fits.
+    The ideal limit is tried first: with a Golomb placement it nearly always fits. It does if every row can be divided
+    evenly among its edges (where fractions fit, integers do, too); else a flow tells. Where the ideal limit does not fit,
+    the search doubles, then halves. Rows without an edge only need room, and the ideal limit leaves enough.
     """
+    degrees = np.bincount(edges.rows, minlength=len(supply))
+    low = high = -(-int(supply.sum()) // columns)
+    evenly = supply[edges.rows] / degrees[edges.rows]
+    if np.bincount(edges.columns, evenly, minlength=columns).max() <= low and degrees.all():
+        return low
+    # Rows, columns, source and sink: the arcs of each node, one node after the other.
+    source, sink = len(supply) + columns, len(supply) + columns + 1
+    heads = np.concatenate([edges.columns + len(supply), np.full(columns, sink), np.arange(len(supply))])
+    ends = np.cumsum(np.concatenate([[0], degrees, np.ones(columns), [len(supply), 0]]))
+    hosted = np.where(degrees, supply, 0)
 
     def fits(limit: int) -> bool:
-        return int(_maximum_flow(graph, np.full(graph.last, limit)).flow_value) == total
+        capacities = np.concatenate([supply[edges.rows], np.full(columns, limit), hosted])
+        arcs = [array.astype(np.int32) for array in (capacities, heads, ends)]
+        found = maximum_flow(csr_array(tuple(arcs), shape=(sink + 1, sink + 1)), source, sink)
+        return bool(found.flow_value == hosted.sum())
 
-    low = high = -(-total // graph.last)
     width = 1
     while not fits(high):
-        low, high, width = high + 1, min(high + width, total), 2 * width
+        low, high, width = high + 1, high + width, 2 * width
     return low + bisect_left(range(low, high), True, key=fits)
-
-
-def _maximum_flow(graph: _Graph, limits: Ints) -> Any:
-    capacities = graph.capacities.copy()
-    capacities[-graph.last :] = limits
-    matrix = csr_array(
-        (capacities.astype(np.int32), (graph.tails.astype(np.int32), graph.heads.astype(np.int32))),
-        shape=(graph.nodes, graph.nodes),
-    )
-    return maximum_flow(matrix, graph.source, graph.sink)
 
 
 def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: int = 0) -> Ints:
@@ -170,6 +177,8 @@ def _cheapest_flow(graph: _Graph, limits: Ints, supply: Ints, kept: Ints, far: i
     costs[len(kept) + graph.last : graph.middle] = far
     homes = np.flatnonzero(kept)
     stays = np.minimum(kept[homes], capacities[homes])
+    from ortools.graph.python import min_cost_flow  # of the extra "train", which simulations do without
+
     solver = min_cost_flow.SimpleMinCostFlow()
     solver.add_arcs_with_capacity_and_unit_cost(
         np.concatenate([graph.tails, graph.tails[homes]]),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from megatron_ft.core.replication import placement
 from megatron_ft.core.replication.placement import Placement
-from megatron_ft.core.scheduling import quota_load
-from megatron_ft.core.scheduling.policies import recover_roles, stack_repair
+from megatron_ft.core.scheduling import assignment
+from megatron_ft.core.scheduling.policies import recover_roles, rectlr
 from megatron_ft.core.scheduling.policies.replication import replica_sets
 from megatron_ft.core.scheduling.policies.restart import divisible_world
 from megatron_ft.errors import ConfigError
@@ -119,14 +119,14 @@ class Replication(Policy):
 
 
 class Spare(Policy):
-    """SPARe: ReCtlr on stacks (``core.scheduling.policies.stack_repair``)."""
+    """SPARe: ReCtlr on stacks (``core.scheduling.policies.rectlr``)."""
 
     stacked = True
     whole = True
 
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
-        self._stacks = stack_repair.Stacks(_placement(self.setting))
+        self._stacks = rectlr.Stacks(_placement(self.setting).stacks)
 
     def stacks(self) -> float:
         return float(self._stacks.S)
@@ -179,7 +179,7 @@ class Recover(Policy):
 
 
 class StackedQuota(Policy):
-    """Quotas in microbatches (``quota_load``); a patch is spread evenly over all survivors (``assignment``)."""
+    """Quotas in microbatches (``assignment``); a patch is spread evenly over all survivors."""
 
     stacked = True
     plans_restarts = True
@@ -192,11 +192,10 @@ class StackedQuota(Policy):
     def restart(self, gone: Collection[GroupId] = ()) -> None:
         super().restart(gone)
         self._load: int | None = None
-        self._memory = quota_load.Memory()
 
     def stacks(self) -> float:
         if self._load is None:
-            self._load = quota_load.least_load(self.groups, self.per_shard, self.live, self._hosting, self._memory)
+            self._load = assignment.least_load(self.groups, self.per_shard, self.live, self._hosting)
         return self._load / self.per_shard
 
     def lose(self, groups: Collection[GroupId]) -> Loss:

@@ -1,6 +1,6 @@
 """The policies of a run, one file each (``policy_port.Policy``), and the algorithms of the two papers that they use.
 
-- SPARe (arXiv 2603.00357): ``spare`` on ``rectlr`` (the reference) and ``stack_repair`` (the same, kept from loss to loss).
+- SPARe (arXiv 2603.00357): ``spare`` on ``rectlr``.
 - ReCoVer (arXiv 2605.11215): ``recover`` on ``recover_roles``.
 """
 

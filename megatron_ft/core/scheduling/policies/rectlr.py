@@ -4,19 +4,21 @@ N groups host r shards each. Every live group computes the first S entries of it
 that each of the N shards is contributed exactly once. After a loss the controller goes through three phases:
 
 1. *HK-fixed*: if the present orders and the present S still cover every shard, nothing moves.
-2. *HK-free*: find the smallest S* >= S for which some order inside the stacks does (Hopcroft-Karp). Every live group
-   may put any S* of its shards first, so this is a matching of the shards into S* interchangeable slots per group.
+2. *HK-free*: find the smallest S* >= S for which some order inside the stacks does. Every live group may put any S* of
+   its shards first, so this is a matching of the shards into S* interchangeable slots per group.
 3. *MCMF*: at S*, find the orders with the fewest moved entries.
 
 A stack entry counts as **moved** when it stood behind the first S* entries and now stands among them. The entry that
 makes room for it falls right behind the first S*; this is the other half of the same move and is not counted. All other
-entries keep their relative order.
+entries keep their relative order. Among the orders with the fewest moves, one with the fewest shards to patch is taken
+(not in the paper; it breaks ties).
 
-Phase 3 as an assignment: shard <-> (group, slot), where an entry among the first S* may take its own slot at no cost and
-one behind them any slot of its group at the cost of one move. Its optimum is that of the min-cost flow with capacity S*
-per group: a contributed entry among the first S* never gains by leaving its slot, and the moved ones fill the free
-slots. Among the orders with the fewest moves, one with the fewest shards to patch is taken (not in the paper; it breaks
-ties).
+The paper matches all shards anew (Hopcroft-Karp, then a min-cost flow). Here only those without a contributor are
+placed, by shortest augmenting paths from the present contributions, which cost nothing and so are a min-cost flow
+already: the optimum is the same. It is found in microseconds in a record that is kept from loss to loss (``Stacks``, in
+the simulator, which decides millions of losses), and in a few milliseconds from nothing (``reconfigure``, in the plans).
+Costs: 0 for an entry that its group has computed in this step, 1 for one that it has to patch, N + 2 for one that has to
+be moved among the first S as well.
 
 Assumed: a group is lost as a whole, and ``live`` is the same at all callers. The outcome is then the same, too, because
 it is a pure function of the arguments.
@@ -24,19 +26,17 @@ it is a pure function of the arguments.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching, min_weight_full_bipartite_matching
 
 from megatron_ft.types import GroupId, listed
 
 Shard = int
 Orders = Sequence[Sequence[Shard]]
 """``orders[g]`` is the stack of group g, present order first to last; those of dead groups are kept as they were."""
+Phase = Literal["fixed", "free", "wipe-out"]
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,31 @@ class Outcome:
         reason: why, for people.
     """
 
-    phase: Literal["fixed", "free", "wipe-out"]
+    phase: Phase
     S: int
     orders: tuple[tuple[Shard, ...], ...]
     contributes: Mapping[GroupId, tuple[Shard, ...]]
     moves: tuple[tuple[GroupId, Shard], ...] = ()
     wiped_out: tuple[Shard, ...] = ()
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a loss changes in a record: as in :class:`Outcome`, and in ``patch`` the (group, shard) of each shard that a
+    group has yet to compute in this step."""
+
+    phase: Phase
+    S: int
+    moves: tuple[tuple[GroupId, Shard], ...] = ()
+    patch: tuple[tuple[GroupId, Shard], ...] = ()
+    wiped_out: tuple[Shard, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """The largest number of shards that one group has to patch, one after the other."""
+        groups = [group for group, _ in self.patch]
+        return max(map(groups.count, groups), default=0)
 
 
 def lower_bound(groups: int, live: int) -> int:
@@ -72,139 +90,195 @@ def lower_bound(groups: int, live: int) -> int:
 
 def reconfigure(orders: Orders, live: Collection[GroupId], S: int) -> Outcome:
     """Decide S, the orders and the contributions for the groups of ``live`` (SPARe, ReCtlr, phases 1 to 3)."""
-    alive = np.array(sorted(set(live)), dtype=np.int64)
-    stacks = _stacks(orders, alive, S)
-    hosted = stacks[alive]
-    N, r = stacks.shape
-
-    if len(slots := _first_slots(hosted[:, :S], N)) == N:
-        contributes = _contributions(alive, slots // S, slots % S)
-        reason = f"{len(alive)} of {N} groups live; the first {S} of the present orders cover every shard"
-        return Outcome("fixed", S, _as_tuples(orders), contributes, reason=reason)
-
-    hosts = np.bincount(hosted.ravel(), minlength=N)
-    if not hosts.all():
-        wiped = tuple(np.flatnonzero(hosts == 0).tolist())
-        reason = (
-            f"wipe-out: no live group hosts shard {listed(wiped, most=8)} any more, {len(alive)} of {N} groups live"
-        )
-        return Outcome("wipe-out", S, _as_tuples(orders), {}, wiped_out=wiped, reason=reason)
-
-    least = _smallest_S(hosted, N, S)
-    rows, entries = _fewest_moves(hosted, N, S, least)
-    contributes = _contributions(alive, rows, entries)
-    reordered, moves = _reorder(_as_tuples(orders), contributes, least)
-    why = "the present orders leave shards uncovered" if least == S else f"no order works with S = {S}"
-    reason = f"{len(alive)} of {N} groups live; {why}: S = {least}, {len(moves)} stack entries moved"
-    return Outcome("free", least, reordered, contributes, moves, reason=reason)
+    alive = sorted(set(live))
+    _check(orders, alive, S)
+    stacks = Stacks(orders, S, alive)
+    before = tuple(stacks.orders)
+    done = stacks.repair([shard for shard, owner in enumerate(stacks.owner) if owner < 0])
+    there = f"{len(alive)} of {stacks.N} groups live"
+    if done.phase == "wipe-out":
+        reason = f"wipe-out: no live group hosts shard {listed(done.wiped_out, most=8)} any more, {there}"
+        return Outcome("wipe-out", S, before, {}, wiped_out=done.wiped_out, reason=reason)
+    if done.phase == "fixed":
+        reason = f"{there}; the first {S} of the present orders cover every shard"
+    else:
+        why = "the present orders leave shards uncovered" if done.S == S else f"no order works with S = {S}"
+        reason = f"{there}; {why}: S = {done.S}, {len(done.moves)} stack entries moved"
+    contributes = {g: tuple(s for s in stacks.orders[g][: done.S] if s in stacks.own[g]) for g in alive}
+    return Outcome(done.phase, done.S, tuple(stacks.orders), contributes, done.moves, reason=reason)
 
 
-def patch(before: Orders, S: int, outcome: Outcome) -> dict[GroupId, tuple[Shard, ...]]:
-    """Return the shards that each survivor has yet to compute in the interrupted step (SPARe, patch compute).
-
-    ``before`` and ``S`` are those that the step began with: a survivor computes its first S entries of it in any case.
-    """
-    todo = {g: tuple(s for s in own if s not in before[g][:S]) for g, own in outcome.contributes.items()}
-    return {group: shards for group, shards in todo.items() if shards}
-
-
-def _stacks(orders: Orders, alive: np.ndarray, S: int) -> np.ndarray:
-    """Check the orders, and return them as an N x r array."""
-    try:
-        stacks = np.asarray(orders, dtype=np.int64)
-    except ValueError as error:
-        raise ValueError(f"all stacks must have the same height, got {sorted({len(o) for o in orders})}") from error
-    if stacks.ndim != 2 or stacks.size == 0:
-        raise ValueError(f"orders must hold one stack of at least one shard per group, got shape {stacks.shape}")
-    N, r = stacks.shape
-    if stacks.min() < 0 or stacks.max() >= N:
-        raise ValueError(f"{N} groups have shards 0 to {N - 1}, got {stacks.min()} to {stacks.max()}")
-    in_stack = np.sort(stacks, axis=1)
-    if (twice := np.flatnonzero((in_stack[:, 1:] == in_stack[:, :-1]).any(axis=1))).size:
-        raise ValueError(f"a stack must hold a shard once, that of group {twice[0]} is {stacks[twice[0]].tolist()}")
-    if not 1 <= S <= r:
-        raise ValueError(f"S must lie between 1 and the height of the stacks, {r}, got {S}")
-    if alive.size and not (alive[0] >= 0 and alive[-1] < N):
+def _check(orders: Orders, alive: Sequence[GroupId], S: int) -> None:
+    N, heights = len(orders), sorted({len(stack) for stack in orders})
+    if len(heights) > 1:
+        raise ValueError(f"all stacks must have the same height, got {heights}")
+    if not heights or not heights[0]:
+        raise ValueError(f"orders must hold one stack of at least one shard per group, got {N} stacks of {heights}")
+    least, largest = min(map(min, orders)), max(map(max, orders))
+    if least < 0 or largest >= N:
+        raise ValueError(f"{N} groups have shards 0 to {N - 1}, got {least} to {largest}")
+    for group, stack in enumerate(orders):
+        if len(set(stack)) < heights[0]:
+            raise ValueError(f"a stack must hold a shard once, that of group {group} is {list(stack)}")
+    if not 1 <= S <= heights[0]:
+        raise ValueError(f"S must lie between 1 and the height of the stacks, {heights[0]}, got {S}")
+    if alive and not (alive[0] >= 0 and alive[-1] < N):
         raise ValueError(f"live groups must be of 0 to {N - 1}, got {alive[0]} to {alive[-1]}")
-    return stacks
 
 
-def _first_slots(first: np.ndarray, N: int) -> np.ndarray:
-    """HK-fixed. Return the place (row * S + slot) of each shard among the first S entries; empty unless all are covered.
+class Stacks:
+    """The orders inside the stacks, S, and the contributor of each shard, through losses; at first as after a restart.
 
-    With the orders given, a (group, slot) holds one shard, so no two shards compete for it: the maximum matching of this
-    graph is the set of covered shards. Each is contributed from its lowest slot; ties go to the lowest group.
+    A shard is first contributed from its lowest slot; ties go to the lowest group. ``owner`` is -1 where no group of
+    ``live`` (None: all groups) has the shard among its first S, until :meth:`repair` finds one.
     """
-    rows, S = first.shape
-    by_slot = first.T.ravel()  # slot 0 of all groups, then slot 1, ...: the first occurrence is the lowest slot
-    shards, at = np.unique(by_slot, return_index=True)
-    return (at % rows) * S + at // rows if len(shards) == N else np.empty(0, dtype=np.int64)
+
+    def __init__(self, orders: Orders, S: int = 1, live: Collection[GroupId] | None = None) -> None:
+        self.N, self.S = len(orders), S
+        self.orders = list(map(tuple, orders))
+        self.live = set(range(self.N) if live is None else live)
+        self.hosts: list[list[GroupId]] = [[] for _ in orders]
+        for group, order in enumerate(self.orders):
+            for shard in order:
+                self.hosts[shard].append(group)
+        self.owner: list[GroupId] = [-1] * self.N
+        self.own: list[set[Shard]] = [set() for _ in orders]
+        for slot in range(S):
+            for group in sorted(self.live):
+                if self.owner[shard := self.orders[group][slot]] < 0:
+                    self._adopt(shard, group)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begin a step, in which every live group computes the first S of its stack."""
+        self._step_S = self.S
+        self._step_first: dict[GroupId, tuple[Shard, ...]] = {}  # of groups whose order has changed in this step
+        self._patched: set[tuple[GroupId, Shard]] = set()
+
+    def computed(self, group: GroupId, shard: Shard) -> bool:
+        """Return whether the group has computed the shard in this step, or computes it in any case."""
+        first = self._step_first.get(group) or self.orders[group][: self._step_S]
+        return shard in first or (group, shard) in self._patched
+
+    def lose(self, group: GroupId) -> Repaired:
+        """Find other contributors for the shards of ``group``, which is lost."""
+        self.live.remove(group)
+        orphans, self.own[group] = sorted(self.own[group]), set()
+        return self.repair(orphans)
+
+    def repair(self, orphans: Sequence[Shard]) -> Repaired:
+        """Find contributors for the shards that have none (ReCtlr, phases 1 to 3)."""
+        hosts = {shard: [group for group in self.hosts[shard] if group in self.live] for shard in orphans}
+        if wiped := tuple(shard for shard in orphans if not hosts[shard]):
+            return Repaired("wipe-out", self.S, wiped_out=wiped)
+        present = {shard: [g for g in hosts[shard] if shard in self.orders[g][: self.S]] for shard in orphans}
+        if all(present.values()):
+            return Repaired("fixed", self.S, patch=self._hand_over(present))
+        least = max(self.S, lower_bound(self.N, len(self.live)))
+        while True:
+            search = _Search(self, least)
+            if all(search.place(shard) for shard in orphans):
+                return self._commit(search, least)
+            search.undo()
+            least += 1
+
+    def _hand_over(self, present: Mapping[Shard, list[GroupId]]) -> tuple[tuple[GroupId, Shard], ...]:
+        """Hand orphans to groups that have them among their first S, and return those to patch: if S grew in this step,
+        a group may not have computed them yet."""
+        patch = []
+        for shard, groups in present.items():
+            group = min(groups, key=lambda g: (not self.computed(g, shard), g))
+            if not self.computed(group, shard):
+                patch.append((group, shard))
+            self._adopt(shard, group)
+        self._patched.update(patch)
+        return tuple(patch)
+
+    def _adopt(self, shard: Shard, group: GroupId) -> None:
+        self.owner[shard] = group
+        self.own[group].add(shard)
+
+    def _commit(self, search: _Search, least: int) -> Repaired:
+        """Take over the result of the search: new orders at S = ``least``, and the shards to compute for them."""
+        patch, moves = [], []
+        for group in sorted({self.owner[shard] for shard in search.before}):
+            order, own = self.orders[group], self.own[group]
+            first, rest = order[:least], order[least:]
+            if moved := [shard for shard in rest if shard in own]:
+                out = [shard for shard in first if shard not in own][-len(moved) :]
+                stay = [shard for shard in first if shard not in out]
+                self._step_first.setdefault(group, order[: self._step_S])
+                self.orders[group] = (*stay, *moved, *out, *(shard for shard in rest if shard not in own))
+                moves += [(group, shard) for shard in moved]
+            patch += [(group, s) for s in self.orders[group][:least] if s in own and not self.computed(group, s)]
+        self._patched.update(patch)
+        self.S = least
+        return Repaired("free", least, tuple(moves), tuple(patch))
 
 
-def _smallest_S(hosted: np.ndarray, N: int, S: int) -> int:
-    """HK-free. Return the least S* >= S with a matching of all shards into S* slots per live group; r always works."""
-    rows, r = hosted.shape
-    for least in range(max(S, lower_bound(N, rows)), r):
-        columns = np.arange(rows)[:, None, None] * least + np.arange(least)
-        shards = np.repeat(hosted.ravel(), least)
-        columns = np.broadcast_to(columns, (rows, r, least)).ravel()
-        graph = csr_matrix((np.ones(len(shards), dtype=np.int8), (shards, columns)), shape=(N, rows * least))
-        if (maximum_bipartite_matching(graph, perm_type="column") >= 0).all():
-            return least
-    return int(r)
+class _Search:
+    """Shortest augmenting paths at a fixed S, one orphaned shard after the other."""
 
+    def __init__(self, stacks: Stacks, S: int) -> None:
+        self.stacks, self.S = stacks, S
+        self.before: dict[Shard, GroupId] = {}
+        """The contributor from before the search of each shard that got another one."""
+        self._paid = 0  # the cost of all placed orphans so far: no path can gain more by undoing it
 
-def _fewest_moves(hosted: np.ndarray, N: int, S: int, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """MCMF. Return for each shard the row of the group that contributes it, and its present entry in that group's stack.
+    def _cost(self, shard: Shard, group: GroupId) -> int:
+        stacks = self.stacks
+        if shard not in stacks.orders[group][: self.S]:
+            return stacks.N + 2
+        return 0 if stacks.computed(group, shard) else 1
 
-    A move weighs more than all the patches of a decision together. Weights begin at 1: a sparse 0 would be no edge.
-    """
-    rows, r = hosted.shape
-    slots = np.arange(rows * least).reshape(rows, 1, least)
-    # An entry behind the first ``least`` may go to any slot of its group, one among them only to its own.
-    anywhere = np.broadcast_to(slots, (rows, r - least, least)).ravel()
-    shards = np.concatenate([hosted[:, :least].ravel(), np.repeat(hosted[:, least:].ravel(), least)])
-    columns = np.concatenate([slots.ravel(), anywhere])
-    stay = np.where(np.arange(least) < S, 1.0, 2.0)
-    weights = np.concatenate([np.tile(stay, rows), np.full(len(anywhere), N + 2.0)])
-    graph = csr_matrix((weights, (shards, columns)), shape=(N, rows * least))
-    _, column = min_weight_full_bipartite_matching(graph)
+    def place(self, orphan: Shard) -> bool:
+        """Find a contributor for ``orphan``, moving other shards if that is cheapest; return False if S allows none."""
+        stacks = self.stacks
+        best: dict[GroupId, int] = {}
+        came: dict[GroupId, tuple[Shard, GroupId | None]] = {}
+        heap: list[tuple[int, GroupId]] = []
 
-    chosen_row, slot = column // least, column % least
-    entry = np.where(hosted[chosen_row, slot] == np.arange(N), slot, -1)
-    for shard in np.flatnonzero(entry < 0):
-        entry[shard] = least + np.flatnonzero(hosted[chosen_row[shard], least:] == shard)[0]
-    return chosen_row, entry
+        def reach(shard: Shard, before: GroupId | None, so_far: int) -> None:
+            for group in stacks.hosts[shard]:
+                if group in stacks.live and group != before:
+                    cost = so_far + self._cost(shard, group)
+                    if cost < best.get(group, 1 << 60):
+                        best[group], came[group] = cost, (shard, before)
+                        heapq.heappush(heap, (cost, group))
 
+        reach(orphan, None, 0)
+        end: tuple[int, GroupId] | None = None
+        while heap:
+            cost, group = heapq.heappop(heap)
+            if end is not None and cost - self._paid >= end[0]:
+                break
+            if cost > best[group]:
+                continue
+            if len(stacks.own[group]) < self.S:
+                end = min(end or (cost, group), (cost, group))
+                continue
+            for shard in sorted(stacks.own[group]):
+                reach(shard, group, cost - self._cost(shard, group))
+        if end is None:
+            return False
+        self._paid += end[0]
+        self._shift(end[1], came)
+        return True
 
-def _contributions(alive: np.ndarray, rows: np.ndarray, entries: np.ndarray) -> dict[GroupId, tuple[Shard, ...]]:
-    """Return group -> the shards it contributes, in stack order; shard j is entry ``entries[j]`` of ``rows[j]``."""
-    chosen: dict[GroupId, list[Shard]] = {group: [] for group in alive.tolist()}
-    in_order = np.lexsort((entries, rows))
-    for group, shard in zip(alive[rows[in_order]].tolist(), in_order.tolist(), strict=True):
-        chosen[group].append(shard)
-    return {group: tuple(own) for group, own in chosen.items()}
+    def _shift(self, group: GroupId | None, came: Mapping[GroupId, tuple[Shard, GroupId | None]]) -> None:
+        """Move each shard along the path, back from ``group``, to the group that was found for it."""
+        while group is not None:
+            shard, before = came[group]
+            self.before.setdefault(shard, self.stacks.owner[shard])
+            if before is not None:
+                self.stacks.own[before].remove(shard)
+            self.stacks._adopt(shard, group)
+            group = before
 
-
-def _reorder(
-    orders: tuple[tuple[Shard, ...], ...], contributes: Mapping[GroupId, tuple[Shard, ...]], S: int
-) -> tuple[tuple[tuple[Shard, ...], ...], tuple[tuple[GroupId, Shard], ...]]:
-    """Put the shards that each group contributes among its first S; the last ones that it does not contribute make room."""
-    new, moves = list(orders), []
-    for group, own in contributes.items():
-        order = orders[group]
-        first, rest = order[:S], order[S:]
-        moved = [shard for shard in own if shard not in first]
-        if not moved:
-            continue
-        idle = [shard for shard in first if shard not in own]
-        out = idle[len(idle) - len(moved) :]
-        stay = [shard for shard in first if shard not in out]
-        new[group] = (*stay, *moved, *out, *(shard for shard in rest if shard not in moved))
-        moves += [(group, shard) for shard in moved]
-    return tuple(new), tuple(moves)
-
-
-def _as_tuples(orders: Orders) -> tuple[tuple[Shard, ...], ...]:
-    """Return the orders as tuples for the outcome; stacks that are tuples already are not copied."""
-    return tuple(stack if isinstance(stack, tuple) else tuple(int(shard) for shard in stack) for stack in orders)
+    def undo(self) -> None:
+        """Restore the contributions from before the search; the orphans have no contributor again."""
+        for shard, group in self.before.items():
+            self.stacks.own[self.stacks.owner[shard]].discard(shard)
+            self.stacks.owner[shard] = group
+            if group in self.stacks.live:
+                self.stacks.own[group].add(shard)
