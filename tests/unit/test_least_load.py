@@ -29,3 +29,10 @@ def test_at_the_published_sizes_too(make, share):
 def test_an_empty_set_is_refused():
     with pytest.raises(ValueError, match="at least one live group"):
         least_load(4, 2, [])
+
+
+def test_the_load_falls_when_the_shards_of_a_crowded_group_lose_their_last_host():
+    """Shards 1 and 2 have group 1 only, which computes both; without it any group may compute them."""
+    placement = cyclic(8, (0, 1))
+    assert least_load(8, 4, [1, 3, 4, 5, 6, 7], placement) == 8
+    assert least_load(8, 4, [3, 4, 5, 6, 7], placement) == 7
