@@ -114,7 +114,7 @@ def write_timelines(run_dir: Path, groups: int, steps: int) -> int:
 def report(run_dir: Path) -> None:
     from megatron_ft.report import report_command
 
-    report_command.run(argparse.Namespace(run_dir=run_dir, reference=None, slurm=False), str)
+    report_command.run(argparse.Namespace(run_dir=run_dir, reference=None, slurm=False))
 
 
 READERS = {"agent": agent, "report": report, "later look": agent, "report with timelines": report}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ft import __version__
-from megatron_ft.errors import FTError, LaunchError
+from megatron_ft.errors import ConfigError, FTError, LaunchError
 from megatron_ft.utils import extras, lifeline
 from megatron_ft.utils.terminal import printable
 
@@ -73,8 +74,14 @@ def run_and_exit() -> NoReturn:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    if (sys.argv[1:] if arguments is None else arguments)[:1] == ["burn-in"]:
+    words = sys.argv[1:] if arguments is None else arguments
+    name = next((word for word in words if not word.startswith("-")), "")
+    try:
+        with extras.needed():
+            parser = _parser(name)
+    except ConfigError as error:
+        _parser("").error(str(error))
+    if name == "burn-in":
         parser.error(
             "burn-in is a batch script now: sbatch slurm/chaos.sbatch (megatron-ft examples --copy DIR has it)"
         )
@@ -108,7 +115,16 @@ exit codes:
   128+n  stopped before the last step by signal n"""
 
 
-def _parser() -> argparse.ArgumentParser:
+Options = Callable[[argparse.ArgumentParser], None]
+
+
+def _of(module: str) -> Options:
+    """Return what adds the options of a command that has a module of its own; it is imported for this command only."""
+    return lambda parser: importlib.import_module(f"megatron_ft.{module}").options(parser)
+
+
+def _parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands. ``only``: the one whose options it has; the others have their names."""
     parser = argparse.ArgumentParser(
         prog="megatron-ft",
         description="Fault-tolerant LLM pre-training: when ranks die,\nthe interrupted step is kept and training goes on.",
@@ -118,142 +134,143 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, *examples: str, codes: str = _OTHER_CODES) -> argparse.ArgumentParser:
-        """``text``: what the command does. ``examples``: arguments of example calls."""
+    def command(options: Options, name: str, text: str, *examples: str, codes: str = _OTHER_CODES) -> None:
+        """``options`` adds those of the command, ``text`` says what it does, ``examples`` are arguments of calls."""
         lines = ["examples:", *(f"  megatron-ft {name} {example}" for example in examples), "", codes]
-        return commands.add_parser(
+        added = commands.add_parser(
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
             epilog="\n".join(lines),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        if only in (None, name):
+            options(added)
 
-    _add_plan(
-        command(
-            "plan",
-            "recommend a policy, redundancy and checkpoint period for a cluster",
-            "--preset llama3-16k",
-            "--gpus 1024 --gpus-per-group 32 --node-mtbf-hours 6000 --step-s 8",
-            "--measured runs/a --gpus 1024 --out ft.json",
-        )
+    command(
+        _of("planning.plan_command"),
+        "plan",
+        "recommend a policy, redundancy and checkpoint period for a cluster",
+        "--preset llama3-16k",
+        "--gpus 1024 --gpus-per-group 32 --node-mtbf-hours 6000 --step-s 8",
+        "--measured runs/a --gpus 1024 --out ft.json",
     )
-    _add_simulate(
-        command(
-            "simulate",
-            "simulate a whole training run with failures for each policy",
-            "--preset llama3-16k --trials 5",
-            "--preset lab-64 --policy stacked_quota,restart --trace failures.csv",
-            "--like runs/a",
-        )
+    command(
+        _of("simulation.training.simulate_command"),
+        "simulate",
+        "simulate a whole training run with failures for each policy",
+        "--preset llama3-16k --trials 5",
+        "--preset lab-64 --policy stacked_quota,restart --trace failures.csv",
+        "--like runs/a",
     )
-    _add_prepare(
-        command(
-            "prepare",
-            "tokenize text into a dataset of packed samples",
-            "--out data/sotu",
-            "--out data/mine --text books.jsonl web.parquet --vocab-size 32000",
-            "--out data/web --text web.jsonl.gz --tokenizer gpt2/tokenizer.json --workers 32",
-        )
+    command(
+        _add_prepare,
+        "prepare",
+        "tokenize text into a dataset of packed samples",
+        "--out data/sotu",
+        "--out data/mine --text books.jsonl web.parquet --vocab-size 32000",
+        "--out data/web --text web.jsonl.gz --tokenizer gpt2/tokenizer.json --workers 32",
     )
-    _add_launch(
-        command(
-            "launch",
-            "start a fault-tolerant run on this node",
-            "--groups 4 --run-dir runs/a train.py -- --steps 100",
-            "--groups 8 --config ds_config.json --ssh --hostfile hosts --port 29500 --run-dir /shared/a train.py",
-            codes=_RUN_CODES,
-        )
+    command(
+        _add_launch,
+        "launch",
+        "start a fault-tolerant run on this node",
+        "--groups 4 --run-dir runs/a train.py -- --steps 100",
+        "--groups 8 --config ds_config.json --ssh --hostfile hosts --port 29500 --run-dir /shared/a train.py",
+        codes=_RUN_CODES,
     )
-    _add_join(
-        command(
-            "join",
-            "add groups to a live run, or a spare host, from this node",
-            "/shared/a --groups 2",
-            "/shared/a --spare",
-            codes=_RUN_CODES,
-        )
+    command(
+        _add_join,
+        "join",
+        "add groups to a live run, or a spare host, from this node",
+        "/shared/a --groups 2",
+        "/shared/a --spare",
+        codes=_RUN_CODES,
     )
-    _add_leave(
-        command("leave", "have a group of a live run leave in order, for maintenance", '/shared/a 3 --why "new disk"')
+    command(
+        _add_leave,
+        "leave",
+        "have a group of a live run leave in order, for maintenance",
+        '/shared/a 3 --why "new disk"',
     )
-    _add_stop(command("stop", "tell a live run to save and to end", '/shared/a --why "maintenance"'))
-    _add_supervise(
-        command(
-            "supervise",
-            "in a Slurm job: launch on all nodes, and replace agents that end",
-            "launch --groups 8 --spare-hosts 1 --run-dir /shared/a train.py -- --steps 1000",
-            codes=f"{_RUN_CODES}\n  75     the job is queued again, and the run goes on in it",
-        )
+    command(_add_stop, "stop", "tell a live run to save and to end", '/shared/a --why "maintenance"')
+    command(
+        _add_supervise,
+        "supervise",
+        "in a Slurm job: launch on all nodes, and replace agents that end",
+        "launch --groups 8 --spare-hosts 1 --run-dir /shared/a train.py -- --steps 1000",
+        codes=f"{_RUN_CODES}\n  75     the job is queued again, and the run goes on in it",
     )
-    _add_inject(
-        command(
-            "inject",
-            "inject faults of a schedule, or drawn ones, into a live run",
-            "runs/a faults.yaml",
-            "runs/a --mix 5 --every-s 20",
-            "faults.yaml --dry-run --groups 4",
-        )
+    command(
+        _of("faults.inject_command"),
+        "inject",
+        "inject faults of a schedule, or drawn ones, into a live run",
+        "runs/a faults.yaml",
+        "runs/a --mix 5 --every-s 20",
+        "faults.yaml --dry-run --groups 4",
     )
-    _add_report(
-        command(
-            "report", "show tables and pictures of a run", "runs/a", "runs/a --reference runs/clean", "runs/a --json"
-        )
+    command(
+        _of("report.report_command"),
+        "report",
+        "show tables and pictures of a run",
+        "runs/a",
+        "runs/a --reference runs/clean",
+        "runs/a --json",
     )
-    _add_status(command("status", "show where a run stands; on a terminal until it ends", "runs/a", "runs/a --once"))
-    _add_checkpoint(
-        command(
-            "checkpoint",
-            "list or check the checkpoints of a run",
-            "list runs/a/checkpoints",
-            "verify runs/a/checkpoints",
-        )
+    command(
+        _of("report.status_command"),
+        "status",
+        "show where a run stands; on a terminal until it ends",
+        "runs/a",
+        "runs/a --once",
     )
-    _add_export(
-        command(
-            "export",
-            "write the model of a run's checkpoint for other programs",
-            "runs/a --format hf --out llama",
-            "/shared/ckpt --format megatron --step 1000 --out model",
-        )
+    command(
+        _add_checkpoint,
+        "checkpoint",
+        "list or check the checkpoints of a run",
+        "list runs/a/checkpoints",
+        "verify runs/a/checkpoints",
     )
-    _add_doctor(
-        command(
-            "doctor",
-            "check this machine, or all hosts of a run, before training",
-            "",
-            "--hosts 4 --directory /shared",
-            "--deterministic train.py --config ds_config.json -- --data data/sotu",
-        )
+    command(
+        _add_export,
+        "export",
+        "write the model of a run's checkpoint for other programs",
+        "runs/a --format hf --out llama",
+        "/shared/ckpt --format megatron --step 1000 --out model",
     )
-    _add_qualify(
-        command(
-            "qualify",
-            "show on these machines, with real processes and faults, what holds there",
-            "",
-            "--gpus 2 --json qualify.json",
-            "--hosts 4 --host-rank 0 --store node1:29400 --directory /shared",
-            codes="exit codes: 0 nothing failed; 1 a check failed; 2 refused: options, hosts or a library that is missing",
-        )
+    command(
+        _add_doctor,
+        "doctor",
+        "check this machine, or all hosts of a run, before training",
+        "",
+        "--hosts 4 --directory /shared",
+        "--deterministic train.py --config ds_config.json -- --data data/sotu",
     )
-    _add_replay(
-        command(
-            "replay",
-            "compute a committed step again, and compare it with the record",
-            "runs/a --step 120",
-            "runs/a --step 120 --microbatch 3.0",
-        )
+    command(
+        _add_qualify,
+        "qualify",
+        "show on these machines, with real processes and faults, what holds there",
+        "",
+        "--gpus 2 --json qualify.json",
+        "--hosts 4 --host-rank 0 --store node1:29400 --directory /shared",
+        codes="exit codes: 0 nothing failed; 1 a check failed; 2 refused: options, hosts or a library that is missing",
     )
-    _add_examples(
-        command("examples", "list the example scripts, sbatch files and documents, or copy them", "", "--copy ft")
+    command(
+        _add_replay,
+        "replay",
+        "compute a committed step again, and compare it with the record",
+        "runs/a --step 120",
+        "runs/a --step 120 --microbatch 3.0",
     )
-    _add_completion(
-        command(
-            "completion",
-            "print a shell's tab completion of this command",
-            "bash > ~/.local/share/bash-completion/completions/megatron-ft",
-            'zsh > "${fpath[1]}/_megatron-ft"',
-        )
+    command(
+        _add_examples, "examples", "list the example scripts, sbatch files and documents, or copy them", "", "--copy ft"
+    )
+    command(
+        _add_completion,
+        "completion",
+        "print a shell's tab completion of this command",
+        "bash > ~/.local/share/bash-completion/completions/megatron-ft",
+        'zsh > "${fpath[1]}/_megatron-ft"',
     )
     return parser
 
@@ -297,141 +314,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from _actions(command)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_cluster(parser)
-    parser.add_argument(
-        "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
-    )
-    parser.add_argument(
-        "--wrong-share",
-        metavar="P",
-        help="also say how many microbatches to verify, for a host that computes this share of its microbatches wrongly",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the time that failures cost over cluster size")
-    parser.add_argument(
-        "--out", type=Path, metavar="JSON", help="write the fault_tolerance section, with all that is recommended"
-    )
-    parser.set_defaults(run=_plan)
-
-
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
-    parser.add_argument(
-        "--file", type=Path, metavar="FILE", help="YAML or JSON file with the values below; keys have underscores"
-    )
-    parser.add_argument(
-        "--measured", type=Path, metavar="RUN_DIR", help="take times and failure rate from the record of this run"
-    )
-    values = parser.add_argument_group(
-        "values", "of the cluster and the job; they override --preset, --file and --measured"
-    )
-    # As text: a wrong value in a flag gives the same message as one in a file.
-    for name, text in (
-        ("gpus", "number of GPUs"),
-        ("gpus-per-group", "number of GPUs of one model replica"),
-        ("gpus-per-node", "number of GPUs of a node (default: 8)"),
-        ("node-mtbf-hours", "failure rate: mean time between failures of one node"),
-        ("failures-per-1000-node-days", "or failures per 1000 node-days (Llama 3: 3.79)"),
-        ("system-mtbf-s", "or mean time between failures of the whole system"),
-        ("step-s", "time of a failure-free step"),
-        ("allreduce-s", "part of the step in which only gradients are reduced (default: 0)"),
-        ("gradient-gb", "or, to compute it: gradients of one position in 10^9 bytes,"),
-        ("link-gb-s", "bandwidth of its link in 10^9 bytes per second,"),
-        ("link-latency-us", "latency in microseconds (default: 0),"),
-        ("allreduce-algorithm", "and ring or tree (default: ring)"),
-        ("microbatches", "number of microbatches of a group in a step (default: 16)"),
-        ("steps", "number of steps of the whole run; the checkpoint period depends on it"),
-        ("restart-s", "time to restart the whole job"),
-        ("checkpoint-s", "time for which a checkpoint stops training"),
-        ("detection-s", "time until a failure is detected (default: 5)"),
-        ("reconfigure-s", "time from there until the survivors continue (default: 2)"),
-        ("rejoin-s", "time until a lost group is back, or none (default: 900)"),
-        ("job-mtbf-hours", "time between failures that end the whole job: fabric, file system (default: none)"),
-        ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
-        ("price-per-gpu-hour", "price in any currency, to show the cost"),
-    ):
-        values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
-
-
-def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    if options.measured is None:
-        return {}
-    from megatron_ft.report import measured
-    from megatron_ft.runlog.run_record import RunRecord
-
-    return measured.measured(RunRecord.load(options.measured))
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from megatron_ft.config import schema
-    from megatron_ft.planning import plan_command
-
-    def refused(section: dict) -> str | None:
-        try:
-            schema.resolve(section, groups=cluster.groups)
-        except FTError as error:
-            return str(error)
-        return None
-
-    options.values = _measured(options)
-    cluster = plan_command.cluster(options)
-    return plan_command.show(cluster, options, refused)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    _add_cluster(parser)
-    failures = parser.add_argument_group("failures", "their distribution")
-    # As text, as in _add_cluster.
-    for where, name, default, metavar, text in (
-        (parser, "policy", None, "NAMES", "policies, separated by commas (default: all)"),
-        (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
-        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
-        (parser, "trials", "3", "N", "number of runs of each policy (default: 3)"),
-        (parser, "seed", "0", "N", "seed of the first trial; all policies have equal seeds"),
-        (parser, "jobs", str(os.cpu_count() or 1), "N", "number of processes (default: all cores)"),
-        (parser, "jitter", "0.05", "X", "relative standard deviation of all durations (default: 0.05)"),
-        (parser, "read-s", "0", "S", "time to prefetch one shard (default: 0)"),
-        (parser, "shard-gb", "0", "GB", "memory for one shard, to show the cost of hosting"),
-        (failures, "shape", "0.78", "X", "Weibull shape; 1 is exponential (default: 0.78)"),
-        (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
-        (failures, "in-restart", "missing", "WHAT",
-         "a group that fails in a restart: missing, none, again or after (default: missing)"),
-        (failures, "restart-finds", "everybody", "WHO",
-         "groups after a restart: everybody, survivors or divisor (default: everybody)"),
-        (failures, "frail-share", "0", "X", "share of groups that fail more often"),
-        (failures, "frail-weight", "10", "X", "ratio of their failure rate to that of the others (default: 10)"),
-        (failures, "rack-share", "0", "X", "share of failures that take a whole rack"),
-        (failures, "rack-groups", "1", "N", "number of neighbouring groups in a rack (default: 1)"),
-    ):  # fmt: skip
-        where.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="RUN_DIR",
-        help="a run again, with its policy, losses and measured times: predicted and measured time (--json: as JSON)",
-    )
-    failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is already lost")
-    failures.add_argument(
-        "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
-    )
-    failures.add_argument(
-        "--trace", type=Path, metavar="CSV", help="recorded failures, with the columns seconds and group"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the parts of the time")
-    parser.set_defaults(run=_simulate)
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    from megatron_ft.simulation.training import like_run, simulate_command
-
-    if options.like is not None:
-        return like_run.run(options)
-    options.values = _measured(options)
-    return simulate_command.run(options)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
@@ -710,40 +592,6 @@ def _launch_from(options: argparse.Namespace, run: RunConfig, forks: ForkServer 
         return agent.run()
 
 
-def _add_inject(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="run directory of a live run on this host")
-    parser.add_argument("schedule", type=Path, nargs="?", help="schedule, JSON or YAML (docs/fault-injection.md)")
-    parser.add_argument(
-        "--mix", type=int, metavar="N", help="instead: draw N faults among the living groups, from now on"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --mix (default: 0)")
-    parser.add_argument(
-        "--every-s", type=float, default=30.0, metavar="S", help="with --mix: mean time between faults (default: 30)"
-    )
-    parser.add_argument("--write", type=Path, metavar="JSON", help="write the schedule to this file")
-    parser.add_argument(
-        "--min-survivors", type=int, default=1, metavar="K", help="refuse a fault that leaves fewer groups (default: 1)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="show the faults and inject nothing")
-    parser.add_argument(
-        "--groups", type=int, metavar="N", help="with --dry-run: number of groups, if there is no run yet"
-    )
-    parser.add_argument(
-        "--start-timeout-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time to wait for the run to start (default: 60)",
-    )
-    parser.set_defaults(run=_inject)
-
-
-def _inject(options: argparse.Namespace) -> int:
-    from megatron_ft.faults import inject_command
-
-    return inject_command.run(options)
-
-
 def _add_leave(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="of the run")
     parser.add_argument("group", type=int, help="its number")
@@ -794,14 +642,12 @@ def _add_supervise(parser: argparse.ArgumentParser) -> None:
 def _of_job(options: argparse.Namespace) -> argparse.Namespace:
     """Parses the ``launch`` command of a job. Adds ``words`` (its arguments) and ``settings`` (the configuration)."""
     from megatron_ft.agent import job_restore
-    from megatron_ft.errors import LaunchError
     from megatron_ft.launchers import host_place
 
     command = options.launch[1:] if options.launch[:1] == ["--"] else options.launch
     if command[:1] != ["launch"]:
-        name = options.command
-        raise LaunchError(f"the launch command is missing; write: megatron-ft {name} [OPTIONS] launch --groups N ...")
-    asked = _parser().parse_args(command)
+        raise LaunchError("the launch command is missing; write: megatron-ft supervise [OPTIONS] launch --groups N ...")
+    asked = _parser("launch").parse_args(command)
     run = job_restore.config(asked.config, asked.groups, asked.ranks_per_group, megatron=_megatron(asked))
     asked.settings = host_place.with_store(asked, run)
     if asked.hosts is not None or asked.host_rank is not None or asked.store or asked.hostfile or asked.job_id:
@@ -837,39 +683,6 @@ def _supervise(options: argparse.Namespace) -> int:
             waits=options.second,
         )
     ).run()
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="run directory")
-    parser.add_argument(
-        "--reference", type=Path, metavar="RUN_DIR", help="run directory of a failure-free run, for comparison"
-    )
-    parser.add_argument("--slurm", action="store_true", help="also print the job's records from sacct or scontrol")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--json", action="store_true", help="print the facts of the run as JSON, and nothing else")
-    instead.add_argument(
-        "--check", action="store_true", help="only check that the run kept every promise; exit code 1: it did not"
-    )
-    parser.set_defaults(run=_report)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from megatron_ft.launchers.slurm import commands as slurm
-    from megatron_ft.report import report_command
-
-    return report_command.run(options, slurm.described)
-
-
-def _add_status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="run directory")
-    parser.add_argument("--once", action="store_true", help="on a terminal, too, show it once")
-    parser.set_defaults(run=_status)
-
-
-def _status(options: argparse.Namespace) -> int:
-    from megatron_ft.report import status_command
-
-    return status_command.run(options)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -961,8 +774,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
         return deterministic.run(Script(options.deterministic, options.arguments, Path.cwd()), options.config)
     if options.arguments or options.config:
-        from megatron_ft.errors import ConfigError
-
         raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
     from megatron_ft.doctor import hosts_check, run_doctor
     from megatron_ft.utils.terminal import console

@@ -8,6 +8,7 @@ import json
 import signal
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 from megatron_ft.errors import ConfigError, LaunchError
 from megatron_ft.faults import host_faults, injection_points, mix
@@ -19,6 +20,35 @@ from megatron_ft.utils import shared_file, terminal
 from megatron_ft.utils.tables import Column, FittedTable
 
 _POLL_S = 0.02
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft inject``."""
+    parser.add_argument("run_dir", type=Path, help="run directory of a live run on this host")
+    parser.add_argument("schedule", type=Path, nargs="?", help="schedule, JSON or YAML (docs/fault-injection.md)")
+    parser.add_argument(
+        "--mix", type=int, metavar="N", help="instead: draw N faults among the living groups, from now on"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --mix (default: 0)")
+    parser.add_argument(
+        "--every-s", type=float, default=30.0, metavar="S", help="with --mix: mean time between faults (default: 30)"
+    )
+    parser.add_argument("--write", type=Path, metavar="JSON", help="write the schedule to this file")
+    parser.add_argument(
+        "--min-survivors", type=int, default=1, metavar="K", help="refuse a fault that leaves fewer groups (default: 1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the faults and inject nothing")
+    parser.add_argument(
+        "--groups", type=int, metavar="N", help="with --dry-run: number of groups, if there is no run yet"
+    )
+    parser.add_argument(
+        "--start-timeout-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time to wait for the run to start (default: 60)",
+    )
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

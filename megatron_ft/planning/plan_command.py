@@ -4,18 +4,78 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_ft.errors import ConfigError
-from megatron_ft.planning import config_section, inputs, plan_tables, verified_share
+from megatron_ft.config import schema
+from megatron_ft.errors import ConfigError, FTError
+from megatron_ft.planning import config_section, inputs, measured, plan_tables, verified_share
 from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Recommendation, recommend
 from megatron_ft.planning.presets import PRESETS
+from megatron_ft.runlog.run_record import RunRecord
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft plan``."""
+    cluster_options(parser)
+    parser.add_argument(
+        "--redundancy", metavar="R", help="number of groups that host each shard (default: the best for each policy)"
+    )
+    parser.add_argument(
+        "--wrong-share",
+        metavar="P",
+        help="also say how many microbatches to verify, for a host that computes this share of its microbatches wrongly",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the time that failures cost over cluster size")
+    parser.add_argument(
+        "--out", type=Path, metavar="JSON", help="write the fault_tolerance section, with all that is recommended"
+    )
+    parser.set_defaults(run=run)
+
+
+def cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a cluster, for :func:`cluster`."""
+    parser.add_argument("--preset", metavar="NAME", help="llama3-16k, fthsdp-100k, spare-600k, recover-512 or lab-64")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="YAML or JSON file with the values below; keys have underscores"
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="RUN_DIR", help="take times and failure rate from the record of this run"
+    )
+    values = parser.add_argument_group(
+        "values", "of the cluster and the job; they override --preset, --file and --measured"
+    )
+    # As text: a wrong value in a flag gives the same message as one in a file.
+    for name, text in (
+        ("gpus", "number of GPUs"),
+        ("gpus-per-group", "number of GPUs of one model replica"),
+        ("gpus-per-node", "number of GPUs of a node (default: 8)"),
+        ("node-mtbf-hours", "failure rate: mean time between failures of one node"),
+        ("failures-per-1000-node-days", "or failures per 1000 node-days (Llama 3: 3.79)"),
+        ("system-mtbf-s", "or mean time between failures of the whole system"),
+        ("step-s", "time of a failure-free step"),
+        ("allreduce-s", "part of the step in which only gradients are reduced (default: 0)"),
+        ("gradient-gb", "or, to compute it: gradients of one position in 10^9 bytes,"),
+        ("link-gb-s", "bandwidth of its link in 10^9 bytes per second,"),
+        ("link-latency-us", "latency in microseconds (default: 0),"),
+        ("allreduce-algorithm", "and ring or tree (default: ring)"),
+        ("microbatches", "number of microbatches of a group in a step (default: 16)"),
+        ("steps", "number of steps of the whole run; the checkpoint period depends on it"),
+        ("restart-s", "time to restart the whole job"),
+        ("checkpoint-s", "time for which a checkpoint stops training"),
+        ("detection-s", "time until a failure is detected (default: 5)"),
+        ("reconfigure-s", "time from there until the survivors continue (default: 2)"),
+        ("rejoin-s", "time until a lost group is back, or none (default: 900)"),
+        ("job-mtbf-hours", "time between failures that end the whole job: fabric, file system (default: none)"),
+        ("repair-hours", "time until a node that failed is in service again (to answer: how many spare nodes?)"),
+        ("price-per-gpu-hour", "price in any currency, to show the cost"),
+    ):
+        values.add_argument(f"--{name}", help=text, metavar=name.rpartition("-")[2].upper())
 
 
 def cluster(options: argparse.Namespace) -> Cluster:
@@ -25,29 +85,38 @@ def cluster(options: argparse.Namespace) -> Cluster:
 
         plan_plots.check_path(options.plot)
     flags = {name: getattr(options, name) for name in inputs.NAMES}
-    return inputs.cluster(options.preset, options.file, flags, options.values)
+    values = {} if options.measured is None else measured.measured(RunRecord.load(options.measured))
+    return inputs.cluster(options.preset, options.file, flags, values)
 
 
-def show(cluster: Cluster, options: argparse.Namespace, refused: Callable[[config_section.Section], str | None]) -> int:
-    """Print and write what the options ask for. ``refused`` returns the config's reason against a section, or None."""
-    redundancy = inputs.redundancy(options.redundancy)
-    plan = recommend(cluster, redundancy)
-    pasted, hints = config_section.choose(cluster, plan, refused)
+def run(options: argparse.Namespace) -> int:
+    """Print and write what the options ask for. Returns the exit code; raises ``FTError``."""
+
+    def refused(section: config_section.Section) -> str | None:
+        try:
+            schema.resolve(section, groups=described.groups)
+        except FTError as error:
+            return str(error)
+        return None
+
+    described = cluster(options)
+    plan = recommend(described, inputs.redundancy(options.redundancy))
+    pasted, hints = config_section.choose(described, plan, refused)
     source = PRESETS[options.preset].source if options.preset else None
     if options.plot:
         from megatron_ft.planning import plan_plots
 
-        plan_plots.plan_plot(cluster, plan, options.plot)
+        plan_plots.plan_plot(described, plan, options.plot)
     if options.out:
         _write(options.out, pasted, hints)
     share = inputs.share(options.wrong_share)
     if options.json:
-        verified = None if share is None else [asdict(one) for one in verified_share.choices(cluster, share)]
-        print(json.dumps(plan_tables.as_json(cluster, plan, pasted, hints, source, verified), indent=2))
+        verified = None if share is None else [asdict(one) for one in verified_share.choices(described, share)]
+        print(json.dumps(plan_tables.as_json(described, plan, pasted, hints, source, verified), indent=2))
     else:
-        _print(Console(), cluster, plan, pasted, hints, source)
+        _print(Console(), described, plan, pasted, hints, source)
         if share is not None:
-            Console().print(verified_share.table(cluster, share))
+            Console().print(verified_share.table(described, share))
         for what, path in (("picture", options.plot), ("section", options.out)):
             if path:
                 print(f"{what}: {path}")

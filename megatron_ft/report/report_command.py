@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from pathlib import Path
 
 from megatron_ft.errors import LaunchError
+from megatron_ft.launchers.slurm import commands as slurm
 from megatron_ft.report import run_plots, run_summary, run_tables
 from megatron_ft.runlog import verdict
 from megatron_ft.runlog.run_record import RunRecord
 from megatron_ft.utils import terminal
 
 
-def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
-    """Print and draw the report of a run; with ``--json`` print its facts only, with ``--check`` the verdict. Returns the
-    exit code.
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft report``."""
+    parser.add_argument("run_dir", type=Path, help="run directory")
+    parser.add_argument(
+        "--reference", type=Path, metavar="RUN_DIR", help="run directory of a failure-free run, for comparison"
+    )
+    parser.add_argument("--slurm", action="store_true", help="also print the job's records from sacct or scontrol")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print the facts of the run as JSON, and nothing else")
+    instead.add_argument(
+        "--check", action="store_true", help="only check that the run kept every promise; exit code 1: it did not"
+    )
+    parser.set_defaults(run=run)
 
-    ``described`` returns Slurm's description of a job. Raises ``LaunchError`` or ``RecordError``.
+
+def run(options: argparse.Namespace) -> int:
+    """Print and draw the report of a run; with ``--json`` print its facts only, with ``--check`` the verdict. Returns the
+    exit code; raises ``LaunchError`` or ``RecordError``.
     """
     record = RunRecord.load(options.run_dir)
     reference = RunRecord.load(options.reference) if options.reference else None
@@ -40,7 +54,7 @@ def run(options: argparse.Namespace, described: Callable[[str], str]) -> int:
         run_tables.supervisor_table(record).show(console)
     for job in jobs if options.slurm else ():
         console.print(f"\nSlurm's record of job {job}; slurm/README.md explains the states:")
-        console.print(described(job), markup=False, highlight=False, soft_wrap=True)
+        console.print(slurm.described(job), markup=False, highlight=False, soft_wrap=True)
     for name, plot in (
         ("loss.png", lambda path: run_plots.loss_plot(record, reference, path)),
         ("timeline.png", lambda path: run_plots.timeline_plot(record, path)),

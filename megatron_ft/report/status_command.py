@@ -95,6 +95,13 @@ def _time(event: Event) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(event["t"]))
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft status``."""
+    parser.add_argument("run_dir", type=Path, help="run directory")
+    parser.add_argument("--once", action="store_true", help="on a terminal, too, show it once")
+    parser.set_defaults(run=run)
+
+
 def run(options: argparse.Namespace) -> int:
     """Show the status once, or on a terminal until the run ends. Returns the exit code."""
     status, console = Status(options.run_dir), terminal.console()

@@ -42,7 +42,7 @@ def test_a_report_does_not_hold_the_spans_of_a_run(tmp_path, monkeypatch):
         run_plots, "_save", lambda figure, path: run_plots.plt.close(figure)
     )  # the size is the picture's
     options = argparse.Namespace(run_dir=tmp_path, reference=None, slurm=False, json=False, check=False)
-    report_command.run(options, str)  # imports and caches stay out of the measurement
+    report_command.run(options)  # imports and caches stay out of the measurement
     tracemalloc.start()
     record = RunRecord.load(tmp_path)
     assert record.losses and not record.failures  # both are cached

@@ -123,10 +123,10 @@ def test_the_report_says_how_the_run_ended_also_as_json(last, ended, tmp_path, c
     lines = [START, step(106.0, 0, 4.0), *last]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = argparse.Namespace(run_dir=tmp_path, reference=None, slurm=False, json=True, check=False)
-    assert report_command.run(options, lambda job: "") == 0
+    assert report_command.run(options) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["ended"], said["exit_code"]) == ended and not (tmp_path / "loss.png").exists()
     options.json = False
-    assert report_command.run(options, lambda job: "") == 0
+    assert report_command.run(options) == 0
     out = capsys.readouterr().out
     assert "No group was lost." in out and ended[0] in out and (tmp_path / "loss.png").exists()

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from megatron_ft.errors import ConfigError, LaunchError
-from megatron_ft.report import follow, measured, run_plots, run_tables
+from megatron_ft.planning import measured
+from megatron_ft.report import follow, run_plots, run_tables
 from megatron_ft.report.presence import stages
 from megatron_ft.runlog import history
 from megatron_ft.runlog.run_record import Lines, RunRecord

@@ -7,6 +7,7 @@ import argparse
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import starmap
@@ -23,6 +24,7 @@ from megatron_ft.planning.cluster import Cluster
 from megatron_ft.planning.estimate import Policy as PolicyName
 from megatron_ft.planning.estimate import evaluate
 from megatron_ft.planning.plan_tables import large, short
+from megatron_ft.simulation.training import like_run
 from megatron_ft.simulation.training.policy_models import POLICIES
 from megatron_ft.simulation.training.setting import Failures, Setting
 from megatron_ft.simulation.training.training_run import PARTS, Result, simulate
@@ -32,8 +34,55 @@ Trials = Mapping[str, Sequence[Result]]
 """For each policy, the results of its trials."""
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft simulate``."""
+    plan_command.cluster_options(parser)
+    failures = parser.add_argument_group("failures", "their distribution")
+    # As text, as in cluster_options.
+    for where, name, default, metavar, text in (
+        (parser, "policy", None, "NAMES", "policies, separated by commas (default: all)"),
+        (parser, "redundancy", None, "R", "number of groups that host each shard (default: the planner's)"),
+        (parser, "period-s", None, "S", "time between checkpoints (default: the planner's)"),
+        (parser, "trials", "3", "N", "number of runs of each policy (default: 3)"),
+        (parser, "seed", "0", "N", "seed of the first trial; all policies have equal seeds"),
+        (parser, "jobs", str(os.cpu_count() or 1), "N", "number of processes (default: all cores)"),
+        (parser, "jitter", "0.05", "X", "relative standard deviation of all durations (default: 0.05)"),
+        (parser, "read-s", "0", "S", "time to prefetch one shard (default: 0)"),
+        (parser, "shard-gb", "0", "GB", "memory for one shard, to show the cost of hosting"),
+        (failures, "shape", "0.78", "X", "Weibull shape; 1 is exponential (default: 0.78)"),
+        (failures, "renewal", "system", "WHAT", "clock of failures: system, groups or replaced (default: system)"),
+        (failures, "in-restart", "missing", "WHAT",
+         "a group that fails in a restart: missing, none, again or after (default: missing)"),
+        (failures, "restart-finds", "everybody", "WHO",
+         "groups after a restart: everybody, survivors or divisor (default: everybody)"),
+        (failures, "frail-share", "0", "X", "share of groups that fail more often"),
+        (failures, "frail-weight", "10", "X", "ratio of their failure rate to that of the others (default: 10)"),
+        (failures, "rack-share", "0", "X", "share of failures that take a whole rack"),
+        (failures, "rack-groups", "1", "N", "number of neighbouring groups in a rack (default: 1)"),
+    ):  # fmt: skip
+        where.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run again, with its policy, losses and measured times: predicted and measured time (--json: as JSON)",
+    )
+    failures.add_argument("--hit-the-dead", action="store_true", help="a failure may hit a group that is already lost")
+    failures.add_argument(
+        "--mix", action="store_true", help="draw causes (crash, hang, flap, straggler, ...) as in large jobs"
+    )
+    failures.add_argument(
+        "--trace", type=Path, metavar="CSV", help="recorded failures, with the columns seconds and group"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the parts of the time")
+    parser.set_defaults(run=run)
+
+
 def run(options: argparse.Namespace) -> int:
     """Check all options, simulate, and show the results. Returns the exit code; raises ``ConfigError``."""
+    if options.like is not None:
+        return like_run.run(options)
     cluster = plan_command.cluster(options)
     if cluster.job_mtbf_hours is not None:
         raise ConfigError("job_mtbf_hours is given, but the simulator has no failures of the whole job; leave it out")
