@@ -24,6 +24,8 @@ class CommunicatorContract:
     """Members are numbered from 0 to 3; ``MEMBERS`` of them are enough for every case."""
 
     MEMBERS = 4
+    LARGE = 500_000
+    """Elements of a sum that takes some time."""
 
     def make(
         self, rendezvous: dist.Store, me: int, members: Sequence[int], epoch: int, timeout_s: float
@@ -157,7 +159,7 @@ class CommunicatorContract:
     def test_a_member_that_leaves_cuts_nothing_that_is_on_its_way_while_the_next_view_is_built(self):
         """Members 0 and 1 have all of a step, and begin the next one; member 2 still takes the last part of that step, and
         the next view stands before the old communicators are closed."""
-        size = 500_000
+        size = self.LARGE
         outers = self.build(range(3))
         steps = {me: [self.full(me, me + 1, size) for _ in range(3)] for me in outers}
         works = {me: [outer.all_reduce(tensor) for tensor in steps[me]] for me, outer in outers.items()}

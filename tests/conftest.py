@@ -73,7 +73,7 @@ class _Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     # A deadline is a timed assertion: it would measure how busy the machine is.
-    examples = 100 if config.getoption("--long") == "all" else 30
+    examples = 100 if config.getoption("--long") == "all" else 20
     settings.register_profile("untimed", deadline=None, max_examples=examples)
     settings.load_profile("untimed")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):

@@ -8,7 +8,6 @@ import fcntl
 import os
 import pty
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -220,10 +219,9 @@ def test_a_closed_terminal_ends_the_run_with_a_last_checkpoint(tmp_path, data_di
 
 
 def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(tmp_path, data_dir, reference):
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, preexec_fn=small_files)
+    small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    script = support.changed_script(tmp_path / "train.py", small)
+    run = start(tmp_path / "run", data_dir, tmp_path / "saved", OFTEN, script=script)
     said = run.check(reference, code=NOT_SAVED)
     assert said.splitlines()[-1].endswith(
         "step 8 is not saved; no checkpoint is complete, a later start begins anew"

@@ -23,14 +23,14 @@ def start_with_nan(directory, data_dir, group: int, step: int, script=support.SC
 
 
 def test_the_update_is_skipped_and_the_group_is_named(tmp_path, data_dir):
-    run = start_with_nan(tmp_path / "run", data_dir, 2, 3, steps=30)
+    run = start_with_nan(tmp_path / "run", data_dir, 2, 3)
     run.finish()
     assert run.process.returncode == 0, run.logs()
     named = run.events("nonfinite")
     assert [line["group"] for line in named] == [2]
     losses = {line["step"]: line["loss"] for line in run.events("step")}
     bad = [step for step, loss in losses.items() if not math.isfinite(loss)]
-    assert len(losses) == 30 and bad in ([], [named[0]["step"]])
+    assert len(losses) == support.STEPS and bad in ([], [named[0]["step"]])
     assert not run.events("fault") and len({line["params_sha256"] for line in run.events("survivor")}) == 1
 
 
@@ -96,10 +96,8 @@ def test_a_group_still_in_the_step_in_which_the_others_stop_does_not_make_it_aga
     assert [(line["group"], line["step"]) for line in run.events("nonfinite")] == [(1, 3)]
 
 
-def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir):
-    reference = support.start(tmp_path / "reference", data_dir, steps=30)
-    reference.check()
-    run = start_with_nan(tmp_path / "run", data_dir, 2, 3, steps=30, nonfinite="recompute")
+def test_a_group_whose_gradient_is_not_finite_leaves_and_its_part_is_computed_elsewhere(tmp_path, data_dir, reference):
+    run = start_with_nan(tmp_path / "run", data_dir, 2, 3, nonfinite="recompute")
     run.check(reference)
     ((group, step),) = [(line["group"], line["step"]) for line in run.events("nonfinite")]
     (view,) = [line for line in run.events("view") if line["lost"]]

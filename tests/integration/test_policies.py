@@ -80,7 +80,7 @@ def test_with_drop_a_group_that_comes_back_brings_its_share_along(tmp_path, data
 def test_with_restart_any_loss_starts_the_job_again_from_the_last_checkpoint(tmp_path, data_dir):
     saved = {"directory": str(tmp_path / "saved"), "period_s": 0.1}
     gate = support.Gate(tmp_path, slowly=STEPS)
-    options = {"steps": STEPS, "own": OWN, "script": gate.script}
+    options = {"steps": 20, "own": OWN, "script": gate.script}
     run = support.start(tmp_path / "run", data_dir, policy="restart", checkpoint=saved, **options)
     support.wait_for(lambda: bool(run.events("checkpoint")), run)
     kill.kill(run.directory, 1, "anywhere")

@@ -82,6 +82,7 @@ def test_every_check_is_listed_and_none_fails_on_a_cpu(tmp_path, qualify):
     assert list(tmp_path.glob("megatron-ft-*")) == [], "nothing is left"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(WHOLE_S)
 def test_a_sum_that_is_wrong_fails_its_check_and_the_command(tmp_path, qualify):
     member = tmp_path / "member.py"

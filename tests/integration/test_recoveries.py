@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,6 +46,7 @@ SETTLES_S = 30.0
 """An upper limit, which applies only where gloo has forgotten an operation, whose threads stay."""
 
 
+@pytest.mark.long
 def test_a_hundred_recoveries_leave_nothing_behind():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [

@@ -26,7 +26,7 @@ class TestGloo(CommunicatorContract):
 class TestTwoLevels(CommunicatorContract):
     """Members 1 and 2 share a host. Pieces are small, so that an operation has several."""
 
-    ROUNDED = False
+    ROUNDED, LARGE = False, 100_000
 
     @pytest.fixture(autouse=True)
     def small_pieces(self, monkeypatch):

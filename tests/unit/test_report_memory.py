@@ -35,6 +35,7 @@ def write(run_dir) -> int:
     return SHOWN * STEPS
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_does_not_hold_the_spans_of_a_run(tmp_path, monkeypatch):
     spans = 2 * write(tmp_path)
