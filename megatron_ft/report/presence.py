@@ -72,7 +72,11 @@ def _stages(marks: Mapping[int, Mapping[str, float]], closed: float) -> list[Sta
 
 def _marks(record: RunRecord, opened: float) -> dict[GroupId, dict[int, dict[str, float]]]:
     """Return for each group, incarnation and state when it begins, in the order of the states."""
-    seated, lost = _memberships(record, opened)
+    seated = _seated(record, opened)
+    lost = {
+        start: ("left" if view["lost"][str(start[0])].startswith(LEAVES) else "dead", view["t"])
+        for start, view in record.left_out.items()
+    }
     restarts, returns = _first(record.events("restart")), _first(record.events("rejoined"))
     faults = _first(record.faults)
     found: dict[GroupId, dict[int, dict[str, float]]] = {}
@@ -102,19 +106,13 @@ def _first(lines: Iterable[Mapping[str, Any]]) -> dict[_Start, Mapping[str, Any]
     return found
 
 
-def _memberships(record: RunRecord, opened: float) -> tuple[dict[_Start, float], dict[_Start, tuple[str, float]]]:
-    """Return when views admitted each start of a group, and when they excluded it, as ``left`` or ``dead``."""
+def _seated(record: RunRecord, opened: float) -> dict[_Start, float]:
+    """Return when views admitted each start of a group."""
     seated: dict[_Start, float] = {}
-    lost: dict[_Start, tuple[str, float]] = {}
-    seats: dict[GroupId, int] = {}
     committed = {line["step"]: line["t"] for line in record.steps}
     for number, view in enumerate(record.views):
         # Another process writes the step line: that of the step before may come a moment after the view.
         admits = max(view["t"], committed.get(view["step"] - 1, view["t"])) if number else opened
-        for name, why in view["lost"].items():
-            group = int(name)
-            lost.setdefault((group, seats.get(group, 0)), ("left" if why.startswith(LEAVES) else "dead", view["t"]))
-        seats |= {int(group): start for group, start in view.get("incarnations", {}).items()}
         for group in view["live"]:
-            seated.setdefault((group, seats.get(group, 0)), admits)
-    return seated, lost
+            seated.setdefault((group, view.get("incarnations", {}).get(str(group), 0)), admits)
+    return seated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,20 +154,26 @@ class RunRecord:
     @cached_property
     def faults(self) -> list[dict[str, Any]]:
         """The faults; those whose agent was lost too are taken from the view that left the group out."""
-        noted = self.events("fault")
-        known = {(fault["group"], fault.get("incarnation", 0)) for fault in noted}
-        return sorted([*noted, *self._unnoted(known)], key=lambda fault: fault["t"])
+        faults = self.events("fault")
+        known = {(fault["group"], fault.get("incarnation", 0)) for fault in faults}
+        for (group, incarnation), view in self.left_out.items():
+            why = view["lost"][str(group)]
+            if (group, incarnation) not in known and not why.startswith(LEAVES):
+                seat = {"t": view["t"], "group": group, "incarnation": incarnation, "how": "the other groups"}
+                nobody = dict.fromkeys(("position", "pid", "host", "signal", "code", "detected_s"))
+                faults.append({**nobody, **seat, "detail": why.removeprefix(CUT_OFF).partition("; ")[0]})
+        return sorted(faults, key=lambda fault: fault["t"])
 
-    def _unnoted(self, known: Collection[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    @cached_property
+    def left_out(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """The view in which a start of a group (group, incarnation) lost its seat, if it had one and has not kept it."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         seats: dict[str, int] = {}
         for view in self.views:
-            for group, why in view["lost"].items():
-                seat = {"group": int(group), "incarnation": seats.get(group, 0)}
-                if tuple(seat.values()) not in known and not why.startswith(LEAVES):
-                    first = why.removeprefix(CUT_OFF).partition("; ")[0]
-                    nobody = dict.fromkeys(("position", "pid", "host", "signal", "code", "detected_s"))
-                    yield {"t": view["t"], **nobody, **seat, "detail": first, "how": "the other groups"}
+            for group in view["lost"]:
+                found.setdefault((int(group), seats.get(group, 0)), view)
             seats = view.get("incarnations", {})
+        return found
 
     @property
     def views(self) -> list[dict[str, Any]]:
@@ -218,20 +224,11 @@ class RunRecord:
         """The failures in order of detection. A recovery belongs to every group that its interruption lost."""
         found = []
         for fault in self.faults:
-            view = self._left_out_by(fault["group"], fault.get("incarnation", 0))
+            view = self.left_out.get((fault["group"], fault.get("incarnation", 0)))
             after = [line for line in self.recoveries if view is not None and line["epoch"] >= view["epoch"]]
             recovery = min(after, key=lambda line: line["epoch"], default=None)
             found.append(Failure(fault, view, recovery, self._patches(recovery)))
         return found
-
-    def _left_out_by(self, group: int, incarnation: int) -> dict[str, Any] | None:
-        """Return the view in which that start of the group lost its seat; None if it never had one, or kept it."""
-        seated = 0
-        for view in self.views:
-            if str(group) in view["lost"] and seated == incarnation:
-                return view
-            seated = view.get("incarnations", {}).get(str(group), 0)
-        return None
 
     def _patches(self, recovery: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
         """Return the patches of a recovery: a group may have gone on an epoch earlier than the writer of its line."""
