@@ -1,7 +1,8 @@
 """Cost of a loss with each policy, in *stacks*: the time that one group takes for one shard.
 
 A policy knows the live groups, the compute part of a step, and the cost of a loss in the running step. ``core`` makes
-every decision.
+every decision. What is left out here are the microbatches: whole plans (``planned``) of 1000 groups take a hundred times as
+long (500 steps of ``stacked_quota_rejoin``: 5.8 s instead of 0.04 s), too long for sweeps of thousands of runs.
 """
 
 from __future__ import annotations
