@@ -7,16 +7,16 @@ with ``to_json`` and ``from_json`` of its own is asked for them (``types.View``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-_PLAIN = {int: (int,), float: (float, int), str: (str,), bool: (bool,), NoneType: (NoneType,)}
-_ATOMS = frozenset(_PLAIN)
+_PLAIN: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}, bool: {bool}, NoneType: {NoneType}}
+"""True is no number."""
 STAYS = "stays"
-"""Metadata of a field that is not encoded: who decodes has its default."""
+"""Metadata of a field that is not encoded as the others are: who decodes has its default."""
 
 Value = TypeVar("Value")
 
@@ -29,13 +29,19 @@ def encode(value: Any) -> Any:
         return {str(key): encode(inner) for key, inner in value.items()}
     if isinstance(value, Set):
         return sorted(map(encode, value))
-    if isinstance(value, tuple | list):
-        return list(value) if _ATOMS.issuperset(map(type, value)) else [encode(inner) for inner in value]
+    if isinstance(value, tuple | list):  # thousands of groups
+        return list(value) if set(map(type, value)) <= _PLAIN.keys() else [encode(inner) for inner in value]
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        return {one.name: encode(getattr(value, one.name)) for one in fields(value) if STAYS not in one.metadata}
+        return encode_fields(value)
     raise TypeError(f"{value!r} has no form in JSON")
+
+
+def encode_fields(value: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON, also one with a ``to_json`` of its own."""
+    kind: Any = type(value)
+    return {name: encode(getattr(value, name)) for name in _fields(kind)[0]}
 
 
 def decode(kind: type[Value], raw: Any) -> Value:
@@ -43,79 +49,62 @@ def decode(kind: type[Value], raw: Any) -> Value:
 
     Raises ``ValueError`` that names the field, its value and the type that it must have.
     """
-    read: Callable[[Any], Value] = _reader(kind)  # type: ignore[arg-type]  # a type is hashable
-    return read(raw)
+    value: Value = _decode(kind, raw)
+    return value
+
+
+def _decode(hint: Any, raw: Any) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any or type(raw) in _PLAIN.get(hint, ()):
+        return raw
+    if origin in (Union, UnionType):
+        for arg in args:
+            try:
+                return _decode(arg, raw)
+            except ValueError:
+                continue
+    elif origin is Literal and raw in args:
+        return raw
+    elif hasattr(hint, "from_json"):
+        return hint.from_json(raw)
+    elif isinstance(raw, Mapping):
+        if origin in (dict, Mapping):
+            return {args[0](key): _decode(args[1], inner) for key, inner in raw.items()}
+        if isinstance(hint, type) and is_dataclass(hint):
+            return decode_fields(hint, raw)
+    elif isinstance(raw, list | tuple):
+        if origin in (list, Sequence, frozenset) or args[1:] == (...,):
+            plain = set(map(type, raw)) <= _PLAIN.get(args[0], set())
+            return (tuple if origin is Sequence else origin)(raw if plain else (_decode(args[0], one) for one in raw))
+        if origin is tuple and len(raw) == len(args):
+            return tuple(map(_decode, args, raw))
+        if hasattr(hint, "_fields") and len(raw) <= len(hint._fields):
+            return decode_fields(hint, dict(zip(hint._fields, raw, strict=False)))
+    raise ValueError(f"{raw!r} is no {getattr(hint, '__name__', hint)}")
 
 
 @cache
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that decodes values with this type hint."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return lambda raw: raw
-    if hint in _PLAIN:
-        return partial(_plain, hint)
-    if origin in (Union, UnionType):
-        return partial(_one_of, hint, [_reader(arg) for arg in args])
-    if origin is tuple and args[-1] is not ...:
-        return partial(_listed, hint, tuple, [_reader(arg) for arg in args], len(args))
-    if origin in (tuple, list, Sequence, frozenset):
-        make = tuple if origin is Sequence else origin
-        return partial(_several, hint, make, _reader(args[0]), frozenset(_PLAIN.get(args[0], ())))
-    if origin in (dict, Mapping):
-        key, inner = args[0], _reader(args[1])
-        return lambda raw: {key(name): inner(one) for name, one in _typed(raw, Mapping, hint).items()}
-    if hasattr(hint, "from_json"):
-        return partial(hint.from_json)
-    hints = get_type_hints(hint)
-    if is_dataclass(hint):
-        travel = [one for one in fields(hint) if STAYS not in one.metadata]
-        needed = {one.name for one in travel if one.default is MISSING and one.default_factory is MISSING}
-        return partial(_object, hint, {one.name: _reader(hints[one.name]) for one in travel}, needed)
-    readers = [_reader(hints[name]) for name in hint._fields]
-    return partial(_listed, hint, lambda found: hint(*found), readers, len(readers) - len(hint._field_defaults))
+def _fields(kind: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the type hint of each field that is encoded, and those that have no default."""
+    hints = get_type_hints(kind)
+    if not is_dataclass(kind):
+        return {name: hints[name] for name in kind._fields}, set(kind._fields) - kind._field_defaults.keys()
+    travel = [one for one in fields(kind) if STAYS not in one.metadata]
+    needed = {one.name for one in travel if one.default is MISSING and one.default_factory is MISSING}
+    return {one.name: hints[one.name] for one in travel}, needed
 
 
-def _typed(raw: Any, types: Any, hint: Any) -> Any:
-    if not isinstance(raw, types):
-        raise ValueError(f"{raw!r} is no {getattr(hint, '__name__', hint)}")
-    return raw
-
-
-def _plain(hint: type, raw: Any) -> Any:
-    return raw if type(raw) in _PLAIN[hint] else _typed(raw, (), hint)  # True is no number
-
-
-def _one_of(hint: Any, readers: Sequence[Callable[[Any], Any]], raw: Any) -> Any:
-    for read in readers:
-        try:
-            return read(raw)
-        except ValueError:
-            continue
-    return _typed(raw, (), hint)
-
-
-def _several(hint: Any, make: Callable[..., Any], each: Callable[[Any], Any], fine: frozenset[type], raw: Any) -> Any:
-    known = fine.issuperset(map(type, _typed(raw, list | tuple, hint)))  # thousands of groups
-    return make(raw if known else map(each, raw))
-
-
-def _listed(hint: Any, make: Callable[..., Any], readers: Sequence[Callable[[Any], Any]], least: int, raw: Any) -> Any:
-    if not least <= len(_typed(raw, list | tuple, hint)) <= len(readers):
-        _typed(raw, (), hint)
-    return make(read(one) for read, one in zip(readers, raw, strict=False))
-
-
-def _object(kind: Any, readers: Mapping[str, Callable[[Any], Any]], needed: Set[str], raw: Any) -> Any:
-    _typed(raw, Mapping, kind)
-    if strange := raw.keys() - readers.keys():
+def decode_fields(kind: type[Value], raw: Mapping[str, Any]) -> Value:
+    """Return the value with these fields, also of a class with a ``from_json`` of its own. Raises as :func:`decode`."""
+    hints, needed = _fields(kind)  # type: ignore[arg-type]  # a type can be hashed
+    if strange := raw.keys() - hints.keys():
         raise ValueError(f"{kind.__name__} has no {', '.join(sorted(strange))}")
     if missing := needed - raw.keys():
         raise ValueError(f"{kind.__name__} lacks {', '.join(sorted(missing))}")
     found = {}
     for name, inner in raw.items():
         try:
-            found[name] = readers[name](inner)
+            found[name] = _decode(hints[name], inner)
         except ValueError as error:
             raise ValueError(f"{kind.__name__}.{name}: {error}") from None
     return kind(**found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_ft import codec
@@ -192,10 +192,10 @@ class View:
     behind: tuple[GroupId, ...] = ()
     final: Mapping[Bucket, GroupId] = field(default_factory=dict)
     missing: Mapping[Bucket, tuple[GroupId, ...]] = field(default_factory=dict)
-    plan_origin: PlanOrigin = PlanOrigin(())
+    plan_origin: PlanOrigin = field(default=PlanOrigin(()), metadata={codec.STAYS: True})
     incarnations: Mapping[GroupId, int] = field(default_factory=dict)
     entered: Mapping[GroupId, int] = field(default_factory=dict)
-    reports: tuple[Report, ...] = ()
+    reports: tuple[Report, ...] = field(default=(), metadata={codec.STAYS: True})
     noticed: str = ""
 
     @property
@@ -208,24 +208,9 @@ class View:
         return group in self.live and self.incarnations.get(group, 0) == incarnation
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "live": list(self.live),
-            "reason": self.reason,
-            "noticed": self.noticed,
-            "step": self.step,
-            **({"attempt": self.attempt} if self.attempt else {}),
-            "lost": {str(group): reason for group, reason in self.lost.items()},
-            "joined": list(self.joined),
-            "source": self.source,
-            "behind": list(self.behind),
-            "final": {str(bucket): owner for bucket, owner in self.final.items()},
-            "missing": {str(bucket): list(groups) for bucket, groups in self.missing.items()},
-            "begun": codec.encode(self.plan_origin),
-            "incarnations": {str(group): number for group, number in self.incarnations.items()},
-            **({"entered": {str(group): step for group, step in self.entered.items()}} if self.entered else {}),
-            "reports": _fold(self.reports),
-        }
+        raw = codec.encode_fields(self)
+        told = {name: value for name, value in raw.items() if value or name not in ("attempt", "entered")}
+        return {**told, "begun": codec.encode(self.plan_origin), "reports": _fold(self.reports)}
 
     def to_wire(self) -> dict[str, Any]:
         """Return a short form for the control store: every group reads it, and it may name thousands of groups."""
@@ -239,25 +224,17 @@ class View:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> View:
         """Return the view of a :meth:`to_json` or :meth:`to_wire` form."""
+        told = {one.name: raw[one.name] for one in fields(cls) if one.name in raw or one.name not in _MAY_LACK}
+        told |= {"live": groups_of(raw["live"]), "behind": groups_of(raw["behind"])}
+        told["missing"] = {bucket: groups_of(groups) for bucket, groups in raw["missing"].items()}
+        reports = _unfold(raw["epoch"] - 1, told.pop("reports"))
         began, *since = raw["begun"]
-        return cls(
-            epoch=raw["epoch"],
-            live=groups_of(raw["live"]),
-            reason=raw["reason"],
-            step=raw["step"],
-            attempt=raw.get("attempt", 0),
-            lost={int(group): reason for group, reason in raw["lost"].items()},
-            joined=tuple(raw["joined"]),
-            source=raw["source"],
-            behind=groups_of(raw["behind"]),
-            final={int(bucket): owner for bucket, owner in raw["final"].items()},
-            missing={int(bucket): groups_of(groups) for bucket, groups in raw["missing"].items()},
-            plan_origin=codec.decode(PlanOrigin, [groups_of(began), *since]),
-            incarnations={int(group): number for group, number in raw["incarnations"].items()},
-            entered={int(group): step for group, step in raw.get("entered", {}).items()},
-            reports=_unfold(raw["epoch"] - 1, raw["reports"]),
-            noticed=raw.get("noticed", ""),  # records of older versions do not have it
-        )
+        origin = codec.decode(PlanOrigin, [groups_of(began), *since])
+        return replace(codec.decode_fields(cls, told), plan_origin=origin, reports=reports)
+
+
+_MAY_LACK = ("attempt", "entered", "noticed", "plan_origin")
+"""Fields that the JSON of a view may lack: some are left out if empty, older versions lack others, one is ``begun``."""
 
 
 def listed(numbers: Iterable[int], most: int | None = None) -> str:

@@ -17,10 +17,11 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ft import codec
 from megatron_ft.config import parallelism
 from megatron_ft.config.store_address import EtcdAddress
 from megatron_ft.config.validators import (
@@ -421,23 +422,18 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON objects. The launcher hands it to its ranks and writes it to the run directory."""
-        return asdict(self)
+        return codec.encode_fields(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> RunConfig:
-        """Inverse of :meth:`to_json`."""
+        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for what is no config."""
         section = dict(raw["fault_tolerance"])
-        section["detector"] = DetectorConfig(**section["detector"])
-        section["rejoin"] = RejoinConfig(**section.get("rejoin", {}))  # older records have none
-        section["checkpoint"] = CheckpointConfig(**section.get("checkpoint", {}))
-        section["verify"] = VerifyConfig(**section.get("verify", {}))
-        section["failure_domains"] = _domains_or_auto("fault_tolerance.failure_domains", section["failure_domains"])
-        section["skip_microbatches"] = tuple(section.get("skip_microbatches", ()))
+        section |= {name: section[name] for name in ("detector", "failure_domains")}  # KeyError: only others may lack
         if section.get("communicator") in _GONE:  # of older records
             section["communicator"] = "gloo"
         if section.get("store") in STORE_WORDS:  # older records have "auto", and "etcd", which no run starts any more
             section["store"] = EMBEDDED
-        return cls(**{**raw, "fault_tolerance": FaultToleranceConfig(**section)})
+        return codec.decode_fields(cls, {**raw, "fault_tolerance": section})
 
 
 def load(path: str | Path, *, groups: int, ranks_per_group: int | None = None, shards: int | None = None) -> RunConfig:

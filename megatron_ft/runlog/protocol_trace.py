@@ -217,7 +217,8 @@ def _views(lines: Iterable[Line], path: str) -> tuple[ViewLine, ...]:
 def _view(line: Line, path: str) -> View:
     try:
         view = View.from_json(line.fields)
-        damage = "" if _sound(view) else "a value of it is of the wrong kind"
+        reported = (number for one in view.reports for number in (one.group, one.step, *one.reduced_buckets))
+        damage = "" if all(map(_whole, reported)) else "a number in its reports is of the wrong kind"
     except _DAMAGE as error:
         damage = _what(error)
     if damage:
@@ -226,15 +227,6 @@ def _view(line: Line, path: str) -> View:
             f"made it"
         )
     return view
-
-
-def _sound(view: View) -> bool:
-    """Return True if reports, groups and reasons have the right types: replay follows and looks up all of them."""
-    numbers = [view.epoch, view.step, *view.live, *view.joined, *view.incarnations.values()]
-    for report in view.reports:
-        numbers += [report.group, report.step, *report.reduced_buckets]
-    texts = (view.reason, view.noticed, *view.lost.values())
-    return all(map(_whole, numbers)) and all(isinstance(text, str) for text in texts)
 
 
 def _what(error: Exception) -> str:
