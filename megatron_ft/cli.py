@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_ft.agent import join
     from megatron_ft.agent.forkserver import ForkServer
     from megatron_ft.config.schema import RunConfig
-    from megatron_ft.doctor.meeting import Meeting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,21 +224,21 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "runs/a --once",
     )
     command(
-        _add_checkpoint,
+        _of("report.checkpoint_command"),
         "checkpoint",
         "list or check the checkpoints of a run",
         "list runs/a/checkpoints",
         "verify runs/a/checkpoints",
     )
     command(
-        _add_export,
+        _of("report.export_command"),
         "export",
         "write the model of a run's checkpoint for other programs",
         "runs/a --format hf --out llama",
         "/shared/ckpt --format megatron --step 1000 --out model",
     )
     command(
-        _add_doctor,
+        _of("doctor.doctor_command"),
         "doctor",
         "check this machine, or all hosts of a run, before training",
         "",
@@ -247,7 +246,7 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         "--deterministic train.py --config ds_config.json -- --data data/sotu",
     )
     command(
-        _add_qualify,
+        _of("qualify.qualify_command"),
         "qualify",
         "show on these machines, with real processes and faults, what holds there",
         "",
@@ -256,14 +255,18 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         codes="exit codes: 0 nothing failed; 1 a check failed; 2 refused: options, hosts or a library that is missing",
     )
     command(
-        _add_replay,
+        _of("audit.step_replay"),
         "replay",
         "compute a committed step again, and compare it with the record",
         "runs/a --step 120",
         "runs/a --step 120 --microbatch 3.0",
     )
     command(
-        _add_examples, "examples", "list the example scripts, sbatch files and documents, or copy them", "", "--copy ft"
+        _of("utils.shipped_files"),
+        "examples",
+        "list the example scripts, sbatch files and documents, or copy them",
+        "",
+        "--copy ft",
     )
     command(
         _add_completion,
@@ -273,22 +276,6 @@ def _parser(only: str | None = None) -> argparse.ArgumentParser:
         'zsh > "${fpath[1]}/_megatron-ft"',
     )
     return parser
-
-
-def _add_examples(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--copy", type=Path, metavar="DIR", help="write all of them into this new directory")
-    parser.set_defaults(run=_examples)
-
-
-def _examples(options: argparse.Namespace) -> int:
-    from megatron_ft.utils import shipped_files
-
-    if options.copy is None:
-        print(shipped_files.listed())
-    else:
-        shipped_files.copy(options.copy)
-        print(f"{options.copy} has {', '.join(shipped_files.NAMES)}; read {options.copy}/examples/README.md first")
-    return 0
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
@@ -683,154 +670,6 @@ def _supervise(options: argparse.Namespace) -> int:
             waits=options.second,
         )
     ).run()
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    for what, text in (
-        ("list", "show the checkpoints in a directory, the newest first"),
-        ("verify", "read all files of the complete checkpoints and compare their checksums"),
-    ):
-        kind = kinds.add_parser(what, help=text, description=text)
-        kind.add_argument("directory", type=Path, help="checkpoint.directory of the run")
-        kind.set_defaults(run=_checkpoint)
-        if what == "verify":
-            kind.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step (default: all)")
-
-
-def _checkpoint(options: argparse.Namespace) -> int:
-    from megatron_ft.report import checkpoint_command
-
-    return checkpoint_command.run(options)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", type=Path, metavar="RUN", help="directory of a run, or its checkpoint.directory")
-    parser.add_argument(
-        "--format",
-        choices=("hf", "torch", "deepspeed", "megatron"),
-        required=True,
-        metavar="FORMAT",
-        help="hf: a directory for from_pretrained; torch: a file for torch.load; deepspeed: a directory for "
-        "load_checkpoint; megatron: a directory for megatron.core.dist_checkpointing",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="PLACE", help="the new file or directory")
-    parser.add_argument("--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)")
-    parser.add_argument("--names", type=Path, metavar="FILE", help="JSON file with old beginning of a name: new one")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="copy the tokenizer of this directory, too (--format hf)"
-    )
-    parser.set_defaults(run=_export)
-
-
-def _export(options: argparse.Namespace) -> int:
-    from megatron_ft.report import export_command
-
-    return export_command.run(options)
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, with all measured values")
-    model = parser.add_argument_group("a model", "are its gradients the same bits in two processes?")
-    model.add_argument("--deterministic", metavar="SCRIPT", help="run two steps of this training script and compare")
-    model.add_argument("--config", type=Path, metavar="FILE", help="its config file")
-    model.add_argument("arguments", nargs="*", help="its arguments, after --")
-    hosts = parser.add_argument_group(
-        "several hosts",
-        "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
-    )
-    _add_meeting(hosts)
-    hosts.add_argument(
-        "--factor", type=float, default=3.0, metavar="X", help="name a host that is slower by this factor (default: 3)"
-    )
-    parser.set_defaults(run=_doctor)
-
-
-def _add_meeting(hosts: argparse._ArgumentGroup) -> None:
-    """Options by which the hosts of one check find each other."""
-    hosts.add_argument("--hosts", type=int, metavar="H", help="number of hosts (default: check this machine only)")
-    hosts.add_argument("--host-rank", type=int, metavar="K", help="number of this host, from 0")
-    hosts.add_argument("--store", metavar="HOST:PORT", help="address of host 0 and a free port there")
-    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="instead of these three: lines NAME; needs --port")
-    hosts.add_argument(
-        "--port", type=int, default=0, metavar="P", help="with --hostfile: a free port of its first host"
-    )
-    hosts.add_argument(
-        "--directory", type=Path, metavar="DIR", help="a directory that all hosts share; it is tried out"
-    )
-    hosts.add_argument(
-        "--job-id", metavar="ID", help="instead of --store: a new name, the same on all hosts; needs --directory"
-    )
-    hosts.add_argument("--address", metavar="ADDR", help="address of this host for the other hosts (default: detected)")
-    hosts.add_argument(
-        "--patience-s", type=float, default=60.0, metavar="S", help="time to wait for all hosts (default: 60)"
-    )
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    if options.deterministic is not None:
-        from megatron_ft.audit import deterministic
-        from megatron_ft.audit.audit_run import Script
-
-        return deterministic.run(Script(options.deterministic, options.arguments, Path.cwd()), options.config)
-    if options.arguments or options.config:
-        raise ConfigError("--config and arguments are those of a script; name it with --deterministic SCRIPT")
-    from megatron_ft.doctor import hosts_check, run_doctor
-    from megatron_ft.utils.terminal import console
-
-    where = _meeting(options)
-    if where is None:
-        return run_doctor(console(), as_json=options.json, directory=options.directory)
-    return hosts_check.run_together(where, console(), options.json, options.factor)
-
-
-def _meeting(options: argparse.Namespace) -> Meeting | None:
-    """Return how the hosts of a check meet; None on a single one."""
-    from megatron_ft.doctor import meeting
-    from megatron_ft.launchers import host_place
-
-    options.target = None
-    if options.hosts is None and options.host_rank is None and options.hostfile is None:
-        host_place.from_surroundings(options)
-    return meeting.find(options)
-
-
-def _add_qualify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="number of GPUs of each host that take part; 0: the CPU (default: all)"
-    )
-    parser.add_argument(
-        "--groups", type=int, metavar="N", help="number of groups (default: one for each GPU; 3 without several GPUs)"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the checks to this file, too; -: print them as JSON, and no table"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults (default: 0)")
-    hosts = parser.add_argument_group(
-        "several hosts",
-        "run the same command on each host; in srun, torchrun and mpirun the hosts are numbered already",
-    )
-    _add_meeting(hosts)
-    parser.set_defaults(run=_qualify, factor=2.0)
-
-
-def _qualify(options: argparse.Namespace) -> int:
-    from megatron_ft.qualify import qualification
-
-    return qualification.run(options, _meeting(options))
-
-
-def _add_replay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help="of a run with reduction exact")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="the committed step to compute again")
-    parser.add_argument("--microbatch", metavar="SHARD.INDEX", help="compare the digest of this microbatch only")
-    parser.set_defaults(run=_replay)
-
-
-def _replay(options: argparse.Namespace) -> int:
-    from megatron_ft.audit import step_replay
-
-    return step_replay.run(options.run_dir, options.step, options.microbatch)
 
 
 def _tee(text: str) -> str:

@@ -7,13 +7,13 @@ the same kind.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ft import checkpoint
 from megatron_ft.audit import audit_run
 from megatron_ft.audit.audit_run import Script
 from megatron_ft.config import rank_env
@@ -26,10 +26,21 @@ _OURS = ("policy", "standby", "redundancy", "placement", "failure_domains", "min
 """Settings that only say who computes what."""
 
 
-def run(run_dir: Path, step: int, microbatch: str | None) -> int:
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft replay``."""
+    parser.add_argument("run_dir", type=Path, help="of a run with reduction exact")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the committed step to compute again")
+    parser.add_argument("--microbatch", metavar="SHARD.INDEX", help="compare the digest of this microbatch only")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
     """Compute the step again, print what was compared, and return the exit code: 0 if all agrees. Raises ``FTError``."""
+    from megatron_ft import checkpoint  # it imports torch, which the options do without
+
+    run_dir, step = options.run_dir, options.step
     raw = _config(run_dir)
-    asked = None if microbatch is None else _microbatch(microbatch, step)
+    asked = None if options.microbatch is None else _microbatch(options.microbatch, step)
     lines = [line for start in run_directory.starts_of(run_dir) for line in history.read(start)]
     steps = {line["step"]: line for line in lines if line["event"] == "step"}
     if step not in steps:

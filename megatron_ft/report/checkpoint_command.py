@@ -6,17 +6,32 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_ft import checkpoint
 from megatron_ft.core.lifecycle.checkpoint_policy import Found
 from megatron_ft.errors import CheckpointError, ConfigError
 from megatron_ft.utils import terminal
 from megatron_ft.utils.tables import Column, FittedTable
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft checkpoint``."""
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for what, text in (
+        ("list", "show the checkpoints in a directory, the newest first"),
+        ("verify", "read all files of the complete checkpoints and compare their checksums"),
+    ):
+        kind = kinds.add_parser(what, help=text, description=text)
+        kind.add_argument("directory", type=Path, help="checkpoint.directory of the run")
+        kind.set_defaults(run=run)
+        if what == "verify":
+            kind.add_argument("--step", type=int, metavar="N", help="only the checkpoint of this step (default: all)")
+
+
 def run(options: argparse.Namespace) -> int:
     """Carry out what ``options.what`` says, and return the exit code. Raises ``FTError``."""
     if not options.directory.is_dir():
         raise ConfigError(f"{options.directory} is not a directory; give the checkpoint.directory of a run")
+    from megatron_ft import checkpoint  # it imports torch, which the options do without
+
     found = checkpoint.find(options.directory)
     if options.what == "list":
         return _list(found, options.directory)
@@ -62,6 +77,8 @@ def complete(found: list[Found], directory: Path, step: int | None) -> list[Foun
 
 def _verify(chosen: list[Found]) -> int:
     """Read all files of each; the exit code is 1 if one is damaged."""
+    from megatron_ft import checkpoint
+
     damaged = 0
     for one in chosen:
         try:

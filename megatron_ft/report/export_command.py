@@ -7,16 +7,36 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ft import checkpoint
-from megatron_ft.checkpoint import export
-from megatron_ft.data.tokenizer import FILES
 from megatron_ft.errors import ConfigError
 from megatron_ft.report.checkpoint_command import complete
 from megatron_ft.runlog.run_record import RunRecord
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft export``."""
+    parser.add_argument("place", type=Path, metavar="RUN", help="directory of a run, or its checkpoint.directory")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "torch", "deepspeed", "megatron"),
+        required=True,
+        metavar="FORMAT",
+        help="hf: a directory for from_pretrained; torch: a file for torch.load; deepspeed: a directory for "
+        "load_checkpoint; megatron: a directory for megatron.core.dist_checkpointing",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PLACE", help="the new file or directory")
+    parser.add_argument("--step", type=int, metavar="N", help="use the checkpoint of this step (default: the newest)")
+    parser.add_argument("--names", type=Path, metavar="FILE", help="JSON file with old beginning of a name: new one")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="copy the tokenizer of this directory, too (--format hf)"
+    )
+    parser.set_defaults(run=run)
+
+
 def run(options: argparse.Namespace) -> int:
     """Export the newest complete checkpoint, or that of ``options.step``. Raises ``FTError``."""
+    from megatron_ft import checkpoint  # these import torch, which the options do without
+    from megatron_ft.checkpoint import export
+
     names = {} if options.names is None else _names(options.names)
     tokenizer = [] if options.tokenizer is None else _tokenizer(options.tokenizer, options.format)
     directory = _directory(options.place)
@@ -57,6 +77,8 @@ def _tokenizer(directory: Path, kind: str) -> list[Path]:
     """Return the files of a tokenizer. Raises ``ConfigError``."""
     if kind != "hf":
         raise ConfigError(f"--tokenizer {directory} is for --format hf; leave it out")
+    from megatron_ft.data.tokenizer import FILES
+
     names = (*FILES, "tokenizer_config.json", "special_tokens_map.json")
     found = [directory / name for name in names if (directory / name).is_file()]
     if not found or found[0].name not in FILES:

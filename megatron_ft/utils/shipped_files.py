@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,22 @@ from megatron_ft.errors import LaunchError
 
 NAMES = ("docs", "examples", "slurm")
 _PACKAGE = Path(__file__).parents[1]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``megatron-ft examples``."""
+    parser.add_argument("--copy", type=Path, metavar="DIR", help="write all of them into this new directory")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List or copy the files. Returns the exit code; raises ``LaunchError``."""
+    if options.copy is None:
+        print(listed())
+    else:
+        copy(options.copy)
+        print(f"{options.copy} has {', '.join(NAMES)}; read {options.copy}/examples/README.md first")
+    return 0
 
 
 def root() -> Path:

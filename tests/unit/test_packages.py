@@ -25,9 +25,9 @@ ORDER = (
         "launchers",
         "planning",
         "simulation",
+        "audit",
         "report",
         "doctor",
-        "audit",
     ),
     *("qualify", "cli", "__main__"),
 )
@@ -88,8 +88,11 @@ def test_core_imports_nothing_but_pure_libraries(path):
 
 
 def test_what_a_login_node_runs_does_not_import_torch():
-    """``report`` and ``status`` read a run where torch is not installed (``setup.py``: it is of the extra ``train``)."""
-    commands = "from megatron_ft.report import report_command, status_command"
+    """``report`` and ``status`` read a run where torch is not installed (``setup.py``: it is of the extra ``train``), and
+    every command has its help."""
+    commands = (
+        "from megatron_ft import cli; from megatron_ft.report import report_command, status_command; cli._parser()"
+    )
     blocked = f"import sys; sys.modules['torch'] = None; {commands}"
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
