@@ -629,7 +629,7 @@ class Agent:
         recorded = self._record.summary()
         if self._ended() or recorded.end:
             return self._outcome.of_complete(self._client.end or recorded.end or {}, self._leads or self._speaks)
-        tells = (self._leads or self._speaks and not recorded.stopped) and not self._hosts.replaced()
+        tells = (self._leads or self._speaks and not recorded.over) and not self._hosts.replaced()
         ending = self._restarts.ending(recorded.last_step, self._idles)
         return self._outcome.of_stopped(recorded, self._signalled, ending, tells)
 

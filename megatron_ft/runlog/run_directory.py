@@ -54,7 +54,7 @@ def prepare(path: Path, overwrite: bool, aside: str = NOTHING, private: bool = F
             else:
                 (path / name).unlink(missing_ok=True)
     recorded = run_state.read(path)
-    if not recorded.empty and aside != NOTHING and (aside == ANY or not recorded.ended):
+    if not recorded.empty and aside != NOTHING and (aside == ANY or recorded.end is None):
         _put_aside(path)
         recorded = run_state.RunState()
     if recorded.end is not None:

@@ -34,7 +34,7 @@ class RunState:
     Attributes:
         now: time of the newest line in Unix seconds, 0 before the first; ``started``: of the first ``start`` line, or None.
         empty: True before the first line.
-        begun: training has begun; ``stopped``: there is a ``stop`` line.
+        begun: training has begun.
         end: the ``end`` line, None without one.
         closing: the ``end`` or ``stop`` line of the present start, None while it goes on.
         not_saved: reasons of ``not_saved`` lines after it.
@@ -52,7 +52,7 @@ class RunState:
 
     def __init__(self, groups: int = 0) -> None:
         self.now, self.started = 0.0, None
-        self.empty, self.begun, self.stopped = True, False, False
+        self.empty, self.begun = True, False
         self.end: Mapping[str, Any] | None = None
         self.closing: Mapping[str, Any] | None = None
         self.exit_code: int | None = None
@@ -92,7 +92,7 @@ class RunState:
             case "end":
                 self.end, self.closing, self.not_saved = line, line, []
             case "stop":
-                self.stopped, self.closing, self.not_saved = True, line, []
+                self.closing, self.not_saved = line, []
             case "not_saved":
                 self.not_saved.append(line["reason"])
             case "resume":
@@ -135,11 +135,6 @@ class RunState:
         self.failures += len(cut_off(line))
         self._seats = {epoch: seats for epoch, seats in self._seats.items() if epoch > line["epoch"] - _VIEWS}
         self._seats[line["epoch"]] = line["live"], line.get("incarnations", {})
-
-    @property
-    def ended(self) -> bool:
-        """True if there is an ``end`` line."""
-        return self.end is not None
 
     @property
     def over(self) -> bool:
