@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,22 @@ def test_stages_whose_names_are_not_those_of_the_whole_model_are_refused():
         reshard.whole(stages, "a checkpoint")
 
 
+def test_each_stage_brings_its_buffers_into_the_whole_model_and_gets_them_from_there():
+    stages = []
+    for number in range(2):
+        (state,) = divided({f"w{number}": torch.ones(4, 3)}, 1)
+        for part in (state, state[PARTS]):
+            part["model"] = {f"{number}.{name}": value for name, value in part["model"].items()}
+        state[PARTS]["names"] = [f"w{number}"]
+        stages.append([state | {STAGED: True, "buffers": {f"{number}.table{number}": torch.tensor([1.0, number])}}])
+    joined = reshard.whole(stages, "a checkpoint")
+    assert list(joined["buffers"]) == ["table0", "table1"]
+    for (own,) in stages:
+        found = reshard.cut(joined, own, "a checkpoint")["buffers"]
+        assert found.keys() == own["buffers"].keys()
+        assert all(torch.equal(found[name], value) for name, value in own["buffers"].items())
+
+
 def test_an_optimizer_with_other_groups_of_parameters_is_refused():
     (state,) = divided({"w": torch.ones(4, 3)}, 1)
     other = {**state, "optimizer": {**state["optimizer"], "param_groups": [{"lr": 0.1}, {"lr": 0.2}]}}
@@ -110,3 +127,13 @@ def test_the_launcher_knows_what_can_be_divided_anew(tmp_path, layout, keys, now
     found = saved(tmp_path, layout, **keys)
     with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="its engine cannot divide it anew"):
         restore.check_division(config, found)
+
+
+def test_the_grid_of_exact_reduction_stays_behind_when_a_state_is_divided_anew(monkeypatch):
+    """Its exponents are those of the parts that a rank had."""
+    whole = {"w": torch.randn(4, 3)}
+    states = [{**state, "grid": [1, 2]} for state in divided(whole, 2)]
+    monkeypatch.setattr(checkpoint, "load", lambda found, position, copies: states[position])
+    found = Found("a checkpoint", 4, True, manifest={"meta": {"layout": [1, 2, 1]}})
+    state = restore._divided_anew(found, SimpleNamespace(state=lambda: divided(whole, 1)[0]), lambda *_: None)
+    assert torch.equal(state["model"]["w"], whole["w"]) and "grid" not in state
