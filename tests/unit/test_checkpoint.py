@@ -573,6 +573,8 @@ def test_one_save_runs_at_a_time_and_its_result_is_returned_once():
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert saved.value == min(own + 10, 19), "training comes first, whatever the nice value of the process"
     assert saver.poll() is None and saver.start("step 2", work) is None
+    saver._thread.join()
+    assert "the result of step 2 has not been polled yet" in saver.start("step 3", work)
     assert saver.wait().what == "step 2"
 
 

@@ -169,6 +169,33 @@ def test_a_run_whose_agents_find_no_store_is_started_again_without_the_lost_node
     assert here.cancelled and not own._loop.job.nodes["n1"].failures
 
 
+def test_the_end_of_a_start_does_not_end_the_one_after_it(tmp_path, here, monkeypatch):
+    """The new agents need minutes until they have moved the record away that says that the run was wiped out."""
+    clock = Clock()
+    for module in (supervisor, supervisor_loop):
+        monkeypatch.setattr(module, "time", clock)
+    run_dir = tmp_path / "run"
+
+    def wiped_out() -> None:
+        history.append(run_dir, "stop", exit_code=WIPED_OUT, reason="no group is left")
+        for name in [*here.steps]:
+            here.give_up(name)
+
+    def ended() -> None:
+        record_of(run_dir, "again", "7.0.1.1", {"event": "end"})
+        here.end()
+
+    clock.at = {
+        5.0: lambda: record_of(run_dir, "first", "7.0.0.1", {"event": "step", "step": 0}),
+        60.0: wiped_out,
+        60.0 + LATER_S: ended,
+    }
+    limits = supervisor_policy.Limits(per_node=3, stop_before_s=120.0, whole=restart_policy.Limits(per_hour=2))
+    own = supervisor.Supervisor(supervisor.Options([], RunConfig(groups=2), run_dir, 0, limits), {})
+    assert own.run() == 0 and not here.cancelled
+    assert sorted(name for name in here.steps if "mft/1/" in name) == ["mft/1/n1/0", "mft/1/n2/0"]
+
+
 def test_a_run_whose_store_does_not_answer_is_told_to_stop_again(tmp_path, here, monkeypatch, capsys):
     clock, asked = Clock(), []
     for module in (supervisor, supervisor_loop):
