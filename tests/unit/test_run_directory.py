@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from signal import Signals
 
 import pytest
 
-from megatron_ft.errors import NOT_SAVED
+from megatron_ft.errors import NOT_SAVED, LaunchError
 from megatron_ft.runlog import history, run_directory, run_state
 from megatron_ft.types import Exit
 from megatron_ft.utils import shared_file
@@ -28,6 +29,26 @@ def test_hosts_that_list_their_ranks_at_the_same_time_lose_none(tmp_path, monkey
     monkeypatch.setattr(shared_file, "write_json", replace)
     run_directory.write_ranks(tmp_path, [{"group": 0}], host=0)
     assert interrupted and json.loads((tmp_path / "ranks.json").read_text()) == [{"group": 0}, {"group": 1}]
+
+
+@pytest.mark.parametrize(
+    ("ended", "aside", "refused"),
+    [
+        (False, run_directory.NOTHING, "already holds a run that did not reach its end"),
+        (True, run_directory.NOTHING, "already holds a finished run .last step 3."),
+        (False, run_directory.UNFINISHED, ""),
+        (True, run_directory.UNFINISHED, "already holds a finished run .last step 3."),
+        (False, run_directory.ANY, ""),
+        (True, run_directory.ANY, ""),
+    ],
+)
+def test_the_record_of_an_earlier_start_is_put_aside_or_refused(tmp_path, ended, aside, refused):
+    history.append(tmp_path, "end" if ended else "step", step=3)
+    before = history.read(tmp_path)
+    with pytest.raises(LaunchError, match=refused) if refused else nullcontext():
+        run_directory.prepare(tmp_path, overwrite=False, aside=aside)
+    kept = tmp_path if refused else tmp_path / run_directory.EARLIER / "0001"
+    assert history.read(kept) == before and bool(history.read(tmp_path)) == bool(refused)
 
 
 def test_the_starts_of_a_group_that_took_part_in_a_step_are_found(tmp_path):
