@@ -39,12 +39,11 @@ class Part:
     Attributes:
         failures: errors of an order that are answered (``failed``); any other ends the process.
         lost_code: exit code when host 0 is lost.
-        first_s: longest time before the first order; ``silent_s``: between two later ones. None: no limit.
+        silent_s: longest time before the next order; None: no limit.
     """
 
     failures: ClassVar[tuple[type[Exception], ...]] = ()
     lost_code: ClassVar[int] = 1
-    first_s: float | None = None
     silent_s: float | None = None
 
     def listens(self, own: str, secret: Secret) -> int:
@@ -67,11 +66,9 @@ def attend(where: Meeting, part: Part) -> tuple[int, str]:
 
 def serve(channel: Channel, part: Part) -> tuple[int, str]:
     """Carry out the orders of a connection until its other end says ``end``. Returns the exit code and the last line."""
-    limit_s = part.first_s
     try:
         while True:
-            order = channel.receive(limit_s)
-            limit_s = part.silent_s
+            order = channel.receive(limit_s := part.silent_s)
             if (do := order.pop("do")) == "end":
                 return order["code"], order["line"]
             if do.startswith("_") or hasattr(Part, do):

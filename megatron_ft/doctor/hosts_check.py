@@ -66,7 +66,7 @@ class HostPart(host_orders.Part):
         self._examined = {"findings": [asdict(one) for one in findings], "versions": versions.here(findings)}
         self._directory = where.directory
         self._receiver: bandwidth.Receiver | None = None
-        self.first_s, self.silent_s = _EXAMINE_S, _ORDER_S
+        self.silent_s = _EXAMINE_S
 
     def listens(self, own: str, secret: Secret) -> int:
         self.leave()
@@ -75,6 +75,7 @@ class HostPart(host_orders.Part):
         return self._receiver.port
 
     def examine(self) -> Message:
+        self.silent_s = _ORDER_S
         return self._examined
 
     def clock(self) -> Message:

@@ -82,7 +82,7 @@ class HostPart(Part):
 
     failures = (OSError, subprocess.SubprocessError)
     lost_code = 2
-    first_s = silent_s = _SILENT_S
+    silent_s = _SILENT_S
 
     def __init__(self) -> None:
         self._members: dict[int, _Member] = {}
