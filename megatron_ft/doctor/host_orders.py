@@ -71,8 +71,10 @@ def serve(channel: Channel, part: Part) -> tuple[int, str]:
             order = channel.receive(limit_s := part.silent_s)
             if (do := order.pop("do")) == "end":
                 return order["code"], order["line"]
-            if do.startswith("_") or hasattr(Part, do):
-                raise LaunchError(f"host 0 has given an order that is none: {do!r}")
+            if do.startswith("_") or hasattr(Part, do) or not hasattr(part, do):
+                raise LaunchError(
+                    f"host 0 has given an order that is none: {do!r}; install the same version on all hosts"
+                )
             try:
                 answer = getattr(part, do)(**order)
             except part.failures as error:

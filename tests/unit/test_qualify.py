@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import signal
 import socket
+import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,8 @@ from rich.console import Console
 from megatron_ft import cli
 from megatron_ft.auth.secret import Secret
 from megatron_ft.doctor import host_orders, meeting
-from megatron_ft.qualify import device_facts, device_seats, qualification, training_checks
+from megatron_ft.errors import LaunchError
+from megatron_ft.qualify import device_facts, device_seats, host_part, qualification, training_checks
 from megatron_ft.qualify.device_seats import MULTI_RANK, Seat
 from megatron_ft.qualify.host_part import HostPart
 from megatron_ft.qualify.outcomes import CHECKS, FAILED, NOT_HERE, PROVEN, CheckFailed, Measured, NotHere, Qualification
@@ -171,3 +174,52 @@ def test_hosts_meet_at_a_given_address_with_a_secret_from_the_shared_directory(t
         hub.end(0, "fine")
     other.join()
     assert ends == [(0, "fine")] and list(tmp_path.iterdir()) == []
+
+
+class Echo(host_orders.Part):
+    failures = (OSError,)
+
+    def repeat(self, word: str) -> dict:
+        if word == "nothing":
+            raise OSError("there is nothing")
+        return {"word": word}
+
+    def _own(self) -> dict:
+        raise AssertionError("it is no order")
+
+
+def test_a_process_carries_out_the_orders_of_its_part_and_nothing_else():
+    def served(*orders: dict) -> tuple:
+        own, its = map(meeting.Channel, socket.socketpair())
+        for order in orders:
+            own.send(order)
+        try:
+            return host_orders.serve(its, Echo()), [own.receive(5.0) for _ in orders[:-1]]
+        finally:
+            own.close()
+
+    said = [
+        {"do": "repeat", "word": "a"},
+        {"do": "repeat", "word": "nothing"},
+        {"do": "end", "code": 3, "line": "over"},
+    ]
+    assert served(*said) == ((3, "over"), [{"word": "a"}, {"failed": "OSError: there is nothing"}])
+    for none in ("_own", "__class__", "leave", "listens", "silent_s", "clock"):
+        with pytest.raises(LaunchError, match=f"an order that is none: '{none}'"):
+            served({"do": none})
+
+
+def test_a_member_that_is_silent_and_one_that_has_ended_are_told_apart(monkeypatch):
+    program = "import os, socket, sys; end = socket.socket(fileno=int(sys.argv[2])); line = end.recv(99); "
+    program += "line or os._exit(1); b'wait' in line and end.recv(99); print('why', flush=True); os._exit(7)"
+    monkeypatch.setattr(host_part, "MEMBER", [sys.executable, "-c", program])
+    member = host_part._Member({})
+    try:
+        member.tell({"do": "wait"})
+        assert member.answer(time.monotonic() + 0.1) == {"silent": True}
+    finally:
+        member.kill()
+    member = host_part._Member({})
+    member.tell({"do": "end"})
+    assert member.answer(time.monotonic() + 60.0)["ended"].startswith("its process ended with exit code 7")
+    member.kill()
