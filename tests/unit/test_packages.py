@@ -29,7 +29,7 @@ ORDER = (
         "report",
         "doctor",
     ),
-    *("qualify", "cli", "__main__"),
+    *("qualify", "commands", "cli", "__main__"),
 )
 """Each package, or module at the top, may import itself and those before it."""
 IN_CORE = {
